@@ -1,0 +1,26 @@
+"""Lossless speculative decoding: one loop and one tree verifier for every proposer."""
+
+from decode.answer import Answer, Chunk
+from decode.loop import generate, stream
+from decode.proposer import Plain, Proposer, Step
+from decode.sampling import Sampling
+from decode.session import Session, Verdict
+from decode.stats import Stats
+from decode.target import Target
+from decode.tree import Tree
+
+__all__ = [
+    "Answer",
+    "Chunk",
+    "Plain",
+    "Proposer",
+    "Sampling",
+    "Session",
+    "Stats",
+    "Step",
+    "Target",
+    "Tree",
+    "Verdict",
+    "generate",
+    "stream",
+]

@@ -1,0 +1,150 @@
+"""Accept: choose the path down a verified tree, and the bonus token after it.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.noise import KeyedDice, invert, uniform
+from decode.rejection import RULES, Drafted
+from decode.sampling import Sampling
+from decode.tree import Tree
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Per row: the nodes of the accepted path (root first), their tokens, the token after them, the tree's size."""
+
+    path: list[list[int]]
+    tokens: list[list[int]]
+    bonus: list[int]
+    sizes: list[int]
+
+    def select(self, rows: Sequence[int]) -> Accepted:
+        """The same for some rows only."""
+        return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
+
+
+def accept(
+    tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
+) -> Accepted:
+    """Choose a path by the rule that fits how the tree was drafted; each is lossless.
+
+    logits [B, N, V]; rows: the number of each prompt, which keys its noise; sequences: each row's tokens up to and
+    including the root. Deterministic drafts are walked, a sampled chain is verified as a block, any other tree with
+    sampled nodes by traversal.
+    """
+    tree = tree.to(logits.device)
+    if tree.q is not None:
+        chain = bool((tree.parents[:, 1:] == torch.arange(tree.width - 1, device=logits.device))[tree.real[:, 1:]].all())
+        rule = "block" if chain and bool(tree.sampled[:, 1:][tree.real[:, 1:]].all()) else "traversal"
+        return verify_sampled(tree, logits, sampling, rows, sequences, rule)
+    if sampling.greedy and not sampling.processors:
+        return walk_greedily(tree, logits)
+    return walk(tree, logits, sampling, rows, sequences)
+
+
+def walk_greedily(tree: Tree, logits: Tensor) -> Accepted:
+    """The walk at temperature 0: all nodes are judged at once."""
+    drawn = logits.argmax(dim=-1)  # [B, N]
+    wrong = drawn.gather(1, tree.parents.clamp(min=0)) != tree.tokens
+    wrong[:, 0] = False
+    wrong |= ~tree.real
+    reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
+    last = torch.where(reached, tree.depth, -1).argmax(dim=1)
+    on_path = tree.ancestors[torch.arange(tree.batch, device=last.device), last]
+    return _to_host(tree, on_path, drawn.gather(1, last[:, None])[:, 0])
+
+
+def walk(
+    tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
+) -> Accepted:
+    """Draw the target's token at each visited node and go on while it is a child.
+
+    For a tree that was drafted deterministically no rule accepts more (the chance of a path is the target's own), and
+    the tokens drawn are those that plain decoding would draw with the same noise. Only visited nodes are processed:
+    one law a level and row.
+    """
+    device = logits.device
+    row = torch.arange(tree.batch, device=device)
+    node = torch.zeros_like(row)
+    alive = torch.ones_like(row, dtype=torch.bool)
+    on_path = torch.zeros_like(tree.parents, dtype=torch.bool)
+    bonus = torch.zeros_like(row)
+    prefixes = [torch.tensor(sequence, device=device) for sequence in sequences] if sampling.processors else []
+    noise = torch.tensor(
+        [
+            [uniform(sampling.seed, number, len(sequence) + level) for level in range(tree.height + 1)]
+            for number, sequence in zip(rows, sequences, strict=True)
+        ],
+        dtype=torch.float64,
+    ).to(device)
+    for level in range(tree.height + 1):
+        on_path[row, node] |= alive
+        drawn = invert(sampling.law(logits[row, node], prefixes), noise[:, level])
+        bonus = torch.where(alive, drawn, bonus)
+        child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
+        alive = alive & child.any(dim=1)
+        node = torch.where(alive, child.int().argmax(dim=1), node)
+        prefixes = [torch.cat([prefix, token[None]]) for prefix, token in zip(prefixes, drawn, strict=False)]
+        if device.type == "cpu" and not bool(alive.any()):  # on a GPU the look would cost more than it saves
+            break
+    return _to_host(tree, on_path, bonus)
+
+
+def verify_sampled(
+    tree: Tree,
+    logits: Tensor,
+    sampling: Sampling,
+    rows: Sequence[int],
+    sequences: Sequence[Sequence[int]],
+    rule: str,
+) -> Accepted:
+    """Judge trees with nodes drawn at random, row by row, by a rule of `decode.rejection`."""
+    assert tree.q is not None and tree.sampled is not None
+    paths, bonuses = [], []
+    for place, (number, sequence) in enumerate(zip(rows, sequences, strict=True)):
+        size = int(tree.sizes[place])
+        tokens, laws = tree.tokens[place, :size].tolist(), tree.q[place]
+        prefix = _Prefix(sequence, tokens, tree.ancestors[place])
+
+        def law(node: int, place: int = place, prefix: _Prefix = prefix) -> Tensor:
+            return sampling.law(logits[place, node][None], [prefix(node)])[0]
+
+        drafted = Drafted(
+            tokens=tokens,
+            parents=tree.parents[place, :size].tolist(),
+            sampled=tree.sampled[place, :size].tolist(),
+            p=law,
+            q=lambda node, laws=laws: laws[node].double(),
+        )
+        path, bonus = RULES[rule](drafted, KeyedDice(sampling.seed, number, len(sequence)))
+        paths.append(path)
+        bonuses.append(bonus)
+    chosen = [[int(tree.tokens[place, node]) for node in path] for place, path in enumerate(paths)]
+    return Accepted(paths, chosen, bonuses, tree.sizes.tolist())
+
+
+class _Prefix:
+    """The tokens up to and including a node of one row's tree."""
+
+    def __init__(self, sequence: Sequence[int], tokens: Sequence[int], ancestors: Tensor) -> None:
+        self.sequence, self.tokens, self.ancestors = sequence, tokens, ancestors
+
+    def __call__(self, node: int) -> Tensor:
+        path = self.ancestors[node].nonzero()[1:, 0].tolist()
+        return torch.tensor([*self.sequence, *(self.tokens[step] for step in path)], device=self.ancestors.device)
+
+
+def _to_host(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
+    """The step's one look at the device: who was accepted, with which tokens, and what comes after."""
+    packed = torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1).tolist()
+    path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in packed]
+    tokens = [[token for token in row[:-2] if token >= 0] for row in packed]
+    return Accepted(path, tokens, [row[-2] for row in packed], [row[-1] for row in packed])

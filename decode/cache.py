@@ -1,0 +1,135 @@
+"""The KV cache that a tree is verified in: preallocated, compacted in place, a write position a row.
+
+Shapes: B rows, H key-value heads, S slots, N nodes, D head size. A committed token lies in the slot of its position;
+the nodes under verification lie behind it, node i of row b in slot lengths[b] + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BUCKET = 64  # attention sees the used slots rounded up to this, so that few shapes occur
+GROWTH = 256  # allocation is rounded up to this
+
+
+class TreeCache(Cache):
+    """A transformers `Cache` whose layers write where `place` says and show attention the used slots only."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(layer_class_to_replicate=partial(TreeCacheLayer, self))
+        self.lengths = [0] * batch  # committed tokens of each row, on the host
+        self.capacity = 0
+        self.used = 0  # slots that attention sees
+        self.slots: slice | Tensor = slice(0, 0)
+
+    def place(self, start: int, count: int, device: torch.device) -> Tensor:
+        """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor, [B]."""
+        longest = max(self.lengths)
+        end = longest + start + count
+        self.used = -(-end // BUCKET) * BUCKET
+        self.capacity = self._capacity_for(self.used)
+        lengths = torch.tensor(self.lengths, device=device)
+        if min(self.lengths) == longest:
+            self.slots = slice(longest + start, end)
+        else:
+            self.slots = lengths[:, None] + torch.arange(start, start + count, device=device)  # [B, N]
+        return lengths
+
+    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Commit the nodes of each row's path, `path` [B, T] padded, of which the first counts[b] are meant."""
+        width = path.shape[1]
+        moves = bool((path != torch.arange(width)).any()) if path.device.type == "cpu" else True
+        if moves:
+            starts = torch.tensor(self.lengths, device=path.device)[:, None]
+            source, target = starts + path, starts + torch.arange(width, device=path.device)
+            for layer in self.layers:
+                layer.move(source, target)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Forget what was committed beyond the given lengths."""
+        self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, given in ascending order."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def _capacity_for(self, slots: int) -> int:
+        if slots <= self.capacity:
+            return self.capacity
+        return -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """One layer's keys and values, [B, H, S, D] each. Windowed layers are kept whole: the mask knows the window."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: TreeCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (
+            states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new nodes, [B, H, N, D] each, and return all used slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self.cache.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` [B, T] to `target`; all are read before one is written, so they may overlap."""
+        if not self.is_initialized:  # layers that share another's keys never get their own
+            return
+        source, target = source.to(self.device), target.to(self.device)
+        row = torch.arange(source.shape[0], device=self.device)[:, None]
+        for states in (self.keys, self.values):
+            states[row, :, target] = states[row, :, source]
+
+    def select(self, rows: Sequence[int]) -> None:
+        if self.is_initialized:
+            index = torch.tensor(rows, device=self.device)
+            self.keys, self.values = self.keys[index], self.values[index]
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.used, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _write(self, states: Tensor, new: Tensor) -> None:
+        slots = self.cache.slots
+        if isinstance(slots, slice):
+            states[:, :, slots] = new
+        else:
+            slots = slots.to(new.device)
+            row = torch.arange(new.shape[0], device=new.device)[:, None]
+            states[row, :, slots] = new.transpose(1, 2)
+
+    def _grown(self, states: Tensor) -> Tensor:
+        larger = states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[3])
+        larger[:, :, : states.shape[2]] = states
+        return larger

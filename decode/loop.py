@@ -1,0 +1,179 @@
+"""The loop: propose, verify, accept, keep. Plain decoding is the same loop with a proposer that proposes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.accept import Accepted, accept
+from decode.answer import Answer, Chunk, Limits, Row
+from decode.proposer import Plain, Proposer, Step
+from decode.sampling import Sampling
+from decode.session import Session, Verdict
+from decode.stats import Seconds
+from decode.target import Target
+from decode.text import Prompt, TextStream, encode
+from decode.tree import Tree
+
+PREFILL_CHUNK = 512  # prompt tokens a forward pass
+
+
+def generate(
+    target: Target, prompts: Sequence[Prompt], proposer: Proposer | None = None, **settings: Any
+) -> list[Answer]:
+    """Answer the prompts and return the answers in their order. Arguments and errors are those of `stream`."""
+    chunks = stream(target, prompts, proposer, **{"text": False, **settings})
+    answers = {chunk.row: chunk.answer for chunk in chunks if chunk.answer is not None}
+    return [answers[number] for number in sorted(answers)]
+
+
+def stream(
+    target: Target,
+    prompts: Sequence[Prompt],
+    proposer: Proposer | None = None,
+    *,
+    batch_size: int | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    criterion: Callable[[int, list[int]], bool] | None = None,
+    chat: bool | None = None,
+    nodes: int = 64,
+    text: bool = True,
+) -> Iterator[Chunk]:
+    """Answer the prompts, `batch_size` at a time (None: all together); yield what each step adds to each answer.
+
+    prompts: text, chat messages or token ids; `chat` as in `decode.text.encode`. proposer: None decodes plainly.
+    Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before one of the strings `stop`,
+    where `criterion(row, tokens)` says so, or at the end of the model's context. nodes: the most tree nodes a step
+    and row, root included. text: whether chunks carry text as well as tokens.
+
+    Neither the proposer nor the batch size changes an answer; a proposer that draws its drafts at random keeps the
+    law of the answer, not its letters. Raises ValueError for settings out of range and prompts that do not fit,
+    before any work is done.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch size is {batch_size}; it must be at least 1")
+    if nodes < 1:
+        raise ValueError(f"nodes is {nodes}; a tree has at least its root")
+    limits = Limits(max_new_tokens, target.stop_ids if stop_ids is None else frozenset(stop_ids), stop, criterion)
+    rows = _make_rows(target, prompts, limits, chat, text or bool(stop))
+    sampling = sampling or Sampling()
+    size = batch_size or max(len(rows), 1)
+    return (
+        chunk
+        for begin in range(0, len(rows), size)
+        for chunk in _decode(target, rows[begin : begin + size], proposer or Plain(), sampling, nodes)
+    )
+
+
+def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampling, nodes: int) -> Iterator[Chunk]:
+    """The loop itself, for one batch."""
+    session = target.open(len(rows), proposer.layers)
+    seconds = Seconds.begin()
+    with seconds.measure("target"):
+        verdict, features = _prefill(session, [row.prompt for row in rows])
+    tree = Tree.chain([row.prompt[-1:] for row in rows])
+    step: Step | None = None
+    while True:
+        with seconds.measure("accept"):
+            sequences = [row.sequence for row in rows]
+            accepted = accept(tree, verdict.logits, sampling, [row.number for row in rows], sequences)
+        session.keep(accepted.path)
+        if step is not None:
+            features = _along(accepted.path, verdict.features)
+        yield from _grow(rows, accepted, seconds, target)
+        kept = [place for place, row in enumerate(rows) if row.finish is None]
+        if not kept:
+            return
+        seconds = Seconds.begin()
+        if len(kept) < len(rows):
+            session.select(kept)
+            tree, accepted, rows = tree.select(kept), accepted.select(kept), [rows[place] for place in kept]
+            verdict, features = verdict.select(kept), None if features is None else features[kept]
+        with seconds.measure("proposer"):
+            step = Step(
+                first=step is None,
+                rows=[row.number for row in rows],
+                kept=kept,
+                sequences=[row.sequence for row in rows],
+                committed=[row.prompt for row in rows] if step is None else accepted.tokens,
+                path=accepted.path,
+                tree=tree,
+                logits=verdict.logits,
+                features=features,
+                sampling=sampling,
+            )
+            proposer.observe(step)
+            tree = proposer.propose(min(nodes, max(row.room for row in rows)))
+        if tree.tokens.device.type == "cpu":
+            tree.check(len(rows), nodes, target.vocabulary)
+        with seconds.measure("target"):
+            verdict = session.verify(tree)
+
+
+def _grow(rows: list[Row], accepted: Accepted, seconds: Seconds, target: Target) -> Iterator[Chunk]:
+    """Add the step's tokens to each answer and hand out what is new."""
+    chunks = [
+        row.extend(path[1:], bonus) for row, path, bonus in zip(rows, accepted.tokens, accepted.bonus, strict=True)
+    ]
+    seconds.finish()
+    for row, chunk, size in zip(rows, chunks, accepted.sizes, strict=True):
+        row.stats.count(len(chunk.tokens), chunk.guessed, size - 1, seconds)
+        yield chunk if row.finish is None else replace(chunk, answer=row.answer(target.tokenizer))
+
+
+def _prefill(session: Session, prompts: list[list[int]]) -> tuple[Verdict, Tensor | None]:
+    """Commit the prompts up to their last tokens, which are left as the roots of the first trees.
+
+    Returns the roots' verdict, logits [B, 1, V], and the features of all prompt tokens, [B, T, F].
+    """
+    logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+    features = []
+    for begin in range(0, max(map(len, prompts)), PREFILL_CHUNK):
+        parts = [prompt[begin : begin + PREFILL_CHUNK] for prompt in prompts]
+        ending = [place for place, prompt in enumerate(prompts) if begin < len(prompt) <= begin + PREFILL_CHUNK]
+        last = sorted({len(parts[place]) - 1 for place in ending}) or [0]  # the model must be asked for some logits
+        verdict = session.verify(Tree.chain(parts), only=last)
+        session.keep([list(range(len(part))) for part in parts])
+        for place in ending:
+            logits[place] = verdict.logits[place, last.index(len(parts[place]) - 1)]
+        features.append(verdict.features)
+    session.crop([len(prompt) - 1 for prompt in prompts])
+    known = [part for part in features if part is not None]
+    return Verdict(torch.stack(logits)[:, None], None), torch.cat(known, dim=1) if known else None
+
+
+def _along(path: list[list[int]], features: Tensor | None) -> Tensor | None:
+    """The features [B, T, F] of each row's accepted nodes, out of those of the whole tree, [B, N, F]."""
+    if features is None:
+        return None
+    width = max(map(len, path))
+    index = torch.tensor([[*row, *[0] * (width - len(row))] for row in path], device=features.device)
+    return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2]))
+
+
+def _make_rows(target: Target, prompts: Sequence[Prompt], limits: Limits, chat: bool | None, text: bool) -> list[Row]:
+    """The answers to be made, each prompt encoded and measured against the context."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is a list; put a single prompt into brackets")
+    if limits.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        ids = encode(prompt, target.tokenizer, chat)
+        if len(ids) >= target.context:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens; the model's context of {target.context} leaves no room for "
+                "an answer"
+            )
+        if not 0 <= min(ids) <= max(ids) < target.vocabulary:
+            raise ValueError(f"prompt {number} has a token outside the model's vocabulary of {target.vocabulary}")
+        stream = TextStream(target.tokenizer, limits.stop) if text and target.tokenizer is not None else None
+        rows.append(Row(number, ids, limits, target.context, stream))
+    return rows

@@ -1,0 +1,71 @@
+"""What a proposer is: it observes each step and proposes the next draft tree.
+
+Shapes: B rows, N nodes, T committed tokens (padded to the longest row), V vocabulary, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decode.sampling import Sampling
+from decode.tree import Tree
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verified and accepted tree, for the rows that go on. The prompt is the first step: a chain, kept whole.
+
+    `sequences[b]` ends with the bonus token, which is not in the KV cache yet and is the root of the next tree;
+    `committed[b]` are the tokens that entered the cache in this step. `rows[b]` numbers the prompt, for good; rows
+    leave the batch as they finish, and `kept[b]` is where a row stood in the step before.
+    """
+
+    first: bool  # the prompt's step; a proposer starts afresh
+    rows: list[int]
+    kept: list[int]
+    sequences: list[list[int]]  # prompt and answer so far, bonus token included; not to be changed
+    committed: list[list[int]]
+    path: list[list[int]]  # nodes of the verified tree that were accepted, root first
+    tree: Tree
+    logits: Tensor  # [B, N, V] of the tree; of the prompt only the last token's, [B, 1, V]
+    features: Tensor | None  # [B, T, F] of the committed tokens, where the proposer named layers
+    sampling: Sampling
+
+    @property
+    def bonus(self) -> list[int]:
+        """The token after the committed ones, for each row."""
+        return [sequence[-1] for sequence in self.sequences]
+
+
+class Proposer(Protocol):
+    """Anything that drafts. These three members are all that the loop knows of it."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The target's hidden states that it wants as features (transformers' numbering); () for none."""
+        ...
+
+    def observe(self, step: Step) -> None:
+        """Take note of a step."""
+        ...
+
+    def propose(self, budget: int) -> Tree:
+        """At most `budget` nodes for each row of the last step, in its order; the root is the row's bonus token."""
+        ...
+
+
+class Plain:
+    """Proposes nothing but the root: plain decoding, the baseline of every speed-up."""
+
+    layers: Sequence[int] = ()
+
+    def observe(self, step: Step) -> None:
+        self.roots = torch.tensor(step.bonus)[:, None]
+
+    def propose(self, budget: int) -> Tree:
+        return Tree.chain_of(self.roots, torch.ones(len(self.roots), dtype=torch.long))

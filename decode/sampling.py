@@ -1,0 +1,91 @@
+"""From the target's logits to the law that tokens are drawn from.
+
+Shapes: B rows, L tokens of a prefix, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The defaults are greedy decoding.
+
+    temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `processors` are any of
+    transformers' logits processors; each is called with a row's own prefix (prompt, answer and guesses up to that
+    node). The same `seed` gives the same text with every deterministic proposer and in every batch; without one it is
+    taken from torch's generator, so `torch.manual_seed` holds.
+
+    Raises ValueError for settings out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    processors: Sequence[LogitsProcessor] = ()
+    seed: int = field(default_factory=lambda: int(torch.randint(1 << 62, ())))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top-k is {self.top_k}; it must be 0 (off) or a positive number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p is {self.top_p}; it must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min-p is {self.min_p}; it must lie in [0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @cached_property
+    def warpers(self) -> LogitsProcessorList:
+        """Temperature, top-k, top-p and min-p in transformers' own order; they look at a row's logits alone."""
+        warpers = LogitsProcessorList()
+        if self.greedy:
+            return warpers
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
+
+    def law(self, logits: Tensor, prefixes: Sequence[Tensor] = ()) -> Tensor:
+        """The law of the next token, [B, V] float64, rows summing to one.
+
+        logits [B, V]; prefixes: each row's tokens so far, [L] each; needed only where there are processors.
+        """
+        # Half precision would round away what top-p and the draw depend on.
+        scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if self.processors:
+            rows = [self._process(prefix, row) for prefix, row in zip(prefixes, scores, strict=True)]
+            scores = torch.stack(rows)
+        if self.greedy:
+            return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
+        return self.warpers(None, scores).double().softmax(dim=-1)
+
+    def _process(self, prefix: Tensor, scores: Tensor) -> Tensor:
+        scores = scores[None].clone()  # processors may write into what they get
+        for processor in self.processors:
+            scores = processor(prefix[None], scores)
+        return scores[0]

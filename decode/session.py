@@ -1,0 +1,128 @@
+"""One batch in decoding: what the target has in its KV cache, and the forward pass over the next tree.
+
+Shapes: B rows, N nodes, V vocabulary, H hidden size, F = H x the number of captured layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from decode.cache import TreeCache
+from decode.masks import tree_masks
+from decode.tree import Tree
+
+if TYPE_CHECKING:
+    from decode.target import Target
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target says of a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F]."""
+
+    logits: Tensor
+    features: Tensor | None
+
+    def select(self, rows: Sequence[int]) -> Verdict:
+        """The same for some rows only."""
+        return Verdict(self.logits[rows], None if self.features is None else self.features[rows])
+
+
+class Session:
+    """The target's KV cache for one batch. `verify` looks at a tree, `keep` commits a path of it."""
+
+    def __init__(self, target: Target, batch: int, layers: Sequence[int] = ()) -> None:
+        self.target = target
+        self.layers = tuple(layers)
+        self.cache = TreeCache(batch)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of committed tokens of each row."""
+        return self.cache.lengths
+
+    @torch.inference_mode()
+    def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
+        """One forward pass over a tree, behind the committed tokens.
+
+        `start`: the first `start` nodes were verified by the call before and lie in the cache; only the rest is
+        computed (a tree that grows level by level). `only`: the nodes whose logits are wanted, others are not
+        computed; logits then have a row for each of them.
+        """
+        target, nodes = self.target, tree.width - start
+        tree = tree.to(target.device)
+        lengths = self.cache.place(start, nodes, target.device)
+        masks = tree_masks(
+            target.reaches, lengths, tree.ancestors[:, start:], tree.depth, self.cache.used, target.dtype
+        )
+        positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
+        extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
+        with self._captured() as captured:
+            output = target.model(
+                input_ids=tree.tokens[:, start:],
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **extra,
+            )
+        features = None
+        if self.layers:
+            features = torch.cat([captured[layer].to(target.device) for layer in self.layers], dim=-1)
+        return Verdict(output.logits.to(target.device), features)
+
+    def keep(self, path: Sequence[Sequence[int]]) -> None:
+        """Commit the nodes of each row's path (node numbers, root first); the rest of the tree is forgotten."""
+        width = max(map(len, path), default=0)
+        padded = [[*row, *range(len(row), width)] for row in path]
+        self.cache.keep(torch.tensor(padded, dtype=torch.long), [len(row) for row in path])
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Forget committed tokens beyond the given lengths, one a row."""
+        self.cache.crop(lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only (their places in the batch, ascending)."""
+        self.cache.select(rows)
+
+    @contextmanager
+    def _captured(self) -> Iterator[dict[int, Tensor]]:
+        """Collect the named layers' hidden states while the target runs."""
+        captured: dict[int, Tensor] = {}
+        handles = [hook_feature(self.target.model, layer, captured) for layer in self.layers]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def hook_feature(model: nn.Module, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
+    """Put `hidden_states[layer]` of every forward pass into `captured[layer]` until the hook is removed.
+
+    Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
+    what leaves the final norm. Raises ValueError where the layer does not exist.
+    """
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    stack = next((getattr(base, name) for name in ("layers", "h", "blocks") if hasattr(base, name)), None)
+    if stack is None:
+        raise ValueError(f"{type(model).__name__} has no list of layers that features could be read from")
+    index = layer + len(stack) + 1 if layer < 0 else layer
+    if not 0 <= index <= len(stack):
+        raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+    def behind(module: nn.Module, args: Any, output: Any) -> None:
+        captured[layer] = output[0]
+
+    if index == len(stack):
+        return base.register_forward_hook(behind)
+    return stack[index].register_forward_pre_hook(before, with_kwargs=True)

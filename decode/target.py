@@ -1,0 +1,62 @@
+"""The target: a stock Hugging Face model, and one forward pass of it over a tree.
+
+Shapes: B rows, N nodes, V vocabulary, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.loading import load_model
+from decode.masks import layer_reaches
+from decode.prepare import prepared_copy
+from decode.session import Session
+from decode.support import refuse_unsupported, self_test
+from decode.text import Tokenizer
+
+
+class Target:
+    """The model whose distribution is kept, ready to verify trees.
+
+    `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
+    is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
+    that memory. Raises ValueError for models that cannot be verified as a tree.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, prepare: bool = False) -> None:
+        refuse_unsupported(model)
+        self.model = (prepared_copy(model) if prepare else model).eval()
+        self.tokenizer = tokenizer
+        self.config = self.model.config.get_text_config(decoder=True)
+        self.reaches = layer_reaches(self.config)
+        self.vocabulary = int(self.config.vocab_size)
+        self.device = self.model.get_input_embeddings().weight.device
+        self.dtype = self.model.dtype
+        self.self_test_error = self_test(self)
+
+    @classmethod
+    def load(cls, name: str | None = None, **options: Any) -> Target:
+        """A local folder, a hub id or (without a name) the default model; see `decode.loading.load_model`."""
+        model, tokenizer = load_model(name, **options)
+        return cls(model, tokenizer)
+
+    @property
+    def context(self) -> int:
+        """The number of positions that the model was made for."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, as the model's generation config lists them."""
+        config = self.model.generation_config
+        ids = config.eos_token_id if config is not None else None
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+    def open(self, batch: int, layers: Sequence[int] = ()) -> Session:
+        """An empty KV cache for `batch` rows. `layers`: whose hidden states to hand out with each verdict."""
+        return Session(self, batch, layers)
