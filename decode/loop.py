@@ -108,6 +108,7 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
                 logits=verdict.logits,
                 features=features,
                 sampling=sampling,
+                target=target,
             )
             proposer.observe(step)
             tree = proposer.propose(min(nodes, max(row.room for row in rows)))

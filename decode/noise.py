@@ -30,12 +30,13 @@ def uniform(seed: int, row: int, position: int, stream: int = TEXT, number: int 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from laws by inverting their distribution functions.
 
-    weights [B, V], at least 0 and not all 0, need not sum to one; uniforms [B] in [0, 1). Returns tokens [B].
+    weights [B, V], at least 0 and not all 0, need not sum to one; uniforms [B] in [0, 1), float64. Returns tokens [B].
     `torch.multinomial` draws the same law, slower and with noise of its own.
     """
     cumulative = weights.double().cumsum(dim=-1)
-    goal = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, goal, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    total = cumulative[:, -1:]
+    goal = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))  # may round up to it
+    return torch.searchsorted(cumulative, goal, right=True)[:, 0]
 
 
 class KeyedDice:
@@ -48,4 +49,4 @@ class KeyedDice:
         return next(self._uniforms) < probability
 
     def draw(self, weights: Tensor) -> int:
-        return int(invert(weights[None], torch.tensor([next(self._uniforms)]))[0])
+        return int(invert(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0])

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from decode.sampling import Sampling
 from decode.tree import Tree
+
+if TYPE_CHECKING:
+    from decode.target import Target
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Step:
     logits: Tensor  # [B, N, V] of the tree; of the prompt only the last token's, [B, 1, V]
     features: Tensor | None  # [B, T, F] of the committed tokens, where the proposer named layers
     sampling: Sampling
+    target: Target
 
     @property
     def bonus(self) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.cost import Cost, measure_cost
 from decode.loading import load_model
 from decode.masks import layer_reaches
 from decode.prepare import prepared_copy
@@ -37,6 +38,7 @@ class Target:
         self.vocabulary = int(self.config.vocab_size)
         self.device = self.model.get_input_embeddings().weight.device
         self.dtype = self.model.dtype
+        self._costs: dict[int, Cost] = {}
         self.self_test_error = self_test(self)
 
     @classmethod
@@ -56,6 +58,13 @@ class Target:
         config = self.model.generation_config
         ids = config.eos_token_id if config is not None else None
         return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+    def cost(self, batch: int = 1) -> Cost:
+        """What verifying N nodes costs at this batch size, beside one; measured when first asked for."""
+        bucket = 1 << (batch - 1).bit_length()
+        if bucket not in self._costs:
+            self._costs[bucket] = measure_cost(self, bucket)
+        return self._costs[bucket]
 
     def open(self, batch: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch` rows. `layers`: whose hidden states to hand out with each verdict."""
