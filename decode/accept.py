@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.noise import KeyedDice, invert, uniform
-from decode.rejection import RULES, Drafted
+from decode.noise import ACCEPTANCE, KeyedDice, invert, uniform
+from decode.rejection import RULES, Drafted, block_batch
 from decode.sampling import Sampling
 from decode.tree import Tree
 
@@ -42,9 +42,8 @@ def accept(
     """
     tree = tree.to(logits.device)
     if tree.q is not None:
-        chain = bool((tree.parents[:, 1:] == torch.arange(tree.width - 1, device=logits.device))[tree.real[:, 1:]].all())
-        rule = "block" if chain and bool(tree.sampled[:, 1:][tree.real[:, 1:]].all()) else "traversal"
-        return verify_sampled(tree, logits, sampling, rows, sequences, rule)
+        verify = verify_chain if tree.is_chain and tree.sampled is None else verify_sampled
+        return verify(tree, logits, sampling, rows, sequences)
     if sampling.greedy and not sampling.processors:
         return walk_greedily(tree, logits)
     return walk(tree, logits, sampling, rows, sequences)
@@ -98,48 +97,74 @@ def walk(
     return _to_host(tree, on_path, bonus)
 
 
+def verify_chain(
+    tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
+) -> Accepted:
+    """Judge chains that were drawn at random as blocks, all rows at once."""
+    assert tree.q is not None
+    batch, width, vocabulary = logits.shape
+    prefixes: list[Tensor] = []
+    if sampling.processors:
+        prefix = [_Prefix(tree, place, sequence) for place, sequence in enumerate(sequences)]
+        prefixes = [prefix[place](node) for place in range(batch) for node in range(width)]
+    p = sampling.law(logits.flatten(0, 1), prefixes).view(batch, width, vocabulary)
+    # Keyed by the step, not by each position: the verdict on a guess tells of noise at guesses that it rejects.
+    noise = torch.tensor(
+        [
+            [uniform(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
+            for row, sequence in zip(rows, sequences, strict=True)
+        ],
+        dtype=torch.float64,
+    ).to(logits.device)
+    accepted, weights = block_batch(tree.tokens, tree.sizes, p, tree.q.double(), noise)
+    on_path = torch.arange(width, device=logits.device) <= accepted[:, None]
+    return _to_host(tree, on_path, invert(weights, noise[:, 0]))  # a block leaves the first number for the bonus
+
+
 def verify_sampled(
     tree: Tree,
     logits: Tensor,
     sampling: Sampling,
     rows: Sequence[int],
     sequences: Sequence[Sequence[int]],
-    rule: str,
+    rule: str = "traversal",
 ) -> Accepted:
-    """Judge trees with nodes drawn at random, row by row, by a rule of `decode.rejection`."""
-    assert tree.q is not None and tree.sampled is not None
+    """Judge trees with nodes drawn at random, row by row, by one of `decode.rejection.RULES`."""
+    assert tree.q is not None
+    sampled = torch.ones_like(tree.real) if tree.sampled is None else tree.sampled
     paths, bonuses = [], []
     for place, (number, sequence) in enumerate(zip(rows, sequences, strict=True)):
-        size = int(tree.sizes[place])
-        tokens, laws = tree.tokens[place, :size].tolist(), tree.q[place]
-        prefix = _Prefix(sequence, tokens, tree.ancestors[place])
+        size, prefix = int(tree.sizes[place]), _Prefix(tree, place, sequence)
 
-        def law(node: int, place: int = place, prefix: _Prefix = prefix) -> Tensor:
+        def p(node: int, place: int = place, prefix: _Prefix = prefix) -> Tensor:
             return sampling.law(logits[place, node][None], [prefix(node)])[0]
 
+        def q(node: int, laws: Tensor = tree.q[place]) -> Tensor:
+            return laws[node].double()
+
         drafted = Drafted(
-            tokens=tokens,
+            tokens=tree.tokens[place, :size].tolist(),
             parents=tree.parents[place, :size].tolist(),
-            sampled=tree.sampled[place, :size].tolist(),
-            p=law,
-            q=lambda node, laws=laws: laws[node].double(),
+            sampled=sampled[place, :size].tolist(),
+            p=p,
+            q=q,
         )
         path, bonus = RULES[rule](drafted, KeyedDice(sampling.seed, number, len(sequence)))
         paths.append(path)
         bonuses.append(bonus)
-    chosen = [[int(tree.tokens[place, node]) for node in path] for place, path in enumerate(paths)]
+    chosen = [tree.tokens[place, path].tolist() for place, path in enumerate(paths)]
     return Accepted(paths, chosen, bonuses, tree.sizes.tolist())
 
 
 class _Prefix:
     """The tokens up to and including a node of one row's tree."""
 
-    def __init__(self, sequence: Sequence[int], tokens: Sequence[int], ancestors: Tensor) -> None:
-        self.sequence, self.tokens, self.ancestors = sequence, tokens, ancestors
+    def __init__(self, tree: Tree, place: int, sequence: Sequence[int]) -> None:
+        self.sequence = torch.tensor(sequence, device=tree.tokens.device)
+        self.tokens, self.ancestors = tree.tokens[place], tree.ancestors[place]
 
     def __call__(self, node: int) -> Tensor:
-        path = self.ancestors[node].nonzero()[1:, 0].tolist()
-        return torch.tensor([*self.sequence, *(self.tokens[step] for step in path)], device=self.ancestors.device)
+        return torch.cat([self.sequence[:-1], self.tokens[self.ancestors[node]]])
 
 
 def _to_host(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:

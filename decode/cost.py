@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ class Cost:
 
 
 def measure_cost(target: Target, batch: int) -> Cost:
-    """Time passes of all `SIZES`, in turn so that a disturbance meets all of them, and take medians."""
+    """Time passes of all `SIZES`, in turn and take the shortest: other work on the machine only adds."""
     session = target.open(batch)
     session.cache.lengths = [min(CONTEXT, target.context - 1)] * batch
     trees = [Tree.chain([[0] * size] * batch, target.device) for size in SIZES]
@@ -55,7 +54,7 @@ def measure_cost(target: Target, batch: int) -> Cost:
         rounds, spent = len(times[0]), perf_counter() - begun
         if rounds >= 6 or spent * (rounds + 1) / rounds > PATIENCE:
             # The first round warms caches and kernels up; it counts only where there is no other.
-            return Cost(SIZES, [median(taken[1:] or taken) for taken in times])
+            return Cost(SIZES, [min(taken[1:] or taken) for taken in times])
 
 
 def _synchronize(device: torch.device) -> None:

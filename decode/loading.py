@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -45,6 +47,33 @@ def load_model(
     if device_map is None:
         model = model.to(place)
     return prepare_model(model) if prepare else model, tokenizer
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The same model cut to its first `count` layers; it shares every weight. A poor draft, but one that always fits.
+
+    Raises ValueError where the model has fewer layers.
+    """
+    cut = _share(model)
+    base = _share(getattr(model, model.base_model_prefix))
+    name = next(name for name in ("layers", "h", "blocks") if hasattr(base, name))
+    layers = getattr(base, name)
+    if not 1 <= count <= len(layers):
+        raise ValueError(f"cannot cut a model of {len(layers)} layers to {count}")
+    setattr(base, name, layers[:count])
+    setattr(cut, model.base_model_prefix, base)
+    cut.config = base.config = copy.deepcopy(model.config)
+    cut.config.num_hidden_layers = count
+    if getattr(cut.config, "layer_types", None):
+        cut.config.layer_types = cut.config.layer_types[:count]
+    return cut
+
+
+def _share(module: Any) -> Any:
+    """A copy of one module whose parts can be replaced without changing the original's; they are not copied."""
+    shared = copy.copy(module)
+    shared._modules = dict(module._modules)
+    return shared
 
 
 def _device(name: str | None) -> torch.device:

@@ -13,13 +13,11 @@ from decode.accept import Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Row
 from decode.proposer import Plain, Proposer, Step
 from decode.sampling import Sampling
-from decode.session import Session, Verdict
+from decode.session import Verdict
 from decode.stats import Seconds
 from decode.target import Target
 from decode.text import Prompt, TextStream, encode
 from decode.tree import Tree
-
-PREFILL_CHUNK = 512  # prompt tokens a forward pass
 
 
 def generate(
@@ -77,15 +75,17 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
     session = target.open(len(rows), proposer.layers)
     seconds = Seconds.begin()
     with seconds.measure("target"):
-        verdict, features = _prefill(session, [row.prompt for row in rows])
-    tree = Tree.chain([row.prompt[-1:] for row in rows])
+        logits, features = session.extend([row.prompt for row in rows])
+    # The prompt is a chain that is accepted whole: what remains to be decided is the token after its last node.
+    session.crop([len(row.prompt) - 1 for row in rows])
+    tree, verdict = Tree.chain([row.prompt[-1:] for row in rows]), Verdict(logits[:, None], features)
     step: Step | None = None
     while True:
         with seconds.measure("accept"):
             sequences = [row.sequence for row in rows]
             accepted = accept(tree, verdict.logits, sampling, [row.number for row in rows], sequences)
         session.keep(accepted.path)
-        if step is not None:
+        if step is not None and verdict.features is not None:
             features = _along(accepted.path, verdict.features)
         yield from _grow(rows, accepted, seconds, target)
         kept = [place for place, row in enumerate(rows) if row.finish is None]
@@ -129,31 +129,8 @@ def _grow(rows: list[Row], accepted: Accepted, seconds: Seconds, target: Target)
         yield chunk if row.finish is None else replace(chunk, answer=row.answer(target.tokenizer))
 
 
-def _prefill(session: Session, prompts: list[list[int]]) -> tuple[Verdict, Tensor | None]:
-    """Commit the prompts up to their last tokens, which are left as the roots of the first trees.
-
-    Returns the roots' verdict, logits [B, 1, V], and the features of all prompt tokens, [B, T, F].
-    """
-    logits: list[Tensor] = [torch.empty(0)] * len(prompts)
-    features = []
-    for begin in range(0, max(map(len, prompts)), PREFILL_CHUNK):
-        parts = [prompt[begin : begin + PREFILL_CHUNK] for prompt in prompts]
-        ending = [place for place, prompt in enumerate(prompts) if begin < len(prompt) <= begin + PREFILL_CHUNK]
-        last = sorted({len(parts[place]) - 1 for place in ending}) or [0]  # the model must be asked for some logits
-        verdict = session.verify(Tree.chain(parts), only=last)
-        session.keep([list(range(len(part))) for part in parts])
-        for place in ending:
-            logits[place] = verdict.logits[place, last.index(len(parts[place]) - 1)]
-        features.append(verdict.features)
-    session.crop([len(prompt) - 1 for prompt in prompts])
-    known = [part for part in features if part is not None]
-    return Verdict(torch.stack(logits)[:, None], None), torch.cat(known, dim=1) if known else None
-
-
-def _along(path: list[list[int]], features: Tensor | None) -> Tensor | None:
+def _along(path: list[list[int]], features: Tensor) -> Tensor:
     """The features [B, T, F] of each row's accepted nodes, out of those of the whole tree, [B, N, F]."""
-    if features is None:
-        return None
     width = max(map(len, path))
     index = torch.tensor([[*row, *[0] * (width - len(row))] for row in path], device=features.device)
     return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2]))

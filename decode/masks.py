@@ -5,11 +5,12 @@ Shapes: B rows, N new nodes, M nodes of the tree so far (the new ones are the la
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -22,16 +23,23 @@ class Reach:
     chunk: int | None = None
 
 
-def layer_reaches(config: PretrainedConfig) -> dict[str, Reach]:
+def layer_reaches(model: PreTrainedModel) -> dict[str, Reach]:
     """The reach of each layer type of a model.
 
-    Raises ValueError for types that cannot be verified as a tree (recurrent and linear attention, convolutions).
+    Raises ValueError for types that cannot be verified as a tree (recurrent and linear attention, convolutions) and
+    for windows that no mask by layer type can express.
     """
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    known = {FULL: Reach(), SLIDING: Reach(window=window), CHUNKED: Reach(chunk=chunk)}
+    config = model.config.get_text_config(decoder=True)
+    window = _common_window(config)
+    known = {
+        FULL: Reach(),
+        SLIDING: Reach(window=window),
+        CHUNKED: Reach(chunk=getattr(config, "attention_chunk_size", None)),
+    }
     types = getattr(config, "layer_types", None)
     if types is None:
-        return {FULL: Reach(window=window if getattr(config, "use_sliding_window", True) else None)}
+        _refuse_ignored_window(model, window)
+        return {FULL: Reach(window=window)}
     strange = sorted(set(types) - set(known))
     if strange:
         raise ValueError(
@@ -39,6 +47,32 @@ def layer_reaches(config: PretrainedConfig) -> dict[str, Reach]:
             f"only attention layers ({', '.join(known)}) can be verified"
         )
     return {kind: known[kind] for kind in sorted(set(types))}
+
+
+def _common_window(config: PretrainedConfig) -> int | None:
+    """The window of all windowed layers; None where there is none, or none shorter than the context."""
+    if getattr(config, "is_heterogeneous", False):
+        windows = {getattr(layer, "sliding_window", None) for layer in config.per_layer_config}
+        if len(windows) > 1:
+            raise ValueError(
+                f"{config.model_type} has layers with different windows; one mask a layer type is not enough"
+            )
+    window = getattr(config, "sliding_window", None) or 0  # some models write 0 for none
+    return window if 0 < window < (getattr(config, "max_position_embeddings", None) or 1 << 30) else None
+
+
+def _refuse_ignored_window(model: PreTrainedModel, window: int | None) -> None:
+    """Raise ValueError where a model's code has no windows but its configuration has, copied from another model.
+
+    transformers then contradicts itself: `generate` drops what has left the window, `forward` still sees it.
+    """
+    code = sys.modules[type(model.get_decoder()).__module__]
+    if window is not None and not hasattr(code, "create_sliding_window_causal_mask"):
+        name = model.config.get_text_config(decoder=True).model_type
+        raise ValueError(
+            f"{name} has no windows, but its configuration has sliding_window={window}; "
+            "set model.config.sliding_window = None"
+        )
 
 
 def tree_masks(

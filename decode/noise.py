@@ -49,4 +49,6 @@ class KeyedDice:
         return next(self._uniforms) < probability
 
     def draw(self, weights: Tensor) -> int:
-        return int(invert(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0])
+        return int(
+            invert(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0]
+        )

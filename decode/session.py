@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.masks import tree_masks
@@ -20,6 +21,8 @@ from decode.tree import Tree
 
 if TYPE_CHECKING:
     from decode.target import Target
+
+CHUNK = 512  # tokens a forward pass, where many are committed at once
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Session:
         """The number of committed tokens of each row."""
         return self.cache.lengths
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
         """One forward pass over a tree, behind the committed tokens.
 
@@ -77,6 +80,25 @@ class Session:
             features = torch.cat([captured[layer].to(target.device) for layer in self.layers], dim=-1)
         return Verdict(output.logits.to(target.device), features)
 
+    def extend(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Commit tokens at the end of each row, at least one each, `CHUNK` a forward pass.
+
+        Returns the logits after each row's last token, [B, V], and the features of all of them, [B, T, F].
+        """
+        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+        features = []
+        for begin in range(0, max(map(len, rows)), CHUNK):
+            parts = [row[begin : begin + CHUNK] for row in rows]
+            ending = [place for place, row in enumerate(rows) if begin < len(row) <= begin + CHUNK]
+            last = sorted({len(parts[place]) - 1 for place in ending}) or [0]  # a model always gives some logits
+            verdict = self.verify(Tree.chain(parts), only=last)
+            self.keep([list(range(len(part))) for part in parts])
+            for place in ending:
+                logits[place] = verdict.logits[place, last.index(len(parts[place]) - 1)]
+            if verdict.features is not None:
+                features.append(verdict.features)
+        return torch.stack(logits), torch.cat(features, dim=1) if features else None
+
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         """Commit the nodes of each row's path (node numbers, root first); the rest of the tree is forgotten."""
         width = max(map(len, path), default=0)
@@ -103,13 +125,13 @@ class Session:
                 handle.remove()
 
 
-def hook_feature(model: nn.Module, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
+def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
     """Put `hidden_states[layer]` of every forward pass into `captured[layer]` until the hook is removed.
 
     Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
     what leaves the final norm. Raises ValueError where the layer does not exist.
     """
-    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    base: Any = model.get_decoder()
     stack = next((getattr(base, name) for name in ("layers", "h", "blocks") if hasattr(base, name)), None)
     if stack is None:
         raise ValueError(f"{type(model).__name__} has no list of layers that features could be read from")

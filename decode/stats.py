@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-
 PARTS = ("proposer", "target", "accept", "rest")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cost import Cost, measure_cost
@@ -17,7 +15,7 @@ from decode.loading import load_model
 from decode.masks import layer_reaches
 from decode.prepare import prepared_copy
 from decode.session import Session
-from decode.support import refuse_unsupported, self_test
+from decode.support import refuse_unsupported, self_test, usable_context
 from decode.text import Tokenizer
 
 
@@ -34,7 +32,7 @@ class Target:
         self.model = (prepared_copy(model) if prepare else model).eval()
         self.tokenizer = tokenizer
         self.config = self.model.config.get_text_config(decoder=True)
-        self.reaches = layer_reaches(self.config)
+        self.reaches = layer_reaches(self.model)
         self.vocabulary = int(self.config.vocab_size)
         self.device = self.model.get_input_embeddings().weight.device
         self.dtype = self.model.dtype
@@ -49,8 +47,8 @@ class Target:
 
     @property
     def context(self) -> int:
-        """The number of positions that the model was made for."""
-        return int(getattr(self.config, "max_position_embeddings", None) or 1 << 30)
+        """The number of positions that prompt and answer may fill."""
+        return usable_context(self.config)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -24,7 +24,8 @@ class Tree:
 
     `q`, `sampled`: for drafts that were drawn at random. `sampled[b, i]` says that node i was drawn (without
     replacement among its siblings, in index order) from the law `q[b, parent]`; the others were chosen
-    deterministically. Both are None for a wholly deterministic tree.
+    deterministically. `q` alone: all nodes were drawn. Neither: none was. `decode.rejection` says what a proposer
+    of drawn nodes owes.
     `scores`: what the proposer thought of each node, for whoever merges or prunes trees. Verification ignores it.
     """
 
@@ -35,6 +36,7 @@ class Tree:
     q: Tensor | None = None  # [B, N, V]
     sampled: Tensor | None = None  # [B, N] bool
     scores: Tensor | None = None  # [B, N] float
+    is_chain: bool = False  # every row is known to be a chain
 
     @classmethod
     def chain(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tree:
@@ -45,12 +47,12 @@ class Tree:
         return cls.chain_of(tokens, torch.tensor(sizes, device=device))
 
     @classmethod
-    def chain_of(cls, tokens: Tensor, sizes: Tensor) -> Tree:
+    def chain_of(cls, tokens: Tensor, sizes: Tensor, q: Tensor | None = None) -> Tree:
         """Chains that are tensors already: `tokens` [B, N] padded at the tail, `sizes` [B]."""
         width = tokens.shape[1]
         column = torch.arange(width, device=tokens.device)
         parents = torch.where(column < sizes[:, None], column - 1, -1)
-        tree = cls(tokens, parents, sizes, height=width - 1)
+        tree = cls(tokens, parents, sizes, height=width - 1, q=q, is_chain=True)
         real = column < sizes[:, None]
         below = (column[:, None] >= column) & real[:, :, None]
         # A chain's ancestors are known without following its parents: a long prompt is one, too.
@@ -168,5 +170,5 @@ class Tree:
                 f"a tree drafts token {int(drafted.min())} or {int(drafted.max())}, outside the vocabulary "
                 f"of {vocabulary}"
             )
-        if (self.q is None) != (self.sampled is None):
-            raise ValueError("a tree with sampled nodes carries both `q` and `sampled`")
+        if self.sampled is not None and self.q is None:
+            raise ValueError("a tree with sampled nodes carries the law `q` that they were drawn from")

@@ -13,8 +13,11 @@ from operator import mul
 from decode import Step, Tree
 
 LONGEST_MATCH = 16  # matches are told apart up to this length
-PRIOR = [0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, *[0.85] * (LONGEST_MATCH - 7)]  # by length of match
-WEIGHT = 4.0  # trials that a belief is worth before it bends
+# The chance that a copied token is accepted, by the length of the match before it: where learning starts. Measured on
+# 80,000 greedy tokens of the default model's answers to instructions and grade-school maths.
+PRIOR = (0.0, 0.26, 0.53, 0.63, 0.69, 0.73, 0.75, 0.77, 0.81, 0.84, 0.84, 0.84, 0.85, 0.86, 0.87, 0.88, 0.96)
+TEXT_WEIGHT = 10.0  # a text's own trials outweigh what was learned before from this number on
+PRIOR_WEIGHT = 100.0  # all texts' trials outweigh PRIOR from here: a short run of bad luck must not end the drafting
 
 
 class NGramProposer:
@@ -143,8 +146,11 @@ class Acceptance:
 
     def rate(self, matched: int) -> float:
         matched = min(matched, LONGEST_MATCH)
-        before = PRIOR[matched] if self.parent is None else self.parent.rate(matched)
-        return (self.hits[matched] + WEIGHT * before) / (self.trials[matched] + WEIGHT)
+        if self.parent is None:
+            before, weight = PRIOR[matched], PRIOR_WEIGHT
+        else:
+            before, weight = self.parent.rate(matched), TEXT_WEIGHT
+        return (self.hits[matched] + weight * before) / (self.trials[matched] + weight)
 
     def count(self, matched: int, accepted: bool) -> None:
         matched = min(matched, LONGEST_MATCH)

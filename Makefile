@@ -1,0 +1,56 @@
+# `make demo` and `make test` each work as the first command after a clone, with Python 3.11 or newer and make.
+PYTHON ?= python3
+TESTARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    speculative and plain decoding side by side with the default model"
+	@echo "make test    the tests; others by TESTARGS, e.g. make test TESTARGS=\"-m slow\""
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove the virtual environment and all caches in this folder"
+	@echo "The first of these makes $(VENV) with $(PYTHON) (choose another: make test PYTHON=python3.12)."
+
+demo: $(STAMP)
+	@$(BIN)/python scripts/demo.py
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(TESTARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, as $(PYTHON); choose one: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+# The CPU build of torch is a tenth of the size; it is asked for wherever pip looks and then in torch's own index.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	@$(PIP) --quiet --upgrade pip
+	@echo "installing torch into $(VENV) (200 MB for a CPU, more for a GPU)"
+	@if [ "$$(uname)" = Darwin ] || nvidia-smi >/dev/null 2>&1; then \
+		$(PIP) "$(TORCH)"; \
+	else \
+		$(PIP) "$(TORCH)+cpu" 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX) --retries 1 || \
+			$(PIP) "$(TORCH)"; \
+	fi
+	@echo "installing draftless and all else it needs into $(VENV) (80 MB, a minute)"
+	@PYTHONWARNINGS=ignore $(PIP) --quiet -e ".[dev]"
+	@touch $@

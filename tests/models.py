@@ -1,0 +1,168 @@
+"""Tiny models with random weights, one of every architecture that the tests need.
+
+They are stock transformers models: only their sizes are changed, and the weights drawn so that greedy text varies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+VOCABULARY = 96
+CONTEXT = 256
+WINDOW = 8  # shorter than most prompts of the tests, so that windows are felt
+
+# Names that nearly every configuration knows; the others ignore them.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,  # tied random weights say each token after itself
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+RECURRENT: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+
+# What an architecture needs beyond `SIZES`. Names with more than one word are variants of the first word's type.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2 windows": {**WINDOWS, "use_sliding_window": True},
+    "qwen2 all windows": {**WINDOWS, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+    "qwen3 windows": {**WINDOWS, "use_sliding_window": True},
+    "mistral window": {"sliding_window": WINDOW},
+    "mistral window eager": {"sliding_window": WINDOW, "attn_implementation": "eager"},
+    "ministral": WINDOWS,
+    "ministral3": {"sliding_window": WINDOW},
+    "phi3 longrope": {
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    },
+    "phi3 window": {"sliding_window": WINDOW},
+    "starcoder2 window": {"sliding_window": WINDOW},
+    "gemma2": {**WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": WINDOWS,
+    "gemma3_text eager": {**WINDOWS, "attn_implementation": "eager"},
+    "gemma3n_text": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+    },
+    "llama eager": {"attn_implementation": "eager"},
+    "llama4_text": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "intermediate_size_mlp": 48,
+    },
+    "olmo3": WINDOWS,
+    "cohere2": WINDOWS,
+    "exaone4": WINDOWS,
+    "modernbert-decoder": {**WINDOWS, "local_attention": WINDOW},
+    "gpt_oss": {**EXPERTS, **WINDOWS},
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "phimoe": EXPERTS,
+    "granitemoe": {**EXPERTS, "logits_scaling": 2.0},
+    "glm4_moe": {**EXPERTS, "first_k_dense_replace": 1},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.5},
+    "deepseek_v2": {**EXPERTS, **LATENT, "first_k_dense_replace": 1},
+    "deepseek_v3": {**EXPERTS, **LATENT, "first_k_dense_replace": 1},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"alibi": False, "head_dim": ...},
+    "falcon alibi": {"alibi": True, "head_dim": ...},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_hidden_layers": ...},
+    "bert decoder": {"is_decoder": True},
+    "roberta decoder": {"is_decoder": True},
+    "bart": {"decoder_layers": 2, "encoder_layers": 2, "d_model": 32, "decoder_ffn_dim": 48},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "jamba": {**EXPERTS, "num_hidden_layers": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {**EXPERTS, **RECURRENT},
+    "qwen3_next": {**EXPERTS, **RECURRENT},
+    "rwkv": {"attention_hidden_size": 32},
+}
+
+
+def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
+    """A model of the architecture, a transformers `model_type` or a variant of one in `OVERRIDES`.
+
+    Its vocabulary is `VOCABULARY`, its context `CONTEXT`; no token ends its answers. `overrides` go to the
+    configuration; `...` leaves a value to it.
+    """
+    settings = {**SIZES, **OVERRIDES.get(name, {}), **overrides}
+    attention = settings.pop("attn_implementation", None)
+    config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in settings.items() if value != ...})
+    # The default kernel for experts knows no float64.
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForSeq2SeqLM
+    model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
+    _draw_weights(model, torch.Generator().manual_seed(seed))
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Weights so large that each token sways the next: with the usual ones a random model repeats itself."""
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        if parameter.ndim > 1:
+            parameter.data = noise * 2 / parameter.shape[-1] ** 0.5
+        else:
+            parameter.data += noise / 5

