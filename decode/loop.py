@@ -108,6 +108,7 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
                 logits=verdict.logits,
                 features=features,
                 sampling=sampling,
+                stop_ids=rows[0].limits.stop_ids,
                 target=target,
             )
             proposer.observe(step)

@@ -60,6 +60,15 @@ class Tree:
         return tree
 
     @classmethod
+    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tree:
+        """Each row as its tokens and its parents, root first (parent -1); rows may differ in size."""
+        width = max(len(nodes) for nodes, _ in rows)
+        tokens = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes, _ in rows])
+        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in rows])
+        tree = cls(tokens, parents, torch.tensor([len(nodes) for nodes, _ in rows]), height=width - 1)
+        return replace(tree, height=int(tree.depth.max()))
+
+    @classmethod
     def from_paths(cls, roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> Tree:
         """Several token paths a row, each beginning after the root; shared beginnings become shared nodes."""
         rows = []
@@ -75,7 +84,7 @@ class Tree:
                         parents.append(parent)
                     parent = index[parent, token]
             rows.append((nodes, parents))
-        return cls._from_rows(rows)
+        return cls.from_rows(rows)
 
     @classmethod
     def best_first(cls, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> Tree:
@@ -101,14 +110,6 @@ class Tree:
             height=kept,
             scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, order)], dim=1),
         )
-
-    @classmethod
-    def _from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tree:
-        width = max(len(nodes) for nodes, _ in rows)
-        tokens = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes, _ in rows])
-        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in rows])
-        tree = cls(tokens, parents, torch.tensor([len(nodes) for nodes, _ in rows]), height=width - 1)
-        return replace(tree, height=int(tree.depth.max()))
 
     @property
     def batch(self) -> int:

@@ -52,8 +52,7 @@ class NGramProposer:
     def propose(self, budget: int) -> Tree:
         longest = budget - 1 if self.length is None else min(self.length, budget - 1)
         texts = [self._texts[row] for row in self.step.rows]
-        stops = self.step.target.stop_ids
-        drafts = [text.draft(longest, stops) for text in texts]
+        drafts = [text.draft(longest, self.step.stop_ids) for text in texts]
         if self.length is None:
             drafts = self._worthwhile(texts, drafts)
         for text, draft in zip(texts, drafts, strict=True):

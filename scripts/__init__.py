@@ -1,0 +1,1 @@
+"""What is run from a shell; each file is a command of its own."""

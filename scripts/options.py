@@ -1,0 +1,123 @@
+"""What the scripts share: the options that choose a model and a proposer, and how a script fails."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import transformers
+
+from decode import Proposer, Target
+from decode.loading import DTYPES, first_layers
+from proposers import PROPOSERS
+
+DRAFT_LAYERS = 8  # of the default model, where no draft model is named
+INTERRUPTED = 128 + 2  # what a shell reports of a program that SIGINT ended
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that says what is wrong in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.fail(f"{message} (see {self.prog} --help)")
+
+    def fail(self, message: str) -> NoReturn:
+        """End the program: one line on stderr, exit status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `load_target` reads."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    group.add_argument("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
+    group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
+
+
+def add_proposer_options(parser: argparse.ArgumentParser) -> None:
+    """The options that `check_proposer` and `make_proposer` read."""
+    group = parser.add_argument_group("guessing")
+    group.add_argument(
+        "--proposer",
+        choices=PROPOSERS,
+        default="ngram",
+        help="what guesses ahead; it changes the speed, never the text (default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft-model",
+        help="for --proposer draft: a smaller model with the same vocabulary, folder or hub id "
+        f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
+    )
+
+
+def check_proposer(name: str, args: argparse.Namespace) -> None:
+    """Raise ValueError where the options cannot make this proposer; needs no model."""
+    if args.device is not None and args.device_map is not None:
+        raise ValueError("--device and --device-map exclude each other; give one of them")
+    if name == "draft" and args.draft_model is None and args.model is not None:
+        raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
+
+
+def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
+    """The model of `--model`, or another one in its place, by `--dtype`, `--device` and `--device-map`."""
+    _silence_transformers()
+    try:
+        return Target.load(name or args.model, dtype=args.dtype, device=args.device, device_map=args.device_map)
+    except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
+        raise ValueError(str(error)) from error
+
+
+def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Proposer:
+    """A proposer from `PROPOSERS` by its name; loads the draft model where it needs one."""
+    kind: Any = PROPOSERS[name]
+    if name != "draft":
+        return kind()
+    if args.draft_model is None:
+        draft = Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
+    else:
+        draft = load_target(args, args.draft_model)
+    proposer = kind(draft)
+    proposer.check(target)
+    return proposer
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `low` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        return number
+
+    return parse
+
+
+@contextmanager
+def failing_clearly(parser: Parser) -> Iterator[None]:
+    """End the program without a traceback: bad input in one line and status 2, Ctrl-C with 130, a closed pipe."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader has what it wanted. What Python flushes at the end must not find the pipe closed again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except (ValueError, OSError) as error:
+        parser.fail(str(error))
+
+
+def _silence_transformers() -> None:
+    """Its progress bars and advice would stand between a user and the one line that matters."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

@@ -1,0 +1,57 @@
+"""Prompts from files: JSON Lines, or plain text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def read_prompts(path: str) -> list[list[str]]:
+    """The turns of each prompt in a file; most have one.
+
+    A file whose name ends in .jsonl has one JSON object a line, with `prompt`, a text, or `turns`, a list of them.
+    Any other file, or "-" for standard input, is one prompt as it stands, without the line break at its end.
+    Raises ValueError, with the number of the line, where that is not so, and OSError for a file that cannot be read.
+    """
+    raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        content = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}, line {number}: this is not UTF-8 text") from error
+    if not path.endswith(".jsonl"):
+        return [[check_prompt(content.removesuffix("\n").removesuffix("\r"), path)]]
+    lines = enumerate(content.split("\n"), start=1)
+    prompts = [_parse_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path} has no prompts; it needs one JSON object a line")
+    return prompts
+
+
+def check_prompt(text: object, place: str) -> str:
+    """The prompt itself. Raises ValueError, naming its place, unless it is text and not empty."""
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: a prompt is text, not {json.dumps(text):.40}")
+    if not text.strip():
+        raise ValueError(f"{place}: the prompt is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: character {error.start + 1} of the prompt is half of one (a surrogate)") from error
+    return text
+
+
+def _parse_line(line: str, place: str) -> list[str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: this is not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
+    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
+        raise ValueError(f'{place}: a line is a JSON object with either "prompt" or "turns"')
+    turns = [row["prompt"]] if "prompt" in row else row["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f'{place}: "turns" is a list of at least one prompt')
+    return [check_prompt(turn, place) for turn in turns]

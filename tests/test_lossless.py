@@ -1,0 +1,185 @@
+"""No proposer changes what the target says: equal tokens where drafts are deterministic, an equal law where drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from decode import Proposer, Sampling, Step, Target, Tree, generate
+from proposers import DraftProposer, NGramProposer
+from tests.models import VOCABULARY, tiny
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, Target]:
+    return {kind: Target(tiny(kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def llama(targets: dict[str, Target]) -> Target:
+    return targets["llama"]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Target:
+    return Target(tiny("llama", num_hidden_layers=1))
+
+
+def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Proposer]]:
+    """Every way to draft without chance; the target as its own draft has everything accepted."""
+    return {
+        "ngram": NGramProposer,
+        "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
+        "draft": lambda: DraftProposer(draft),
+        "draft tree": lambda: DraftProposer(draft, width=3, length=3),
+        "itself": lambda: DraftProposer(target, length=4),
+        "itself as a tree": lambda: DraftProposer(target, width=2),
+    }
+
+
+def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
+    return [answer.tokens for answer in generate(target, prompts, proposer, **{"max_new_tokens": 24, **settings})]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_same_seed_same_text(llama: Target, draft: Target, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=11)
+    plain = texts(llama, None, sampling=sampling)
+    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_p=0.9, seed=12))
+    assert plain == texts(llama, None, sampling=sampling, batch_size=1)
+    for name, make in deterministic(llama, draft).items():
+        for batch_size in (1, 2, 4):
+            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
+
+
+def test_torch_seed_reproduces(llama: Target) -> None:
+    def once(seed: int) -> list:
+        torch.manual_seed(seed)
+        return texts(llama, None, sampling=Sampling(temperature=1.0))
+
+    assert once(3) == once(3) != once(4)
+
+
+class Grammar(LogitsProcessor):
+    """Allows only tokens whose sum with the last one, and with the length of the prefix, fits."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = torch.arange(scores.shape[-1])
+        return scores.masked_fill((token + input_ids[:, -1:] + input_ids.shape[1]) % 3 != 0, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "processors", [[RepetitionPenaltyLogitsProcessor(1.5)], [Grammar()]], ids=["penalty", "grammar"]
+)
+def test_processors_see_each_nodes_own_prefix(
+    llama: Target, draft: Target, temperature: float, processors: list[LogitsProcessor]
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=20, processors=processors, seed=5)
+    plain = texts(llama, None, sampling=sampling)
+    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_k=20, seed=5))
+    for name, make in deterministic(llama, draft).items():
+        for batch_size in (1, 4):
+            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
+
+
+def test_grammar_is_kept_by_sampled_drafts(llama: Target, draft: Target) -> None:
+    sampling = Sampling(temperature=1.0, processors=[Grammar()], seed=1)
+    for answer in generate(llama, PROMPTS, DraftProposer(draft, sampled=True), sampling=sampling, max_new_tokens=24):
+        sequence = answer.prompt + answer.tokens
+        for place in range(len(answer.prompt), len(sequence)):
+            assert (sequence[place] + sequence[place - 1] + place) % 3 == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 40])
+def test_sampled_drafts_keep_the_law(batch_size: int) -> None:
+    """Chi-square of the third token, which lies inside drafts, against plain sampling with other noise."""
+    target = Target(tiny("llama", vocab_size=12, initializer_range=0.3))
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.3))
+    runs = 2400 if batch_size > 1 else 400
+
+    def counts(proposer: Proposer | None, seed: int) -> Tensor:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        answers = generate(
+            target, [[3, 4]] * runs, proposer, sampling=sampling, max_new_tokens=3, batch_size=batch_size, stop_ids=[]
+        )
+        assert proposer is None or sum(answer.stats.nodes for answer in answers) > runs / 2
+        return torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double()
+
+    one, other = counts(DraftProposer(draft, sampled=True, length=3), 1), counts(None, 2)
+    seen = one + other > 0
+    statistic = ((one - other) ** 2 / (one + other))[seen].sum()
+    assert statistic < 31.3  # 11 degrees of freedom, p = 0.001
+
+
+class Adversary:
+    """Drafts garbage: end tokens, duplicates, the root again, the full budget or nothing, chains and bushes."""
+
+    layers = ()
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def observe(self, step: Step) -> None:
+        self.step = step
+
+    def propose(self, budget: int) -> Tree:
+        rows = []
+        for root in self.step.bonus:
+            size = self.random.choice([1, budget, self.random.randint(1, budget)])
+            palette = self.random.choice([range(VOCABULARY), range(4), [root], [2]])
+            tokens = [root, *(self.random.choice(palette) for _ in range(size - 1))]
+            bushy = self.random.random() < 0.5
+            rows.append(
+                (tokens, [-1, *(self.random.randrange(node) if bushy else node - 1 for node in range(1, size))])
+            )
+        return Tree.from_rows(rows)
+
+
+class Mixed(Adversary):
+    """The adversary in one half of the steps, a good draft model in the other."""
+
+    def __init__(self, seed: int, target: Target) -> None:
+        super().__init__(seed)
+        self.good = DraftProposer(target, width=self.random.choice([1, 2]), length=3)
+
+    def observe(self, step: Step) -> None:
+        super().observe(step)
+        self.good.observe(step)
+
+    def propose(self, budget: int) -> Tree:
+        tree = self.good.propose(budget)
+        if self.random.random() < 0.5:
+            return tree
+        kept = max(1, tree.width - self.random.randint(0, 2))
+        return Tree(tree.tokens[:, :kept], tree.parents[:, :kept], tree.sizes.clamp(max=kept), tree.height)
+
+
+def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
+    """Random prompts, trees, seeds, batch shapes and limits: never a difference to plain decoding."""
+    accepted = 0
+    for case in range(request.config.getoption("--cases")):
+        choose = random.Random(case)
+        target = targets[choose.choice(KINDS)]
+        prompts = [
+            [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 12))] for _ in range(choose.randint(1, 4))
+        ]
+        settings = {
+            "sampling": Sampling(temperature=choose.choice([0, 0, 0.9]), top_k=choose.choice([0, 5]), seed=case),
+            "max_new_tokens": choose.randint(1, 8),
+            "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
+        }
+        proposer = choose.choice([Adversary(case), Adversary(case), NGramProposer(length=3), Mixed(case, target)])
+        nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
+        answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)
+        assert [answer.tokens for answer in answers] == texts(target, None, prompts, **settings), f"case {case}"
+        accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
+    assert accepted > 0

@@ -1,0 +1,77 @@
+"""Preparing a model for the CPU changes its speed and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from decode import Target, generate
+from decode.prepare import PackedLinear, can_pack, prepare, prepared_copy
+from proposers import NGramProposer
+from tests.models import tiny
+
+bf16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 matrix kernels"
+    ),
+)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, bf16])
+def test_a_packed_layer_computes_what_the_dense_one_does(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 100, bias=bias, dtype=dtype)
+    packed = PackedLinear(linear)
+    for rows in (1, 2, 7, 16, 64, 200):
+        inputs = torch.randn(2, rows, 64, dtype=dtype)
+        exact = nn.functional.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        allowed = 2 * (linear(inputs).double() - exact).abs().max() + 1e-6
+        assert (packed(inputs).double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"])
+def test_a_prepared_model_says_the_same(kind: str) -> None:
+    model = tiny(kind, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompts = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
+    plain, prepared = Target(model), Target(model, prepare=True)
+    for proposer in (None, NGramProposer(length=4)):
+        answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, prepared)]
+        assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert plain.model is model and model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_dense_weights_are_freed_and_tied_embeddings_kept() -> None:
+    model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
+    prepare(model)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
+
+
+def test_a_copy_shares_its_tensors() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    copy = prepared_copy(model)
+    assert copy.model.embed_tokens.weight is model.model.embed_tokens.weight
+    assert isinstance(copy.lm_head, PackedLinear) and type(model.lm_head) is nn.Linear
+
+
+def test_what_cannot_be_packed_is_left_alone() -> None:
+    assert not can_pack(nn.Linear(4, 4, dtype=torch.float64))
+    assert not can_pack(nn.Linear(4, 4, device="meta"))
+    assert not can_pack(nn.Embedding(4, 4))
+    model = prepare(tiny("llama"))
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_padding_mask_still_works_on_a_prepared_model() -> None:
+    """Whoever calls the model itself, with transformers' ordinary 2-D mask, gets what the stock model gives."""
+    model = tiny("llama", dtype=torch.float32)
+    ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    stock = model(ids, attention_mask=mask).logits[:, 2:]
+    packed = prepared_copy(model)(ids, attention_mask=mask).logits[:, 2:]
+    assert torch.allclose(stock, packed, atol=1e-5)

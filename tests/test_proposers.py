@@ -1,0 +1,186 @@
+"""What the proposers draft, the cost that they weigh it against, and the example of the README."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from decode import Plain, Sampling, Step, Target, Tree, generate
+from decode.cost import Cost
+from decode.loading import first_layers
+from proposers import PROPOSERS, DraftProposer, NGramProposer
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+def first_step(target: Target, *sequences: list[int]) -> Step:
+    return Step(
+        first=True,
+        rows=list(range(len(sequences))),
+        kept=list(range(len(sequences))),
+        sequences=[list(sequence) for sequence in sequences],
+        committed=[sequence[:-1] for sequence in sequences],
+        path=[[0]] * len(sequences),
+        tree=Tree.chain([sequence[-1:] for sequence in sequences]),
+        logits=torch.empty(0),
+        features=None,
+        sampling=Sampling(),
+        stop_ids=frozenset([2]),
+        target=target,
+    )
+
+
+def drafts(proposer: NGramProposer, target: Target, *sequences: list[int], budget: int = 64) -> list[list[int]]:
+    proposer.observe(first_step(target, *sequences))
+    tree = proposer.propose(budget)
+    return [row[1:size].tolist() for row, size in zip(tree.tokens, tree.sizes.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 10), (3, 5), (1, 4)])
+def test_prompt_lookup_of_transformers_is_reachable(target: Target, size: int, length: int) -> None:
+    """On random texts of few tokens, prefix by prefix, the draft is the one that transformers makes."""
+    theirs = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([2]), num_output_tokens=length, max_matching_ngram_size=size, max_length=1000
+    )
+    found = 0
+    for seed in range(40):
+        choose = random.Random(seed)
+        text = [choose.randrange(2, 3 + seed % 8) for _ in range(40)]
+        for end in range(2, 40):
+            expected = theirs.get_candidates(torch.tensor([text[:end]]))[0][0, end:].tolist()
+            assert drafts(NGramProposer(size, length, first=True), target, text[:end]) == [expected]
+            found += bool(expected)
+    assert found > 500
+
+
+def test_the_longest_match_wins_then_the_latest(target: Target) -> None:
+    text = [1, 3, 50, 9, 1, 3, 51, 9, 3, 52, 9, 1, 3]
+    assert drafts(NGramProposer(length=1), target, text) == [[51]]
+    assert drafts(NGramProposer(max_size=1, length=1), target, text) == [[52]]
+    assert drafts(NGramProposer(max_size=2, length=1, first=True), target, text) == [[50]]
+
+
+def test_a_repetition_is_drafted_beyond_its_end(target: Target) -> None:
+    assert drafts(NGramProposer(length=7), target, [9, 5, 6, 7, 5, 6, 7]) == [[5, 6, 7, 5, 6, 7, 5]]
+
+
+def test_nothing_is_drafted_from_an_end_token_on(target: Target) -> None:
+    assert drafts(NGramProposer(length=7), target, [5, 6, 2, 7, 8, 5]) == [[6]]
+
+
+def test_rows_and_budget_are_kept_apart(target: Target) -> None:
+    sequences = [[5, 6, 7, 8, 5], [1], [4, 4, 4]]
+    assert drafts(NGramProposer(length=3), target, *sequences) == [[6, 7, 8], [], [4, 4, 4]]
+    assert drafts(NGramProposer(length=3), target, *sequences, budget=2) == [[6], [], [4]]
+    assert drafts(NGramProposer(length=3), target, *sequences, budget=1) == [[], [], []]
+
+
+def test_the_index_grows_with_the_text(target: Target) -> None:
+    """Reading a text bit by bit finds what reading it at once does."""
+    choose = random.Random(1)
+    text = [choose.randrange(6) for _ in range(120)]
+    growing = NGramProposer(length=5)
+    growing.observe(first_step(target, text[:1]))
+    for end in range(2, 120):
+        growing._texts[0].read(text[:end])
+        assert growing._texts[0].draft(5, frozenset()) == drafts(NGramProposer(length=5), target, text[:end])[0]
+
+
+def test_drafts_end_where_they_no_longer_pay(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
+    lengths = []
+    for steepness in (0.0, 0.2, 5.0):
+        monkeypatch.setattr(target, "cost", lambda batch, rise=steepness: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        lengths.append(len(drafts(NGramProposer(), target, text)[0]))
+    assert lengths[0] > lengths[1] > lengths[2] == 0
+
+
+def test_failures_shorten_and_successes_lengthen_drafts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0 + 63 * 0.2]))
+    text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
+    lengths = []
+    for accepted in (0, None):
+        proposer = NGramProposer()
+        proposer.observe(first_step(target, text))
+        for _ in range(30):
+            drafted = proposer.propose(64).width - 1
+            proposer._texts[0].learn(drafted if accepted is None else accepted)
+        lengths.append(proposer.propose(64).width)
+    assert lengths[0] < lengths[1]
+
+
+def test_a_draft_model_is_right_about_itself(target: Target) -> None:
+    answer = generate(target, [[5, 6, 7]], DraftProposer(target, length=4), max_new_tokens=41, stop_ids=[])[0]
+    assert answer.stats.tokens == 41 and answer.stats.steps == 9  # the prompt, then 5 tokens a step
+    assert answer.stats.accepted_by_depth == [8, 8, 8, 8]
+    tree = generate(target, [[5, 6, 7]], DraftProposer(target, width=3, length=4), max_new_tokens=41, stop_ids=[])[0]
+    assert tree.tokens == answer.tokens and tree.stats.tau > 3  # the likeliest path is not always the greedy one
+
+
+def test_a_sampled_draft_of_itself_is_always_accepted(target: Target) -> None:
+    proposer = DraftProposer(target, sampled=True, length=4)
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)
+    answer = generate(target, [[5, 6, 7]], proposer, max_new_tokens=41, stop_ids=[], sampling=sampling)[0]
+    assert answer.stats.accepted_by_depth == [8, 8, 8, 8]
+
+
+def test_draft_length_adapts(target: Target) -> None:
+    good, bad = DraftProposer(target), DraftProposer(Target(tiny("llama", seed=5, num_hidden_layers=1)))
+    for proposer in (good, bad):
+        generate(target, [[5, 6, 7]], proposer, max_new_tokens=60, stop_ids=[])
+    assert good.acceptance.best_length(16, 0.2) > bad.acceptance.best_length(16, 0.2) == 1
+
+
+def test_a_draft_with_another_vocabulary_is_refused(target: Target) -> None:
+    other = DraftProposer(Target(tiny("llama", vocab_size=50)))
+    with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
+        generate(target, [[5]], other)
+
+
+def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
+    model = tiny("gemma3_text")
+    cut = first_layers(model, 2)
+    ids = torch.tensor([[4, 5, 6]])
+    whole = model(ids, output_hidden_states=True).hidden_states
+    assert len(model.model.layers) == model.config.num_hidden_layers == 3 and len(cut.model.layers) == 2
+    assert torch.equal(cut(ids, output_hidden_states=True).hidden_states[1], whole[1])
+    assert cut.lm_head.weight is model.lm_head.weight
+    with pytest.raises(ValueError, match="cannot cut a model of 3 layers to 9"):
+        first_layers(model, 9)
+
+
+def test_cost_never_falls_and_is_linear_between_measures() -> None:
+    cost = Cost([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
+    assert [cost(nodes) for nodes in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.5, 1.5, 1.5, 2.75, 4.0, 6.5]
+
+
+def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
+    assert target.cost(3) is target.cost(4) is not target.cost(1)
+    assert target.cost(1)(1) == 1.0 <= target.cost(1)(64)
+
+
+def test_every_proposer_has_a_name() -> None:
+    assert {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer} == PROPOSERS
+
+
+def test_the_proposer_in_the_readme_works(target: Target) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    source = next(code for code in re.findall(r"```python\n(.*?)```", readme, re.S) if "class " in code)
+    names: dict = {}
+    exec(source, names)
+    proposer = next(value for name, value in names.items() if name.endswith("Proposer") and name != "Proposer")()
+    prompts = [[5, 6, 5, 6, 5], [8, 9]]
+    plain = generate(target, prompts, max_new_tokens=30)
+    drafted = generate(target, prompts, proposer, max_new_tokens=30)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert sum(answer.stats.nodes for answer in drafted) > 0
+    assert len(source.splitlines()) <= 20

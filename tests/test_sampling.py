@@ -1,0 +1,64 @@
+"""Laws, draws and the noise behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decode import Sampling
+from decode.noise import ACCEPTANCE, KeyedDice, invert, uniform
+
+
+def test_noise_is_a_function_of_its_keys() -> None:
+    keys = [(seed, row, position) for seed in range(12) for row in range(12) for position in range(12)]
+    numbers = [uniform(*key) for key in keys]
+    assert numbers == [uniform(*key) for key in keys]
+    assert len(set(numbers)) == len(numbers)
+    assert uniform(1, 2, 3) != uniform(1, 2, 3, ACCEPTANCE) != uniform(1, 2, 3, ACCEPTANCE, 1)
+
+
+def test_noise_is_uniform_and_neighbours_are_independent() -> None:
+    numbers = torch.tensor([[uniform(seed, 0, position) for position in range(100)] for seed in range(300)])
+    assert abs(numbers.mean() - 0.5) < 0.01 and abs(numbers.var() - 1 / 12) < 0.01
+    cells = (numbers[:, :-1] * 8).long() * 8 + (numbers[:, 1:] * 8).long()
+    counts = torch.bincount(cells.flatten(), minlength=64).double()
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom, p = 0.0002
+
+
+def test_inversion_draws_each_token_on_its_share() -> None:
+    law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
+    for number, token in [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)]:
+        assert invert(law * 7, torch.tensor([number], dtype=torch.float64)).item() == token
+        assert invert(law, torch.tensor([number], dtype=torch.float64)).item() == token
+
+
+def test_dice_never_draw_what_has_no_weight() -> None:
+    for seed in range(300):
+        dice = KeyedDice(seed, 0, 0)
+        assert dice.draw(torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)) == 1
+        assert not dice.accept(0.0) and dice.accept(1.0)
+
+
+def test_the_law_is_that_of_transformers_warpers() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    assert Sampling().law(logits).tolist() == [[1, 0, 0, 0]]
+    assert torch.allclose(Sampling(temperature=2.0).law(logits), (logits.double() / 2).softmax(-1))
+    assert (Sampling(temperature=1, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(temperature=1, top_p=0.7).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(temperature=1, min_p=0.3).law(logits) > 0).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top-k is -1"),
+        ({"top_p": 0.0}, "top-p is 0.0"),
+        ({"top_p": 1.1}, "top-p is 1.1"),
+        ({"min_p": 2.0}, "min-p is 2.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
