@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
 
-from decode import Answer, Chunk, Sampling, Target, stream
+from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
 from scripts.options import (
     Parser,
@@ -28,15 +25,18 @@ from scripts.options import (
     make_proposer,
 )
 from scripts.prompts import check_prompt, read_prompts
+from scripts.terminal import Lanes, describe, paint, wants_colour
 
-RAMP = (114, 78, 79, 80, 81, 75, 69, 105, 141, 177, 176, 212)  # terminal colours, green to pink: deeper guesses
 EPILOG = """\
 On a colour terminal, text that was guessed and accepted is painted, from green (one token ahead) over blue to pink.
-Where a prompt has several turns, each one is asked after the answers to those before it, and all first turns are
-answered before the second ones. With --json, each line is one answer: index (of the prompt, from 0), turn (from 0),
-prompt_tokens (how many), tokens (ids, the end token included), text, finish (why it ended: eos, stop, length or
-context), steps (forward passes of the model), tau (tokens a step), seconds, tokens_per_second, accepted_by_depth
-(how often a guess 1, 2, ... tokens ahead was right).
+
+A prompt with several turns is a conversation: each turn is asked after the answers to those before it. All first
+turns are answered before the second ones.
+
+With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (how many), tokens
+(ids, the end token included), text, finish (why it ended: eos, stop, length or context), steps (forward passes of
+the model), tau (tokens a step), seconds, tokens_per_second, accepted_by_depth (how often a guess 1, 2, ... tokens
+ahead was right).
 """
 
 
@@ -46,40 +46,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         sampling = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
         check_proposer(args.proposer, args)
-        prompts = [[check_prompt(args.prompt, "--prompt")]] if args.prompt_file is None else read_prompts(args.prompt_file)
+        if args.prompt_file is None:
+            prompts = [[check_prompt(args.prompt, "--prompt")]]
+        else:
+            prompts = read_prompts(args.prompt_file)
         conversations = [Conversation(index, turns) for index, turns in enumerate(prompts)]
-        check_turns(conversations, args.chat)
         target = load_target(args)
-        answer(conversations, target, sampling, args)
+        check_chat(conversations, target, args.chat)
+        for conversation in conversations:
+            conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
+        answer(conversations, target, make_proposer(args.proposer, target, args), sampling, args)
 
 
 def make_parser() -> Parser:
     parser = Parser(
-        prog="generate.py", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="generate.py",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", help="the prompt")
+    given.add_argument("--prompt", metavar="TEXT", help="the prompt")
     given.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help='a .jsonl file, with "prompt" or "turns" in each line; any other file, and - for standard input, is plain '
-        "text: a single prompt",
+        help='a .jsonl file with "prompt" or "turns" in each line; any other file, or - for standard input, is plain '
+        "text: one prompt",
     )
     parser.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
-        help="put prompts into the model's chat template, or take them as they are (default: where it has one)",
+        help="put prompts into the model's chat template, or take them as they are (default: if it has a template)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object an answer, instead of the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object an answer instead of its text")
     add_model_options(parser)
     add_proposer_options(parser)
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: %(default)s")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: no chance")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest P (default: 1)")
-    group.add_argument("--seed", type=int, default=0, help="the same seed, the same text (default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest token")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens only")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P only")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same text (default: %(default)s)")
     group.add_argument("--batch-size", type=at_least(1), default=1, metavar="N", help="prompts at a time (default: 1)")
     return parser
 
@@ -93,14 +102,97 @@ class Conversation:
     answers: list[str] = field(default_factory=list)
 
     def encode(self, target: Target, chat: bool | None) -> list[int]:
-        """The tokens of what is to be answered next. Raises ValueError where they do not fit into the context."""
+        """The tokens of the turn that is next. Raises ValueError where they leave no room in the context."""
         turn = len(self.answers)
-        said = [text for pair in zip(self.turns, self.answers, strict=False) for text in pair] + [self.turns[turn]]
-        messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * turn + ("user",), said)]
-        ids = encode(messages if len(self.turns) > 1 else self.turns[0], target.tokenizer, chat)
+        if len(self.turns) == 1:
+            ids = encode(self.turns[0], target.tokenizer, chat)
+        else:
+            said = [text for pair in zip(self.turns, self.answers, strict=False) for text in pair]
+            roles = ("user", "assistant") * turn + ("user",)
+            messages = zip(roles, [*said, self.turns[turn]], strict=True)
+            ids = encode([{"role": role, "content": text} for role, text in messages], target.tokenizer, chat)
         if len(ids) >= target.context:
             raise ValueError(
-                f"prompt {self.index}{f', turn {turn},' if turn else ''} has {len(ids)} tokens; the model's context of "
-                f"{target.context} leaves no room for an answer"
+                f"prompt {self.index}, turn {turn}, has {len(ids)} tokens; the model's context of {target.context} "
+                "leaves no room for an answer"
             )
         return ids
+
+
+def check_chat(conversations: list[Conversation], target: Target, chat: bool | None) -> None:
+    """Raise ValueError where a chat template is needed and there is none."""
+    template = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    if chat and not template:
+        raise ValueError("the model has no chat template; leave out --chat")
+    several = next((conversation.index for conversation in conversations if len(conversation.turns) > 1), None)
+    if several is not None and (chat is False or not template):
+        reason = "--no-chat was given" if template else "this model has none"
+        raise ValueError(f"prompt {several} has several turns, which need a chat template, and {reason}")
+
+
+def answer(
+    conversations: list[Conversation], target: Target, proposer: Proposer, sampling: Sampling, args: argparse.Namespace
+) -> None:
+    """Answer all first turns, then all second ones and so on, and print each answer."""
+    turns = max(len(conversation.turns) for conversation in conversations)
+    for turn in range(turns):
+        # Rows are numbered within a turn and not within a batch: their draws must not depend on the batch size.
+        asked = [conversation for conversation in conversations if turn < len(conversation.turns)]
+        chunks = stream(
+            target,
+            [conversation.encode(target, args.chat) for conversation in asked],
+            proposer,
+            batch_size=args.batch_size,
+            sampling=sampling,
+            max_new_tokens=args.max_new_tokens,
+            stop=args.stop,
+        )
+        show = print_json if args.json else print_text
+        show(chunks, asked, titled=turns + len(conversations) > 2)
+
+
+def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
+    """Print answers as they grow, one below the other, and the figures of each on stderr."""
+    colour = wants_colour()
+    with Lanes.opened(len(asked)) as lanes:
+        for row, conversation in enumerate(asked if titled else ()):
+            lanes.put(row, f"--- prompt {conversation.index}, turn {len(conversation.answers)} ---\n")
+        for chunk in chunks:
+            lanes.put(chunk.row, paint(chunk) if colour else chunk.text)
+            if chunk.answer is not None:
+                asked[chunk.row].answers.append(chunk.answer.text)
+                lanes.put(chunk.row, "\n")
+                lanes.put(chunk.row, describe(chunk.answer) + "\n", sys.stderr)
+                lanes.end(chunk.row)
+
+
+def print_json(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
+    """Print each finished answer as a line of JSON."""
+    with Lanes.opened(len(asked)) as lanes:
+        for chunk in chunks:
+            if chunk.answer is not None:
+                conversation = asked[chunk.row]
+                place = {"index": conversation.index, "turn": len(conversation.answers)}
+                conversation.answers.append(chunk.answer.text)
+                lanes.put(chunk.row, json.dumps(place | gather_figures(chunk.answer)) + "\n")
+                lanes.end(chunk.row)
+
+
+def gather_figures(answer: Answer) -> dict[str, Any]:
+    """An answer as --json shows it."""
+    stats = answer.stats
+    return {
+        "prompt_tokens": len(answer.prompt),
+        "tokens": answer.tokens,
+        "text": answer.text,
+        "finish": answer.finish,
+        "steps": stats.steps,
+        "tau": stats.tau,
+        "seconds": stats.seconds.total,
+        "tokens_per_second": stats.tokens_per_second,
+        "accepted_by_depth": stats.accepted_by_depth,
+    }
+
+
+if __name__ == "__main__":
+    main()

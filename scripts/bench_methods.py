@@ -1,0 +1,152 @@
+"""What is compared: the project's loop with each proposer, and Hugging Face's own `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode import Answer, Proposer, Sampling, Target, generate
+from decode.loading import first_layers
+from decode.stats import PARTS
+
+# With what each peer's `generate` is called; "assistant_model" is filled in when the model is there.
+PEERS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-assistant": {"assistant_model": None},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch of answers: their ids (end token included), forward passes of the target, and the wall time.
+
+    `nodes` and `parts` (seconds by part) are known of the project's own loop only.
+    """
+
+    answers: list[list[int]]
+    steps: list[int]
+    seconds: float
+    nodes: list[int] | None = None
+    parts: dict[str, float] | None = None
+
+
+# Prompts as token ids, a seed and the most new tokens.
+Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]
+
+
+class Method(Protocol):
+    """One of the things compared."""
+
+    def open(self) -> Ask:
+        """Begin a conversation that knows of no other; what is returned answers its turns."""
+        ...
+
+
+class Loop:
+    """The project's loop. A proposer is made anew for every conversation: nothing is learned from other questions."""
+
+    def __init__(self, target: Target, make: Callable[[], Proposer], temperature: float) -> None:
+        self.target, self.make, self.temperature = target, make, temperature
+
+    def open(self) -> Ask:
+        return partial(self._ask, self.make())
+
+    def _ask(self, proposer: Proposer, prompts: Sequence[list[int]], seed: int, room: int) -> Measured:
+        sampling = Sampling(self.temperature, seed=seed)
+        work = partial(generate, self.target, prompts, proposer, sampling=sampling, max_new_tokens=room)
+        answers, seconds = clock(work, self.target.device)
+        longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # the whole batch's
+        return Measured(
+            [answer.tokens for answer in answers],
+            [answer.stats.steps for answer in answers],
+            seconds,
+            [answer.stats.nodes for answer in answers],
+            {part: getattr(longest, part) for part in PARTS},
+        )
+
+
+class Peer:
+    """Hugging Face's `generate` on a stock model of its own."""
+
+    def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+        self.model, self.options = model, dict(options)
+
+    def open(self) -> Ask:
+        return self._ask
+
+    def _ask(self, prompts: Sequence[list[int]], seed: int, room: int) -> Measured:
+        (prompt,) = prompts
+        steps = 0
+
+        def count(module: nn.Module, inputs: Any) -> None:
+            nonlocal steps
+            steps += module is self.model  # a draft cut from the model has its hooks, too
+
+        def work() -> list[int]:
+            ids = torch.tensor([prompt], device=self.model.device)
+            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **self.options)
+            return [int(token) for token in output[0, len(prompt) :].tolist()]
+
+        torch.manual_seed(seed)
+        hook = self.model.register_forward_pre_hook(count)
+        try:
+            answer, seconds = clock(work, self.model.device)
+        finally:
+            hook.remove()
+        return Measured([answer], [steps], seconds)
+
+
+def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What `work` returns and the seconds it takes, the GPU's included."""
+    _synchronize(device)
+    begun = perf_counter()
+    result = work()
+    _synchronize(device)
+    return result, perf_counter() - begun
+
+
+def make_peers(
+    names: Sequence[str],
+    model: PreTrainedModel,
+    draft: PreTrainedModel | int | None,
+    target: Target,
+    temperature: float,
+) -> dict[str, Method]:
+    """The peers on a stock model. draft: the assistant, or the number of the model's layers to cut it from.
+
+    Both models lose what their generation configs say beside the end tokens (penalties, top-k): the law is to be the
+    same for everyone.
+    """
+    stops = sorted(target.stop_ids)
+    pad = getattr(target.tokenizer, "pad_token_id", None)
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    model.generation_config = GenerationConfig(
+        eos_token_id=stops or None, pad_token_id=pad if pad is not None else next(iter(stops), 0), **sampled
+    )
+    if isinstance(draft, int):
+        draft = first_layers(model, draft)
+    if draft is not None:
+        draft.generation_config = copy.deepcopy(model.generation_config)
+    given = {"assistant_model": draft}
+    return {name: Peer(model, {key: given.get(key, value) for key, value in PEERS[name].items()}) for name in names}
+
+
+def top_gap(target: Target, tokens: list[int]) -> float:
+    """How far apart the target's two likeliest next tokens are, in logits: near 0 is a tie that rounding decides."""
+    logits, _ = target.open(1).extend([tokens])
+    first, second = logits[0].double().topk(2).values.tolist()
+    return first - second
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

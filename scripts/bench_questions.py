@@ -1,0 +1,102 @@
+"""Questions in Spec-Bench's format, and which of them are asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from scripts.prompts import check_prompt
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+GROUPS = ("mt_bench", "all")  # what categories are counted together as
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of the file: each turn is asked with the turns and answers before it in the conversation."""
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load_questions(path: Path) -> list[Question]:
+    """Read a JSONL file with `question_id`, `category` and `turns` in each line; other fields are ignored.
+
+    Raises ValueError that names the line where the file is not so.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} has no questions; each line is a JSON object with question_id, category and turns")
+    questions: dict[int | str, Question] = {}
+    for number, line in numbered:
+        question = _parse(line, f"{path}, line {number}")
+        if question.id in questions:
+            raise ValueError(f"{path}, line {number}: question_id {question.id!r} is there twice")
+        questions[question.id] = question
+    return list(questions.values())
+
+
+def _parse(line: str, place: str) -> Question:
+    try:
+        fields: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: this is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place}: a question is a JSON object")
+    missing = [name for name in ("question_id", "category", "turns") if name not in fields]
+    if missing:
+        raise ValueError(f"{place}: {' and '.join(missing)} missing")
+    number, category, turns = fields["question_id"], fields["category"], fields["turns"]
+    if isinstance(number, bool) or not isinstance(number, int | str):
+        raise ValueError(f"{place}: question_id is a number or a name")
+    if not isinstance(category, str) or category in ("", *GROUPS):
+        raise ValueError(f"{place}: category is a name, and none of {', '.join(GROUPS)}")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{place}: turns is a list of at least one text")
+    return Question(number, category, tuple(check_prompt(turn, place) for turn in turns))
+
+
+def task_of(category: str) -> str:
+    """Spec-Bench's task: MT-bench's eight categories are one, every other category is its own."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """At most `limit` questions, as many of each task as there are (MT-bench's of each category), in their order.
+
+    Always the first ones. Spec-Bench has as many questions of each task, so that a part of it keeps its balance.
+    """
+    tasks: dict[str, dict[str, list[Question]]] = {}
+    for question in questions:
+        tasks.setdefault(task_of(question.category), {}).setdefault(question.category, []).append(question)
+    taken = set(_alternate(_alternate(categories.values()) for categories in tasks.values())[:limit])
+    return [question for question in questions if question in taken]
+
+
+def _alternate(lists: Iterable[Sequence[Question]]) -> list[Question]:
+    """The first of each list, then the second of each, and so on."""
+    return [question for layer in zip_longest(*lists) for question in layer if question is not None]
+
+
+def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
+    """Groups of up to `size` questions that are answered as one batch; all of one category."""
+    categories: dict[str, list[Question]] = {}
+    for question in questions:
+        categories.setdefault(question.category, []).append(question)
+    return [group[begin : begin + size] for group in categories.values() for begin in range(0, len(group), size)]
+
+
+def digest_questions(questions: Sequence[Question]) -> str:
+    """A short name of exactly these questions."""
+    content = json.dumps([[question.id, question.category, question.turns] for question in questions])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
