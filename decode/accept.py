@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, KeyedDice, invert, uniform
+from decode.noise import ACCEPTANCE, KeyedDice, invert, uniforms
 from decode.rejection import RULES, Drafted, block_batch
 from decode.sampling import Sampling
 from decode.tree import Tree
@@ -76,22 +76,27 @@ def walk(
     alive = torch.ones_like(row, dtype=torch.bool)
     on_path = torch.zeros_like(tree.parents, dtype=torch.bool)
     bonus = torch.zeros_like(row)
-    prefixes = [torch.tensor(sequence, device=device) for sequence in sequences] if sampling.processors else []
-    noise = torch.tensor(
-        [
-            [uniform(sampling.seed, number, len(sequence) + level) for level in range(tree.height + 1)]
-            for number, sequence in zip(rows, sequences, strict=True)
-        ],
-        dtype=torch.float64,
-    ).to(device)
-    for level in range(tree.height + 1):
+    prefixes: list[Tensor | None] = []  # None once a row has ended: processors are not asked beyond its text
+    if sampling.processors:
+        prefixes = [torch.tensor(sequence, device=device) for sequence in sequences]
+    levels = range(tree.height + 1)
+    keys = [
+        [(sampling.seed, number, len(sequence) + level) for level in levels]
+        for number, sequence in zip(rows, sequences, strict=True)
+    ]
+    noise = uniforms(keys, device)
+    for level in levels:
         on_path[row, node] |= alive
-        drawn = invert(sampling.law(logits[row, node], prefixes), noise[:, level])
+        drawn = invert(sampling.law(logits[row, node], prefixes, rows), noise[:, level])
         bonus = torch.where(alive, drawn, bonus)
         child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
         alive = alive & child.any(dim=1)
         node = torch.where(alive, child.int().argmax(dim=1), node)
-        prefixes = [torch.cat([prefix, token[None]]) for prefix, token in zip(prefixes, drawn, strict=False)]
+        if prefixes:
+            going = zip(prefixes, drawn, alive.tolist(), strict=True)
+            prefixes = [
+                torch.cat([prefix, token[None]]) if on and prefix is not None else None for prefix, token, on in going
+            ]
         if device.type == "cpu" and not bool(alive.any()):  # on a GPU the look would cost more than it saves
             break
     return _to_host(tree, on_path, bonus)
@@ -107,15 +112,14 @@ def verify_chain(
     if sampling.processors:
         prefix = [_Prefix(tree, place, sequence) for place, sequence in enumerate(sequences)]
         prefixes = [prefix[place](node) for place in range(batch) for node in range(width)]
-    p = sampling.law(logits.flatten(0, 1), prefixes).view(batch, width, vocabulary)
+    numbers = [row for row in rows for _ in range(width)]
+    p = sampling.law(logits.flatten(0, 1), prefixes, numbers).view(batch, width, vocabulary)
     # Keyed by the step, not by each position: the verdict on a guess tells of noise at guesses that it rejects.
-    noise = torch.tensor(
-        [
-            [uniform(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
-            for row, sequence in zip(rows, sequences, strict=True)
-        ],
-        dtype=torch.float64,
-    ).to(logits.device)
+    keys = [
+        [(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
+        for row, sequence in zip(rows, sequences, strict=True)
+    ]
+    noise = uniforms(keys, logits.device)
     accepted, weights = block_batch(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(width, device=logits.device) <= accepted[:, None]
     return _to_host(tree, on_path, invert(weights, noise[:, 0]))  # a block leaves the first number for the bonus
@@ -136,8 +140,8 @@ def verify_sampled(
     for place, (number, sequence) in enumerate(zip(rows, sequences, strict=True)):
         size, prefix = int(tree.sizes[place]), _Prefix(tree, place, sequence)
 
-        def p(node: int, place: int = place, prefix: _Prefix = prefix) -> Tensor:
-            return sampling.law(logits[place, node][None], [prefix(node)])[0]
+        def p(node: int, place: int = place, prefix: _Prefix = prefix, number: int = number) -> Tensor:
+            return sampling.law(logits[place, node][None], [prefix(node)], [number])[0]
 
         def q(node: int, laws: Tensor = tree.q[place]) -> Tensor:
             return laws[node].double()

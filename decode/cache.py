@@ -34,7 +34,7 @@ class TreeCache(Cache):
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
         self.capacity = self._capacity_for(self.used)
-        lengths = torch.tensor(self.lengths, device=device)
+        lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
         if min(self.lengths) == longest:
             self.slots = slice(longest + start, end)
         else:
@@ -42,14 +42,20 @@ class TreeCache(Cache):
         return lengths
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit the nodes of each row's path, `path` [B, T] padded, of which the first counts[b] are meant."""
-        width = path.shape[1]
-        moves = bool((path != torch.arange(width)).any()) if path.device.type == "cpu" else True
-        if moves:
-            starts = torch.tensor(self.lengths, device=path.device)[:, None]
-            source, target = starts + path, starts + torch.arange(width, device=path.device)
+        """Commit the nodes of each row's path, of which the first counts[b] are meant.
+
+        path [B, T], on the CPU; its padding names the column that it is in, and so moves nothing.
+        """
+        column = torch.arange(path.shape[1])
+        if bool((path != column).any()):  # a chain lies where it belongs already
+            starts = torch.tensor(self.lengths)[:, None]
+            moves = torch.stack([starts + path, starts + column])  # [2, B, T]
+            placed: dict[torch.device, Tensor] = {}
             for layer in self.layers:
-                layer.move(source, target)
+                if layer.is_initialized:  # layers that share another's keys never get their own
+                    if layer.device not in placed:
+                        placed[layer.device] = moves.to(layer.device, non_blocking=layer.device.type == "cuda")
+                    layer.move(*placed[layer.device])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def crop(self, lengths: Sequence[int]) -> None:
@@ -99,9 +105,6 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` [B, T] to `target`; all are read before one is written, so they may overlap."""
-        if not self.is_initialized:  # layers that share another's keys never get their own
-            return
-        source, target = source.to(self.device), target.to(self.device)
         row = torch.arange(source.shape[0], device=self.device)[:, None]
         for states in (self.keys, self.values):
             states[row, :, target] = states[row, :, source]

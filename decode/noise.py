@@ -7,6 +7,7 @@ proposer. Drafts and acceptance tests take other streams of the same source.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -25,6 +26,12 @@ def uniform(seed: int, row: int, position: int, stream: int = TEXT, number: int 
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return (state >> 11) * 2.0**-53
+
+
+def uniforms(keys: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
+    """`uniform` for a table of keys, float64 on a device that is not made to wait for it."""
+    table = torch.tensor([[uniform(*key) for key in row] for row in keys], dtype=torch.float64)
+    return table.to(device, non_blocking=device.type == "cuda")
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -34,7 +34,12 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def prepared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same for a model that must stay as it is: its modules are copied, its tensors are shared."""
+    """The same for a model that must stay as it is: its modules are copied, its tensors are shared.
+
+    A model that accelerate has spread over devices is returned itself: its hooks belong to the modules they are on.
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return model
     tensors = [*model.parameters(), *model.buffers()]
     return prepare(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}))
 

@@ -21,6 +21,13 @@ from transformers import (
 )
 
 
+class RowProcessor(LogitsProcessor):
+    """A logits processor that treats prompts differently: it is told whose prefix it sees, by the prompt's number."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
@@ -70,22 +77,25 @@ class Sampling:
             warpers.append(MinPLogitsWarper(self.min_p))
         return warpers
 
-    def law(self, logits: Tensor, prefixes: Sequence[Tensor] = ()) -> Tensor:
+    def law(self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), rows: Sequence[int] = ()) -> Tensor:
         """The law of the next token, [B, V] float64, rows summing to one.
 
-        logits [B, V]; prefixes: each row's tokens so far, [L] each; needed only where there are processors.
+        logits [B, V]; prefixes: each row's tokens so far, [L] each, or None where the law will not be looked at;
+        rows: the number of each row's prompt. Both are needed only where there are processors.
         """
         # Half precision would round away what top-p and the draw depend on.
         scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.processors:
-            rows = [self._process(prefix, row) for prefix, row in zip(prefixes, scores, strict=True)]
-            scores = torch.stack(rows)
+            numbers = rows or range(len(scores))
+            seen = zip(prefixes, scores, numbers, strict=True)
+            scores = torch.stack([row if prefix is None else self._process(prefix, row, n) for prefix, row, n in seen])
         if self.greedy:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
         return self.warpers(None, scores).double().softmax(dim=-1)
 
-    def _process(self, prefix: Tensor, scores: Tensor) -> Tensor:
+    def _process(self, prefix: Tensor, scores: Tensor, row: int) -> Tensor:
         scores = scores[None].clone()  # processors may write into what they get
         for processor in self.processors:
-            scores = processor(prefix[None], scores)
+            told = {"row": row} if isinstance(processor, RowProcessor) else {}
+            scores = processor(prefix[None], scores, **told)
         return scores[0]

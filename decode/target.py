@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from decode.cost import Cost, measure_cost
@@ -34,7 +35,7 @@ class Target:
         self.config = self.model.config.get_text_config(decoder=True)
         self.reaches = layer_reaches(self.model)
         self.vocabulary = int(self.config.vocab_size)
-        self.device = self.model.get_input_embeddings().weight.device
+        self.device = _input_device(self.model)
         self.dtype = self.model.dtype
         self._costs: dict[int, Cost] = {}
         self.self_test_error = self_test(self)
@@ -67,3 +68,10 @@ class Target:
     def open(self, batch: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch` rows. `layers`: whose hidden states to hand out with each verdict."""
         return Session(self, batch, layers)
+
+
+def _input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go: to the embeddings, or where accelerate brings them when they are needed."""
+    embeddings = model.get_input_embeddings()
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return embeddings.weight.device if device is None else torch.device(device)

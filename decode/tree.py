@@ -140,7 +140,9 @@ class Tree:
 
     def to(self, device: torch.device) -> Tree:
         """The same trees on another device; itself where it is there already."""
-        return self if self.tokens.device == device else self._map(lambda tensor: tensor.to(device))
+        if self.tokens.device == device:
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))  # no wait for the GPU
 
     def select(self, rows: Sequence[int]) -> Tree:
         """The trees of some rows only."""

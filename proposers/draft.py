@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode import Session, Step, Target, Tree
-from decode.noise import DRAFT, invert, uniform
+from decode.noise import DRAFT, invert, uniforms
 
 NODE_COST = 0.05  # of a target pass: what looking at one more guess adds
 LONGEST = 16
@@ -69,7 +69,7 @@ class DraftProposer:
     def propose(self, budget: int) -> Tree:
         longest = min((budget - 1) // self.width, self.length or LONGEST)
         self._drafted = longest if self.length else self.acceptance.best_length(longest, self.cost + NODE_COST)
-        roots = torch.tensor(self.step.bonus, device=self.draft.device)[:, None]
+        roots = Tree.chain([[root] for root in self.step.bonus]).to(self.draft.device).tokens
         if self._drafted == 0:
             return Tree.chain_of(roots, torch.ones_like(roots[:, 0]))
         # The draft's cache lacks the bonus token and what was accepted without having gone through the draft.
@@ -108,11 +108,11 @@ class DraftProposer:
         for level in range(self._drafted):
             laws.append(sampling.law(logits))
             # Keyed by where the draft starts, too: the verdict on this draft depends on guesses that it then rejects.
-            noise = [
-                uniform(sampling.seed, row, len(sequence), DRAFT, level)
+            keys = [
+                [(sampling.seed, row, len(sequence), DRAFT, level)]
                 for row, sequence in zip(self.step.rows, self.step.sequences, strict=True)
             ]
-            drawn = invert(laws[-1], torch.tensor(noise, dtype=torch.float64).to(roots.device))
+            drawn = invert(laws[-1], uniforms(keys, roots.device)[:, 0])
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if level + 1 < self._drafted:
                 grown = Tree.chain_of(tokens[:, 1:], sizes * (level + 1))

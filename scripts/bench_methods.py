@@ -29,12 +29,14 @@ PEERS: dict[str, dict[str, Any]] = {
 class Measured:
     """One batch of answers: their ids (end token included), forward passes of the target, and the wall time.
 
-    `nodes` and `parts` (seconds by part) are known of the project's own loop only.
+    Known of the project's own loop only: `texts`, `nodes`, and `parts`, seconds by part; these on a CPU only, for a
+    GPU's work is queued in one part and waited for in another.
     """
 
     answers: list[list[int]]
     steps: list[int]
     seconds: float
+    texts: list[str] | None = None
     nodes: list[int] | None = None
     parts: dict[str, float] | None = None
 
@@ -69,8 +71,9 @@ class Loop:
             [answer.tokens for answer in answers],
             [answer.stats.steps for answer in answers],
             seconds,
+            [answer.text for answer in answers],
             [answer.stats.nodes for answer in answers],
-            {part: getattr(longest, part) for part in PARTS},
+            {part: getattr(longest, part) for part in PARTS} if self.target.device.type == "cpu" else None,
         )
 
 

@@ -150,4 +150,4 @@ def _share(part: float | None) -> str:
     """A percentage that reads 100 % only where it is."""
     if part is None:
         return "-"
-    return f"{part:.0%}" if part in (0, 1) else f"{min(part, 0.9999):.1%}"
+    return f"{part:.0%}" if part in (0, 1) else f"{min(part, 0.999):.1%}"

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this 
 
 from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
+from scripts.lanes import Lanes
 from scripts.options import (
     Parser,
     add_model_options,
@@ -24,8 +25,8 @@ from scripts.options import (
     load_target,
     make_proposer,
 )
+from scripts.painting import paints, show
 from scripts.prompts import check_prompt, read_prompts
-from scripts.terminal import Lanes, describe, paint, wants_colour
 
 EPILOG = """\
 On a colour terminal, text that was guessed and accepted is painted, from green (one token ahead) over blue to pink.
@@ -55,7 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_chat(conversations, target, args.chat)
         for conversation in conversations:
             conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
-        answer(conversations, target, make_proposer(args.proposer, target, args), sampling, args)
+        proposer = make_proposer(args.proposer, target, args)
+        if args.proposer == "ngram":
+            target.cost(min(args.batch_size, len(conversations)))  # asked for now, it is not in an answer's seconds
+        answer(conversations, target, proposer, sampling, args)
 
 
 def make_parser() -> Parser:
@@ -147,18 +151,18 @@ def answer(
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
         )
-        show = print_json if args.json else print_text
-        show(chunks, asked, titled=turns + len(conversations) > 2)
+        output = print_json if args.json else print_text
+        output(chunks, asked, titled=turns + len(conversations) > 2)
 
 
 def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
     """Print answers as they grow, one below the other, and the figures of each on stderr."""
-    colour = wants_colour()
-    with Lanes.opened(len(asked)) as lanes:
+    painted = paints(sys.stdout)
+    with Lanes(len(asked)) as lanes:
         for row, conversation in enumerate(asked if titled else ()):
             lanes.put(row, f"--- prompt {conversation.index}, turn {len(conversation.answers)} ---\n")
         for chunk in chunks:
-            lanes.put(chunk.row, paint(chunk) if colour else chunk.text)
+            lanes.put(chunk.row, show(chunk, painted))
             if chunk.answer is not None:
                 asked[chunk.row].answers.append(chunk.answer.text)
                 lanes.put(chunk.row, "\n")
@@ -168,7 +172,7 @@ def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool)
 
 def print_json(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
     """Print each finished answer as a line of JSON."""
-    with Lanes.opened(len(asked)) as lanes:
+    with Lanes(len(asked)) as lanes:
         for chunk in chunks:
             if chunk.answer is not None:
                 conversation = asked[chunk.row]
@@ -176,6 +180,16 @@ def print_json(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool)
                 conversation.answers.append(chunk.answer.text)
                 lanes.put(chunk.row, json.dumps(place | gather_figures(chunk.answer)) + "\n")
                 lanes.end(chunk.row)
+
+
+def describe(answer: Answer) -> str:
+    """What an answer cost and what guessing brought, in one line."""
+    stats = answer.stats
+    depths = " ".join(map(str, stats.accepted_by_depth)) or "none"
+    return (
+        f"{len(answer.prompt)} prompt tokens, {stats.tokens} tokens in {stats.steps} steps (tau {stats.tau:.2f}), "
+        f"{stats.seconds.total:.2f} s, {stats.tokens_per_second:.1f} tokens/s, accepted by depth: {depths}"
+    )
 
 
 def gather_figures(answer: Answer) -> dict[str, Any]:

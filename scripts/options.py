@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 import transformers
 
 from decode import Proposer, Target
@@ -16,7 +17,7 @@ from decode.loading import DTYPES, first_layers
 from proposers import PROPOSERS
 
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
-INTERRUPTED = 128 + 2  # what a shell reports of a program that SIGINT ended
+INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what a shell reports of programs that SIGINT or SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,8 +113,10 @@ def failing_clearly(parser: Parser) -> Iterator[None]:
     except BrokenPipeError:
         # The reader has what it wanted. What Python flushes at the end must not find the pipe closed again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    except (ValueError, OSError) as error:
+        raise SystemExit(UNREAD) from None
+    except OSError as error:
+        parser.fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (ValueError, torch.OutOfMemoryError) as error:
         parser.fail(str(error))
 
 

@@ -1,0 +1,68 @@
+"""Models by name, and models that accelerate has spread over memory and disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode import Target, generate
+from decode.loading import load_model
+from proposers import NGramProposer
+from tests.models import tiny
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny("llama", num_hidden_layers=4).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize("away", ["layers", "everything"])
+def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, prepare: bool, away: str) -> None:
+    device_map: dict[str, str | int] = {"model.layers.1": "disk", "model.layers.3": "disk", "": "cpu"}
+    if away == "everything":
+        device_map = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "lm_head"], "disk")
+        device_map["model.rotary_emb"] = "cpu"
+    spread = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, device_map=device_map, offload_folder=tmp_path
+    )
+    assert any(parameter.is_meta for parameter in spread.parameters())
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    expected = generate(Target(whole), PROMPTS, max_new_tokens=12)
+    answers = generate(Target(spread, prepare=prepare), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of float64, float32"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"device": "meta"}, "device 'meta' is not supported"),
+        ({"device": "cuda:97"}, "torch sees"),
+    ],
+)
+def test_unknown_settings_are_refused(folder: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, **options)
+
+
+def test_a_name_that_leads_nowhere_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot load a model from") as caught:
+        load_model(tmp_path / "nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    with pytest.raises(ValueError, match="cannot load a model from"):
+        load_model(tmp_path)
