@@ -107,13 +107,11 @@ def verify_chain(
 ) -> Accepted:
     """Judge chains that were drawn at random as blocks, all rows at once."""
     assert tree.q is not None
-    batch, width, vocabulary = logits.shape
-    prefixes: list[Tensor] = []
+    width = logits.shape[1]
     if sampling.processors:
-        prefix = [_Prefix(tree, place, sequence) for place, sequence in enumerate(sequences)]
-        prefixes = [prefix[place](node) for place in range(batch) for node in range(width)]
-    numbers = [row for row in rows for _ in range(width)]
-    p = sampling.law(logits.flatten(0, 1), prefixes, numbers).view(batch, width, vocabulary)
+        p = _chain_laws(tree, logits, sampling, rows, sequences)
+    else:
+        p = sampling.law(logits.flatten(0, 1)).view(logits.shape)
     # Keyed by the step, not by each position: the verdict on a guess tells of noise at guesses that it rejects.
     keys = [
         [(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
@@ -123,6 +121,22 @@ def verify_chain(
     accepted, weights = block_batch(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(width, device=logits.device) <= accepted[:, None]
     return _to_host(tree, on_path, invert(weights, noise[:, 0]))  # a block leaves the first number for the bonus
+
+
+def _chain_laws(
+    tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
+) -> Tensor:
+    """The law after each node, [B, N, V]. Behind a guess that processors forbid, where no law is needed, any will do:
+    a grammar need not have an answer there.
+    """
+    chains = [_Prefix(tree, place, sequence) for place, sequence in enumerate(sequences)]
+    allowed, laws = torch.ones_like(tree.real[:, 0]), list[Tensor]()
+    for node in range(tree.width):
+        if laws:
+            allowed = allowed & (laws[-1].gather(1, tree.tokens[:, node, None])[:, 0] > 0) & (tree.sizes > node)
+        prefixes = [chain(node) if on else None for chain, on in zip(chains, allowed.tolist(), strict=True)]
+        laws.append(sampling.law(logits[:, node], prefixes, rows))
+    return torch.stack(laws, dim=1)
 
 
 def verify_sampled(

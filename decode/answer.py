@@ -24,6 +24,10 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if isinstance(self.stop, str):
+            raise ValueError("stop is a list of texts; put a single one into brackets")
+        if "" in self.stop:
+            raise ValueError("a stop string is empty; it needs at least one character")
 
 
 @dataclass(frozen=True)

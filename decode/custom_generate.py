@@ -39,6 +39,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from decode.loop import stream
+from decode.prepare import can_pack
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
 from decode.target import Target
@@ -193,11 +194,15 @@ def _real_tokens(input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
 
 def _split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, list[int], StoppingCriteriaList]:
     """The most new tokens, the end tokens, and the criteria that remain to be asked."""
-    longest = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-    ends = [criterion.eos_token_id.flatten().tolist() for criterion in criteria if type(criterion) is EosTokenCriteria]
-    others = [criterion for criterion in criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)]
-    most = max(1, min(longest, default=1 << 30) - length)  # transformers, too, makes one token before it asks
-    return most, sum(ends, []), StoppingCriteriaList(others)
+    longest, stop_ids, others = 1 << 30, [], StoppingCriteriaList()
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            longest = min(longest, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            stop_ids += criterion.eos_token_id.flatten().tolist()
+        else:
+            others.append(criterion)
+    return max(1, longest - length), stop_ids, others  # transformers, too, makes one token before it asks
 
 
 def _padding_token(config: GenerationConfig, stop_ids: Sequence[int]) -> int | None:
@@ -212,15 +217,15 @@ def _choose_sampling(
     stop_ids: Sequence[int],
 ) -> Sampling:
     """The law that transformers' prepared processors, warpers among them, describe."""
-    others, settings = list(processors), {"seed": 0} if not config.do_sample else {"temperature": 1.0}
-    if config.do_sample:
-        # Warpers at the end need no prefix, and `Sampling` applies them to all rows at once.
-        for name, kind in reversed(WARPERS.items()):
-            if others and type(others[-1]) is kind and getattr(others[-1], name) > 0:
-                if getattr(others[-1], "min_tokens_to_keep", 1) == 1:
-                    settings[name] = getattr(others.pop(), name)
-    rows = _RowByRow(others, prompts, padding, stop_ids, config.num_return_sequences or 1)
-    return Sampling(processors=[rows] if others else [], **settings)
+    others, settings = list(processors), {"temperature": 1.0} if config.do_sample else {"seed": 0}
+    for name, kind in reversed(WARPERS.items()):  # those at the end; `Sampling` has them for all rows at once
+        last = others[-1] if others and config.do_sample else None
+        if type(last) is kind and getattr(last, name) > 0 and getattr(last, "min_tokens_to_keep", 1) == 1:
+            settings[name] = getattr(others.pop(), name)
+    if others:
+        copies = config.num_return_sequences or 1
+        others = [_RowByRow(others, prompts, padding, stop_ids, copies)]
+    return Sampling(processors=others, **settings)
 
 
 class _RowByRow(RowProcessor):
@@ -264,7 +269,7 @@ def _narrow(processor: LogitsProcessor, row: int, copies: int) -> LogitsProcesso
 
 def _wrap(model: PreTrainedModel, prepare: bool) -> Target:
     """The model as a target, tested when first seen and whenever it has changed."""
-    known, state = _TARGETS.setdefault(model, {}), _state_of(model)
+    known, state = _TARGETS.setdefault(model, {}), _state_of(model, prepare)
     if prepare not in known or known[prepare][0] != state:
         target = Target(model, prepare=prepare)
         if target.model is model:
@@ -276,7 +281,8 @@ def _wrap(model: PreTrainedModel, prepare: bool) -> Target:
     return target
 
 
-def _state_of(model: PreTrainedModel) -> Any:
-    """What changes when the model moves, is trained on, or is given another attention implementation."""
-    weights = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
-    return model.config._attn_implementation, model.dtype, model.device, weights
+def _state_of(model: PreTrainedModel, prepare: bool) -> Any:
+    """What changes when the model moves, gets another attention implementation or, once packed, other weights."""
+    packed = [module.weight for module in model.modules() if prepare and can_pack(module)]
+    versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
+    return model.config._attn_implementation, model.dtype, model.device, versions

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ def load_model(
 
     dtype: one of `DTYPES`; None keeps the checkpoint's, or float32 on a CPU. device: e.g. "cuda:0"; None takes a GPU
     where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
-    speed where they lie on a CPU. Raises ValueError for an unknown dtype or device, and where the name leads nowhere.
+    speed where they lie on a CPU. Raises ValueError for an unknown dtype or device, and where the name leads nowhere
+    or to a damaged or incomplete model.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
@@ -39,11 +42,18 @@ def load_model(
     else:
         chosen = DTYPES[dtype]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, device_map=device_map)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"cannot load a model from {folder!r}: {reason}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=chosen,
+            device_map=device_map,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # refused below: transformers itself does so without saying which
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever the readers of a dozen formats make of a missing or damaged file
+        raise ValueError(f"cannot load a model from {folder!r}: {_explain(error, folder)}") from error
+    _refuse_gaps(report, folder)
     if device_map is None:
         model = model.to(place)
     return prepare_model(model) if prepare else model, tokenizer
@@ -67,6 +77,24 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     if getattr(cut.config, "layer_types", None):
         cut.config.layer_types = cut.config.layer_types[:count]
     return cut
+
+
+def _explain(error: Exception, folder: str) -> str:
+    """An error of transformers in one line of bearable length."""
+    said = textwrap.shorten(str(error), 300, placeholder=" ...")
+    known = isinstance(error, OSError | ValueError | RuntimeError)  # a KeyError says no more than a key
+    reason = said if known else f"{type(error).__name__}: {said}"
+    return reason if Path(folder).is_dir() else f"there is no such folder; as a hub id: {reason}"
+
+
+def _refuse_gaps(report: Mapping[str, Any], folder: str) -> None:
+    """Raise ValueError for a checkpoint with missing or misshapen weights; transformers would draw random ones."""
+    missing = sorted(report["missing_keys"])
+    misshapen = sorted(key for key, *_ in report["mismatched_keys"])
+    for keys, fault in ((missing, "are missing"), (misshapen, "have other shapes than its config.json says")):
+        if keys:
+            names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            raise ValueError(f"cannot load a model from {folder!r}: weights {fault}: {names}")
 
 
 def _share(module: Any) -> Any:

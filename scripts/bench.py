@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this 
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from decode import Sampling, Target
-from decode.loading import load_model
 from proposers import PROPOSERS
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
-from scripts.bench_methods import PEERS, Loop, Method, make_peers
+from scripts.bench_methods import PEERS, Method
+from scripts.bench_models import load_ours, make_loops, make_peers
 from scripts.bench_plot import check_plot, draw_plot
 from scripts.bench_questions import Question, digest_questions, form_groups, load_questions, take_evenly
 from scripts.bench_rows import format_tables, make_rows
@@ -31,8 +29,6 @@ from scripts.options import (
     at_least,
     check_proposer,
     failing_clearly,
-    load_target,
-    make_proposer,
 )
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -112,14 +108,14 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     questions = take_evenly(load_questions(args.questions), args.limit)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target = load_target(args)
+    target = load_ours(args.model, args)
     check_prompts(questions, target)
     setup = {
         "settings": describe_settings(args, names, peers, questions),
         "machine": {**describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")},
     }
     records = Records(args.json and args.json.with_name(args.json.name + ".partial.jsonl"), setup)
-    methods = {**make_loops(names, target, args), **(make_all_peers(peers, target, args) if peers else {})}
+    methods = {**make_loops(names, target, args), **make_peers(peers, target, args)}
     measure_all(methods, form_groups(questions, args.batch_size), records, target, args)
     differences = [difference for record in records.found for difference in record["differences"]]
     report = {
@@ -180,32 +176,6 @@ def _split(given: str | None, choices: Sequence[str] | dict[str, Any], kind: str
         if name not in choices:
             raise ValueError(f"unknown {kind} {name!r}; choose from {', '.join(choices)}")
     return names
-
-
-def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
-    """The project's loop with each proposer. Models are loaded once, proposers made anew for each question."""
-    loops: dict[str, Method] = {}
-    for name in names:
-        made: Any = make_proposer(name, target, args)
-        loops[name] = Loop(target, partial(type(made), made.draft) if name == "draft" else type(made), args.temperature)
-    return loops
-
-
-def make_all_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
-    """Hugging Face's `generate` in each way, on models as they come."""
-    draft: PreTrainedModel | int | None = None
-    if "hf-assistant" in names:
-        draft = DRAFT_LAYERS if args.draft_model is None else load_stock(args.draft_model, args)
-    return make_peers(names, load_stock(args.model, args), draft, target, args.temperature)
-
-
-def load_stock(name: str | None, args: argparse.Namespace) -> PreTrainedModel:
-    """A second copy of a model, that nothing was done to."""
-    try:
-        model, _ = load_model(name, dtype=args.dtype, device=args.device, device_map=args.device_map, prepare=False)
-    except RuntimeError as error:  # no memory for it
-        raise ValueError(f"{error}; the peers need a second copy of the model") from error
-    return model
 
 
 def describe_settings(

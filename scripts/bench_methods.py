@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from decode import Answer, Proposer, Sampling, Target, generate
-from decode.loading import first_layers
+from decode import Proposer, Sampling, Target, generate
 from decode.stats import PARTS
 
 # With what each peer's `generate` is called; "assistant_model" is filled in when the model is there.
@@ -115,32 +113,6 @@ def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     result = work()
     _synchronize(device)
     return result, perf_counter() - begun
-
-
-def make_peers(
-    names: Sequence[str],
-    model: PreTrainedModel,
-    draft: PreTrainedModel | int | None,
-    target: Target,
-    temperature: float,
-) -> dict[str, Method]:
-    """The peers on a stock model. draft: the assistant, or the number of the model's layers to cut it from.
-
-    Both models lose what their generation configs say beside the end tokens (penalties, top-k): the law is to be the
-    same for everyone.
-    """
-    stops = sorted(target.stop_ids)
-    pad = getattr(target.tokenizer, "pad_token_id", None)
-    sampled: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
-    model.generation_config = GenerationConfig(
-        eos_token_id=stops or None, pad_token_id=pad if pad is not None else next(iter(stops), 0), **sampled
-    )
-    if isinstance(draft, int):
-        draft = first_layers(model, draft)
-    if draft is not None:
-        draft.generation_config = copy.deepcopy(model.generation_config)
-    given = {"assistant_model": draft}
-    return {name: Peer(model, {key: given.get(key, value) for key, value in PEERS[name].items()}) for name in names}
 
 
 def top_gap(target: Target, tokens: list[int]) -> float:

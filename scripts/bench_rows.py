@@ -50,7 +50,7 @@ def make_rows(
 
 
 def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
-    """All of a row that needs no other one. Times are medians over the repeats, question by question and turn by turn."""
+    """All of a row that needs no other one. Times are medians over the repeats, turn by turn."""
     groups = [[turn["methods"][method] for turn in record["turns"]] for record in records]
     turns = [turn for group in groups for turn in group]
     tokens, steps, seconds = _count(turns), _count(turns, "steps"), sum(median(turn["seconds"]) for turn in turns)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         sampling = Sampling(args.temperature, args.top_k, args.top_p, seed=args.seed)
-        check_proposer(args.proposer, args)
+        check_options(args)
         if args.prompt_file is None:
             prompts = [[check_prompt(args.prompt, "--prompt")]]
         else:
@@ -95,6 +95,15 @@ def make_parser() -> Parser:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same text (default: %(default)s)")
     group.add_argument("--batch-size", type=at_least(1), default=1, metavar="N", help="prompts at a time (default: 1)")
     return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together."""
+    check_proposer(args.proposer, args)
+    if args.draft_model is not None and args.proposer != "draft":
+        raise ValueError(f"--draft-model is for --proposer draft, not for {args.proposer}")
+    if "" in args.stop:
+        raise ValueError("--stop needs a text that is not empty")
 
 
 @dataclass

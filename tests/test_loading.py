@@ -26,10 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("prepare", [False, True])
 @pytest.mark.parametrize("away", ["layers", "everything"])
 def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, prepare: bool, away: str) -> None:
-    device_map: dict[str, str | int] = {"model.layers.1": "disk", "model.layers.3": "disk", "": "cpu"}
-    if away == "everything":
-        device_map = dict.fromkeys(["model.embed_tokens", "model.layers", "model.norm", "lm_head"], "disk")
-        device_map["model.rotary_emb"] = "cpu"
+    parts = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
+    gone = parts if away == "everything" else ["model.layers.1", "model.layers.3"]
+    device_map = {"model.rotary_emb": "cpu", **{part: "disk" if part in gone else "cpu" for part in parts}}
     spread = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, device_map=device_map, offload_folder=tmp_path
     )

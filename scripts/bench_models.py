@@ -1,0 +1,80 @@
+"""The models of a bench: the project's target and draft, and second copies of both, as they come, for the peers."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode import Target
+from decode.loading import first_layers, load_model
+from decode.text import Tokenizer
+from proposers import PROPOSERS, DraftProposer
+from scripts.bench_methods import PEERS, Loop, Method, Peer
+from scripts.options import DRAFT_LAYERS
+
+
+def load_ours(name: str | None, args: argparse.Namespace) -> Target:
+    """A target of the project's loop, prepared unless `--no-prepare` is given."""
+    return Target(*_load(name, args, args.prepare))
+
+
+def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
+    """The project's loop with each proposer."""
+    loops: dict[str, Method] = {}
+    for name in names:
+        make: Any = PROPOSERS[name]
+        if name == "draft":
+            make = partial(make, _load_draft(target, args))
+        loops[name] = Loop(target, make, args.temperature)
+    return loops
+
+
+def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
+    """Hugging Face's `generate` in each way, on one stock model.
+
+    The model loses what its generation config says beside the end tokens (penalties, top-k): everyone is to draw from
+    the same law.
+    """
+    if not names:
+        return {}
+    model, tokenizer = _load(args.model, args, False)
+    stops = sorted(target.stop_ids)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+    chance = sampled if args.temperature else {}
+    model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad, **chance)
+    given: dict[str, Any] = {}
+    if "hf-assistant" in names:
+        given["assistant_model"] = _load_assistant(model, args)
+    return {name: Peer(model, {key: given.get(key, value) for key, value in PEERS[name].items()}) for name in names}
+
+
+def _load_draft(target: Target, args: argparse.Namespace) -> Target:
+    if args.draft_model is None:
+        return Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
+    draft = load_ours(args.draft_model, args)
+    DraftProposer(draft).check(target)
+    return draft
+
+
+def _load_assistant(model: PreTrainedModel, args: argparse.Namespace) -> PreTrainedModel:
+    if args.draft_model is not None:
+        return _load(args.draft_model, args, False)[0]
+    assistant = first_layers(model, DRAFT_LAYERS)
+    assistant.generation_config = copy.deepcopy(model.generation_config)  # else it is the model's own, and written to
+    return assistant
+
+
+def _load(name: str | None, args: argparse.Namespace, prepare: bool) -> tuple[PreTrainedModel, Tokenizer]:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        return load_model(name, dtype=args.dtype, device=args.device, device_map=args.device_map, prepare=prepare)
+    except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
+        raise ValueError(str(error)) from error

@@ -1,0 +1,312 @@
+"""The script `generate.py`: what it prints, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from scripts import generate
+from tests.models import tiny
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
+# The last two are the bytes of an "é", so that some answers have whole and half characters.
+ALPHABET = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127)), "Ġ", "Ċ", "Ã", "©"]
+ENDS = [2, 40, 50]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
+GUESSERS = {"none": [], "ngram": [], "draft": ["--draft-model", "draft"]}
+SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Call = Callable[..., Run]
+
+
+def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(ALPHABET)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, **changes: Any) -> None:
+    model = tiny(kind, **{"vocab_size": len(ALPHABET), **changes})
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: a target, a draft, and some that cannot be used."""
+    root = tmp_path_factory.mktemp("models")
+    save(root / "target")
+    save(root / "draft", seed=1, num_hidden_layers=1)
+    save(root / "endless", max_position_embeddings=4096)
+    save(root / "bare", template=None)
+    save(root / "short", max_position_embeddings=60)
+    save(root / "other", vocab_size=len(ALPHABET) + 1)
+    save(root / "recurrent", "mamba")
+    save(root / "damaged")
+    (root / "damaged" / "model.safetensors").write_bytes(b"half of it")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return root
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the script's `main` in this process and the models' folder."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> Run:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            generate.main(arguments)
+        except SystemExit as end:
+            status = end.code
+        return Run(status, *capsys.readouterr())
+
+    return run
+
+
+BASE = ["--model", "target", "--dtype", "float64"]
+TO_FILE = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "24", "--json"]
+
+
+def answer_with_transformers(folder: Path, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = make_tokenizer(TEMPLATE)
+    answers = []
+    for prompt in prompts:
+        text = f"<user>{prompt}\n<assistant>" if chat else prompt
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        answers.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("chat", [True, False])
+def test_json_has_the_answers_of_transformers(call: Call, folder: Path, name: str, size: int, chat: bool) -> None:
+    option = "--chat" if chat else "--no-chat"
+    run = call(*TO_FILE, "--proposer", name, *GUESSERS[name], "--batch-size", str(size), option)
+    assert (run.status, run.err) == (0, "")
+    assert [row["tokens"] for row in run.rows] == answer_with_transformers(folder / "target", PROMPTS, chat)
+    assert [(row["index"], row["turn"]) for row in run.rows] == [(index, 0) for index in range(len(PROMPTS))]
+    tokenizer = make_tokenizer(TEMPLATE)
+    for prompt, row in zip(PROMPTS, run.rows, strict=True):
+        text = tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        assert row["text"] == text.rstrip("\ufffd")
+        assert row["prompt_tokens"] == len(prompt.encode()) + chat * len("<user>\n<assistant>")
+        assert row["finish"] == ("eos" if row["tokens"][-1] in ENDS else "length")
+        assert row["tau"] == len(row["tokens"]) / row["steps"] and row["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(len(row["tokens"]) / row["seconds"])
+        assert len(row["tokens"]) >= row["steps"] + sum(row["accepted_by_depth"]) - 1
+
+
+@pytest.mark.parametrize("name", GUESSERS)
+def test_a_seed_gives_one_text_whatever_guesses_in_whatever_batch(call: Call, name: str) -> None:
+    expected = call(*TO_FILE, *SAMPLED, "--proposer", "none").rows
+    rows = call(*TO_FILE, *SAMPLED, "--proposer", name, *GUESSERS[name], "--batch-size", "3").rows
+    assert [row["text"] for row in rows] == [row["text"] for row in expected]
+    others = call(*TO_FILE, *SAMPLED, "--seed", "6").rows
+    assert [row["text"] for row in others] != [row["text"] for row in expected]
+
+
+@pytest.mark.parametrize("size", ["1", "3"])
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_streamed_text_is_that_of_the_json(
+    call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
+) -> None:
+    # Greedy and short-sighted: the model repeats itself, so that there are guesses to be painted.
+    settings = [*TO_FILE, "--batch-size", size, "--stop", "é", "--temperature", "1", "--top-k", "1"]
+    texts = [row["text"] for row in call(*settings).rows]
+    monkeypatch.setattr("scripts.generate.paints", lambda file: colour)
+    run = call(*[part for part in settings if part != "--json"])
+    assert run.status == 0
+    assert (re.search(r"\033\[38;5;\d+m", run.out) is not None) == colour
+    plain = re.sub(r"\033\[[\d;]*m", "", run.out)
+    assert plain == "".join(f"--- prompt {index}, turn 0 ---\n{text}\n" for index, text in enumerate(texts))
+    figures = r"\d+ prompt tokens, \d+ tokens in \d+ steps \(tau [\d.]+\), [\d.]+ s, [\d.]+ tokens/s, accepted by .*"
+    assert [bool(re.fullmatch(figures, line)) for line in run.err.splitlines()] == [True] * len(PROMPTS)
+
+
+def test_one_prompt_has_no_header(call: Call) -> None:
+    expected = call(*BASE, "--prompt", PROMPTS[0], "--json").rows
+    run = call(*BASE, "--prompt", PROMPTS[0])
+    assert run.out == expected[0]["text"] + "\n" and len(run.err.splitlines()) == 1
+
+
+def test_a_conversation_goes_on(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "turns.jsonl"
+    file.write_text('{"turns": ["ab", "cd", "ef"]}\n\n{"prompt": "x"}\n{"turns": ["gh", "ij"]}\n')
+    settings = [*BASE, "--prompt-file", str(file), "--max-new-tokens", "9", *SAMPLED]
+    rows = call(*settings, "--json").rows
+    places = [(row["index"], row["turn"]) for row in rows]
+    assert places == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]
+    said = {place: row["text"] for place, row in zip(places, rows, strict=True)}
+    history = f"<user>ab\n<assistant>{said[0, 0]}\n<user>cd\n<assistant>{said[0, 1]}\n<user>ef\n<assistant>"
+    assert rows[-1]["prompt_tokens"] == len(make_tokenizer(None)(history)["input_ids"])
+    batched = call(*settings, "--json", "--batch-size", "2").rows
+    assert [row["tokens"] for row in batched] == [row["tokens"] for row in rows]
+    streamed = call(*settings, "--batch-size", "3").out
+    assert streamed == "".join(f"--- prompt {i}, turn {t} ---\n{said[i, t]}\n" for i, t in places)
+
+
+def test_a_plain_text_file_is_one_prompt(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("two\nlines\n")
+    tokens = call(*BASE, "--prompt-file", str(file), "--json").rows[0]["tokens"]
+    assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
+
+
+def test_answers_end_before_a_stop_string(call: Call) -> None:
+    text = call(*BASE, "--prompt", "go", "--json").rows[0]["text"]
+    row = call(*BASE, "--prompt", "go", "--json", "--stop", "nowhere", "--stop", text[3:5]).rows[0]
+    assert row["text"] == text[: text.index(text[3:5])] and row["finish"] == "stop"
+
+
+def test_half_precision_and_a_device_map_work(call: Call) -> None:
+    for settings in (["--dtype", "bfloat16"], ["--dtype", "float32", "--device", "cpu"], ["--device-map", "auto"]):
+        assert call("--model", "target", "--prompt", "x", "--max-new-tokens", "3", *settings).status == 0
+
+
+def refuse(run: Run, message: str) -> None:
+    assert run.status == 2
+    assert run.out == ""
+    assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+    assert message in run.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--proposer", "magic"], "invalid choice: 'magic'"),
+        (["--model", "nowhere/at/all"], "there is no such folder"),
+        (["--model", "damaged"], "cannot load a model from 'damaged'"),
+        (["--model", "recurrent"], "cannot branch into a tree"),
+        (["--model", "short", "--prompt", "x" * 80], "has 98 tokens; the model's context of 60 leaves no room"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
+        (["--prompt", " \n"], "--prompt: the prompt is empty"),
+        (["--prompt", "\udcff"], "a surrogate"),
+        (["--prompt-file", "prompts.jsonl"], "not allowed with argument --prompt"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: '0' is not a whole number from 1 on"),
+        (["--max-new-tokens", "many"], "--max-new-tokens: 'many' is not a whole number from 1 on"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be 0 (greedy) or a positive number"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "inf"], "temperature is inf"),
+        (["--top-p", "0"], "top-p is 0.0; it must lie in (0, 1]"),
+        (["--top-p", "1.01"], "top-p is 1.01"),
+        (["--top-p", "nan"], "top-p is nan"),
+        (["--top-k", "-1"], "top-k is -1"),
+        (["--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 on"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
+        (["--device-map", "everywhere"], "everywhere"),
+        (["--stop", ""], "--stop needs a text"),
+        (["--proposer", "draft"], "--proposer draft needs --draft-model"),
+        (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),
+        (["--proposer", "draft", "--draft-model", "nothing"], "cannot load a model from 'nothing'"),
+        (["--proposer", "draft", "--draft-model", "other"], "a draft must share the target's tokenizer"),
+        (["--model", "bare", "--chat"], "no chat template; leave out --chat"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    given = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
+    refuse(call(*BASE, *given, *arguments), message)
+
+
+def test_a_prompt_is_needed(call: Call) -> None:
+    refuse(call(*BASE), "--prompt --prompt-file is required")
+
+
+GOOD = b'{"prompt": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD * 3 + b'{"prompt": "x"\n', "line 4: this is not JSON (Expecting ',' delimiter, column 15)"),
+        (GOOD + b"\n" + b"x\n", "line 3: this is not JSON"),
+        (GOOD + b"[" * 100_000, "line 2: this JSON cannot be read"),
+        (GOOD + b'{"prompt": "\xff"}', "line 2: this is not UTF-8 text"),
+        (GOOD + b'{"prompt": "\\ud800"}', "line 2: character 1 of the prompt is half of one"),
+        (GOOD + b'{"prompt": ""}', "line 2: the prompt is empty"),
+        (GOOD + b'{"prompt": null}', "line 2: a prompt is text, not null"),
+        (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with either "prompt" or "turns"'),
+        (GOOD + b'{"prompt": "x", "turns": ["y"]}', 'either "prompt" or "turns"'),
+        (GOOD + b'["x"]', "line 2: a line is a JSON object"),
+        (GOOD + b'{"turns": []}', 'line 2: "turns" is a list of at least one prompt'),
+        (GOOD + b'{"turns": "x"}', 'line 2: "turns" is a list'),
+        (GOOD + b'{"turns": ["x", 7]}', "line 2: a prompt is text, not 7"),
+        (b"\n\n", "has no prompts"),
+    ],
+)
+def test_a_bad_line_is_found_before_a_model_is_loaded(
+    call: Call, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "load_target", lambda args: pytest.fail("a model was loaded"))
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    refuse(call(*BASE, "--prompt-file", str(file)), message)
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing.jsonl", "No such file"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_refused(call: Call, name: str, message: str) -> None:
+    refuse(call(*BASE, "--prompt-file", name), f"{name}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [(["--model", "bare"], "this model has none"), (["--no-chat"], "--no-chat was given")]
+)
+def test_turns_need_a_chat_template(call: Call, tmp_path: Path, settings: list[str], reason: str) -> None:
+    file = tmp_path / "turns.jsonl"
+    file.write_text('{"prompt": "x"}\n{"turns": ["x", "y"]}\n')
+    refuse(
+        call(*BASE, "--prompt-file", str(file), *settings), f"prompt 1 has several turns, .* {reason}".split(".*")[0]
+    )
+
+
+def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(GOOD + json.dumps({"prompt": "x" * 300}).encode())
+    refuse(call(*BASE, "--prompt-file", str(file)), "prompt 1, turn 0, has 318 tokens")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), "--model", "endless", "--dtype", "float64", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )

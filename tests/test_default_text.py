@@ -1,0 +1,52 @@
+"""The default model in float32, prepared, says what transformers' own generate says, whatever guesses and however batched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode import Sampling, Target, generate
+from decode.default_model import default_model
+from decode.loading import first_layers
+from proposers import DraftProposer, NGramProposer
+
+pytestmark = pytest.mark.slow
+PROMPTS = [
+    "Name three rivers of Europe and say where they end.",
+    "Translate to French: The cat sleeps on the warm stone.",
+    "Copy this, then continue it: one fish, two fish, red fish, blue fish, one fish, two fish,",
+    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
+    "What is 17 + 26? Think step by step.",
+    "Shorten this text: The old mill by the river was built in 1820. The old mill by the river burned in 1901, and the "
+    "old mill by the river was rebuilt in 1903.",
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load()
+
+
+def test_greedy_answers_are_those_of_transformers(target: Target) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
+    draft = DraftProposer(Target(first_layers(target.model, 8), target.tokenizer))
+    expected = None
+    for proposer in (None, NGramProposer(), draft):
+        for batch_size in (1, 4):
+            answers = generate(target, PROMPTS, proposer, max_new_tokens=48, batch_size=batch_size)
+            if expected is None:
+                prompts = [torch.tensor([answer.prompt]) for answer in answers]
+                spoken = [stock.generate(prompt, max_new_tokens=48, do_sample=False) for prompt in prompts]
+                expected = [ids[0, prompt.shape[1] :].tolist() for ids, prompt in zip(spoken, prompts, strict=True)]
+            assert [answer.tokens for answer in answers] == expected
+
+
+def test_same_seed_same_text(target: Target) -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
+    plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=32, batch_size=1)
+    for batch_size in (1, 4):
+        answers = generate(
+            target, PROMPTS, NGramProposer(), sampling=sampling, max_new_tokens=32, batch_size=batch_size
+        )
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]

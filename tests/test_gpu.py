@@ -1,0 +1,87 @@
+"""The losslessness checks on a GPU, in every number format, and that the host does not wait for it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from decode import Proposer, Sampling, Target, generate
+from proposers import DraftProposer, NGramProposer
+from tests.models import VOCABULARY, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
+
+
+def proposers(target: Target) -> list[Proposer | None]:
+    return [None, NGramProposer(length=4), DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
+
+
+def on_gpu(kind: str, dtype: torch.dtype) -> Target:
+    return Target(tiny(kind, dtype=dtype).cuda())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_text(kind: str, dtype: torch.dtype, temperature: float) -> None:
+    target = on_gpu(kind, dtype)
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
+    plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
+    for proposer in proposers(target):
+        for batch_size in (1, 4):
+            answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_differs_at_near_ties_only(kind: str, dtype: torch.dtype) -> None:
+    target = on_gpu(kind, dtype)
+    plain = generate(target, PROMPTS, max_new_tokens=24, batch_size=1)
+    for proposer in proposers(target):
+        for answer, expected in zip(generate(target, PROMPTS, proposer, max_new_tokens=24), plain, strict=True):
+            if answer.tokens != expected.tokens:
+                pairs = zip(answer.tokens, expected.tokens, strict=False)
+                place = next(index for index, (one, other) in enumerate(pairs) if one != other)
+                ids = torch.tensor([answer.prompt + answer.tokens[:place]], device="cuda")
+                logits = target.model(ids).logits[0, -1].float()
+                best, second = logits.topk(2).values
+                assert best - second < 0.1 * logits.std()
+
+
+def test_sampled_drafts_keep_the_law() -> None:
+    target = Target(tiny("llama", vocab_size=12, initializer_range=0.3, dtype=torch.float32).cuda())
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, dtype=torch.float32).cuda())
+    counts = []
+    for seed, proposer in enumerate([None, DraftProposer(draft, sampled=True, length=3)]):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        answers = generate(target, [[3, 4]] * 2400, proposer, sampling=sampling, max_new_tokens=3, stop_ids=[])
+        counts.append(torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double())
+    one, other = counts
+    seen = one + other > 0
+    assert ((one - other) ** 2 / (one + other))[seen].sum() < 31.3  # 11 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_host_waits_once_a_step(temperature: float) -> None:
+    """The one look at the device is the one that reads what was accepted."""
+    target = on_gpu("llama", torch.float32)
+    proposer = NGramProposer(length=4)
+    settings = {"sampling": Sampling(temperature=temperature, seed=1), "stop_ids": [], "max_new_tokens": 64}
+    generate(target, [[5, 6, 5, 6, VOCABULARY - 1]], proposer, **settings)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer = generate(target, [[5, 6, 5, 6, VOCABULARY - 1]], proposer, **settings)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchron" in str(warning.message)]
+    assert len(waits) <= answer.stats.steps + 5  # a few while the prompt is read
