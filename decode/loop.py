@@ -97,26 +97,40 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
             tree, accepted, rows = tree.select(kept), accepted.select(kept), [rows[place] for place in kept]
             verdict, features = verdict.select(kept), None if features is None else features[kept]
         with seconds.measure("proposer"):
-            step = Step(
-                first=step is None,
-                rows=[row.number for row in rows],
-                kept=kept,
-                sequences=[row.sequence for row in rows],
-                committed=[row.prompt for row in rows] if step is None else accepted.tokens,
-                path=accepted.path,
-                tree=tree,
-                logits=verdict.logits,
-                features=features,
-                sampling=sampling,
-                stop_ids=rows[0].limits.stop_ids,
-                target=target,
-            )
+            step = _note(step is None, kept, rows, accepted, tree, Verdict(verdict.logits, features), sampling, target)
             proposer.observe(step)
             tree = proposer.propose(min(nodes, max(row.room for row in rows)))
         if tree.tokens.device.type == "cpu":
             tree.check(len(rows), nodes, target.vocabulary)
         with seconds.measure("target"):
             verdict = session.verify(tree)
+
+
+def _note(
+    first: bool,
+    kept: list[int],
+    rows: list[Row],
+    accepted: Accepted,
+    tree: Tree,
+    verdict: Verdict,
+    sampling: Sampling,
+    target: Target,
+) -> Step:
+    """What the proposer observes of the rows that go on."""
+    return Step(
+        first=first,
+        rows=[row.number for row in rows],
+        kept=kept,
+        sequences=[row.sequence for row in rows],
+        committed=[row.prompt for row in rows] if first else accepted.tokens,
+        path=accepted.path,
+        tree=tree,
+        logits=verdict.logits,
+        features=verdict.features,
+        sampling=sampling,
+        stop_ids=rows[0].limits.stop_ids,
+        target=target,
+    )
 
 
 def _grow(rows: list[Row], accepted: Accepted, seconds: Seconds, target: Target) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""The default model in float32, prepared, says what transformers' own generate says, whatever guesses and however batched."""
+"""The default model in float32, prepared, says what transformers' own generate says, whoever guesses."""
 
 from __future__ import annotations
 
