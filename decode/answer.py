@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decode.stats import Stats
-from decode.text import BROKEN, TextStream, Tokenizer
+from decode.text import TextStream, Tokenizer, decode
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Row:
         tokens = self.sequence[len(self.prompt) :]
         text = "".join(self._pieces)
         if self.text is None and tokenizer is not None:
-            text = str(tokenizer.decode(tokens, skip_special_tokens=True)).rstrip(BROKEN)
+            text = decode(tokens, tokenizer)
         return Answer(self.prompt, tokens, text, self.finish or "", self.stats)
 
     def _end(self, token: int) -> str | None:

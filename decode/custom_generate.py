@@ -42,6 +42,7 @@ from decode.loop import stream
 from decode.prepare import can_pack
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
+from decode.support import refuse_unsupported
 from decode.target import Target
 
 # Settings of generate() that another way of decoding would have to honour, and the values that ask for nothing.
@@ -96,6 +97,7 @@ def speculate(
     Raises ValueError for settings that it cannot honour and models that cannot be a target.
     """
     streamer = inputs.pop("streamer", None) or _argument_of_generate("streamer")
+    refuse_unsupported(model)
     _refuse_settings(generation_config, logits_processor)
     _refuse_inputs(model, input_ids, inputs)
     if streamer is not None and len(input_ids) > 1:
@@ -263,7 +265,7 @@ def _narrow(processor: LogitsProcessor, row: int, copies: int) -> LogitsProcesso
     elif isinstance(own, EncoderRepetitionPenaltyLogitsProcessor):
         own.encoder_input_ids = own.encoder_input_ids[row // copies][None]
     elif isinstance(own, EncoderNoRepeatNGramLogitsProcessor):
-        own.generated_ngrams, own.batch_size = own.generated_ngrams[row // copies][None], 1
+        own.generated_ngrams, own.batch_size = own.generated_ngrams[row // copies :][:1], 1
     return own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -17,12 +18,15 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> li
     """A prompt's tokens: token ids as they are, text and chat messages through the tokenizer.
 
     `chat` wraps text in the tokenizer's chat template; None does so where it has one. Raises ValueError for an empty
-    prompt, or text without a tokenizer.
+    prompt, one of another kind, or text without a tokenizer.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        try:
+            return [index(token) for token in prompt]  # type: ignore[arg-type]
+        except TypeError:
+            raise ValueError(f"a prompt is text, chat messages or token ids, not a list of {prompt[0]!r}") from None
     if tokenizer is None:
         raise ValueError("this target has no tokenizer; give prompts as token ids, or Target(model, tokenizer)")
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -39,6 +43,19 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> li
     return [int(token) for token in ids]
 
 
+def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of an answer, without special tokens and without half a character at its end."""
+
+    def read(end: int) -> str:
+        return str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+
+    text = read(len(tokens))
+    if not text.endswith(BROKEN):
+        return text
+    # Tokenizers with single bytes as a last resort lose whole characters as well to a byte too many after them.
+    return max((read(end).rstrip(BROKEN) for end in range(len(tokens), max(len(tokens) - 4, -1), -1)), key=len)
+
+
 class TextStream:
     """Decodes an answer as it grows, holding back half characters and what may become a stop string."""
 
@@ -47,36 +64,37 @@ class TextStream:
         self.stop = tuple(stop)
         self.stopped = False
         self._ids: list[int] = []
-        self._shown = 0  # ids whose text was given out
         self._context = 0  # decoding starts here: a token's text depends on the few before it
+        self._shown = 0  # where it will start from the next whole character on
+        self._given = 0  # characters behind `_context` that were given out
         self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, token: int) -> str:
         """The text that this token completes; "" where it completes none. `stopped` once a stop string is complete."""
         self._ids.append(token)
-        before = self._decode(self._context, self._shown)
-        now = self._decode(self._context, len(self._ids))
-        if now.endswith(BROKEN) or len(now) <= len(before):
+        text = self._decode(self._context)
+        whole = text.rstrip(BROKEN)
+        if len(whole) <= self._given:
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return self._release(now[len(before) :])
+        piece, self._given = whole[self._given :], len(whole)
+        if whole == text:
+            self._context, self._shown = self._shown, len(self._ids)
+            self._given = len(self._decode(self._context))
+        return self._release(piece)
 
     def finish(self) -> str:
         """What was held back and did not become a stop string. Half a character at the end is left out."""
-        if self.stopped:
-            return ""
-        tail = self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._shown)) :]
-        return self._held + tail.rstrip(BROKEN)
+        return "" if self.stopped else self._held
 
-    def _decode(self, start: int, end: int) -> str:
-        return str(self.tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+    def _decode(self, start: int) -> str:
+        return str(self.tokenizer.decode(self._ids[start:], skip_special_tokens=True))
 
     def _release(self, piece: str) -> str:
         text = self._held + piece
-        found = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
+        found = [(place + len(stop), place) for stop in self.stop if (place := text.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return text[: min(found)]
+            return text[: min(found)[1]]  # before the one that is complete first
         held = max((_overlap(text, stop) for stop in self.stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,7 @@ def at_least(low: int) -> Callable[[str], int]:
 @contextmanager
 def failing_clearly(parser: Parser) -> Iterator[None]:
     """End the program without a traceback: bad input in one line and status 2, Ctrl-C with 130, a closed pipe."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script may have set it aside for its imports
     try:
         yield
         sys.stdout.flush()

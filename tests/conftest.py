@@ -1,5 +1,39 @@
+"""What several tests need: an option, and tiny models as folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.models import VOCABULARY, tiny
+
+END = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=1000, help="how many random cases the losslessness test tries")
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a tiny Llama model, with what is overridden of it, and a tokenizer: each ASCII character is a token."""
+    tokens = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCABULARY - 3))]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for said in messages %}{{ said.role[0] }}:{{ said.content }} {% endfor %}a:"
+
+    def save(**overrides: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        model = tiny("llama", **overrides)
+        model.generation_config.eos_token_id = END
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save

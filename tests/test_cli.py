@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from decode import Chunk
 from scripts import generate
+from scripts.painting import paints
 from tests.models import tiny
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
@@ -56,9 +60,9 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, **changes: Any) -> None:
+def save(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, ends: Any = ENDS, **changes: Any) -> None:
     model = tiny(kind, **{"vocab_size": len(ALPHABET), **changes})
-    model.generation_config.eos_token_id = ENDS
+    model.generation_config.eos_token_id = ends
     model.save_pretrained(folder)
     make_tokenizer(template).save_pretrained(folder)
 
@@ -69,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     save(root / "target")
     save(root / "draft", seed=1, num_hidden_layers=1)
-    save(root / "endless", max_position_embeddings=4096)
+    save(root / "endless", ends=None)
     save(root / "bare", template=None)
     save(root / "short", max_position_embeddings=60)
     save(root / "other", vocab_size=len(ALPHABET) + 1)
@@ -146,8 +150,8 @@ def test_a_seed_gives_one_text_whatever_guesses_in_whatever_batch(call: Call, na
 def test_the_streamed_text_is_that_of_the_json(
     call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
 ) -> None:
-    # Greedy and short-sighted: the model repeats itself, so that there are guesses to be painted.
-    settings = [*TO_FILE, "--batch-size", size, "--stop", "é", "--temperature", "1", "--top-k", "1"]
+    # A draft that is the target guesses right, so there is much to be painted.
+    settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target"]
     texts = [row["text"] for row in call(*settings).rows]
     monkeypatch.setattr("scripts.generate.paints", lambda file: colour)
     run = call(*[part for part in settings if part != "--json"])
@@ -185,6 +189,12 @@ def test_a_plain_text_file_is_one_prompt(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("two\nlines\n")
     tokens = call(*BASE, "--prompt-file", str(file), "--json").rows[0]["tokens"]
+    assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
+
+
+def test_a_prompt_may_come_from_standard_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
+    tokens = call(*BASE, "--prompt-file", "-", "--json").rows[0]["tokens"]
     assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
 
 
@@ -236,7 +246,7 @@ def refuse(run: Run, message: str) -> None:
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),
-        (["--proposer", "draft", "--draft-model", "nothing"], "cannot load a model from 'nothing'"),
+        (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
         (["--proposer", "draft", "--draft-model", "other"], "a draft must share the target's tokenizer"),
         (["--model", "bare", "--chat"], "no chat template; leave out --chat"),
         (["--verbose"], "unrecognized arguments: --verbose"),
@@ -304,9 +314,92 @@ def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp
     refuse(call(*BASE, "--prompt-file", str(file)), "prompt 1, turn 0, has 318 tokens")
 
 
+def test_what_ended_is_not_lost_where_work_stops_early(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = call(*TO_FILE).rows
+    real = generate.stream
+
+    def stop_before_the_first_ends(*arguments: Any, **settings: Any) -> Iterator[Chunk]:
+        yield from (chunk for chunk in real(*arguments, **settings) if chunk.row != 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "stream", stop_before_the_first_ends)
+    run = call(*TO_FILE, "--batch-size", "4")
+    assert (run.status, run.err) == (130, "")
+    assert [row["tokens"] for row in run.rows] == [row["tokens"] for row in expected[1:]]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "expected"),
+    [
+        (Screen(), {}, True),
+        (Screen(), {"NO_COLOR": ""}, True),
+        (Screen(), {"NO_COLOR": "1"}, False),
+        (Screen(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ],
+)
+def test_only_terminals_are_painted(
+    monkeypatch: pytest.MonkeyPatch, file: io.StringIO, settings: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert paints(file) == expected
+
+
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), "--model", "endless", "--dtype", "float64", *arguments]
+    """The script in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+
+
+@pytest.fixture
+def long_run(folder: Path, tmp_path: Path) -> list[str]:
+    """Options of a run that prints its first answer soon and would take a minute for all of them."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(GOOD * 100)
+    return ["--model", "endless", "--prompt-file", str(file), "--max-new-tokens", "200", "--batch-size", "2"]
+
+
+def test_an_interrupt_leaves_whole_lines(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run, "--json") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    rows = Run(0, first + rest, "").rows
+    assert [row["index"] for row in rows] == list(range(len(rows)))
+    assert 1 <= len(rows) < 100 and {len(row["tokens"]) for row in rows} == {200}
+
+
+def test_an_interrupt_during_the_imports_says_nothing(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run, "--json") as process:
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT) and err == ""
+
+
+def test_a_reader_that_leaves_ends_the_run(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 141
+    assert all(" prompt tokens, " in line for line in err.splitlines())
+
+
+def test_a_process_fails_in_one_line(folder: Path) -> None:
+    with start(folder, "--model", "recurrent", "--prompt", "x") as process:
+        refuse(Run(process.wait(timeout=60), *process.communicate()), "cannot branch into a tree")
