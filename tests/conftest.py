@@ -1,4 +1,4 @@
-"""What several tests need: an option, and tiny models as folders."""
+"""What several tests need: options, and tiny models as folders."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ END = 2
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=1000, help="how many random cases the losslessness test tries")
+    parser.addoption("--questions", help="a JSONL file in Spec-Bench's format: slow tests answer 60 of its questions")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,17 +31,27 @@ def target() -> Target:
     return Target.load()
 
 
-def test_greedy_answers_are_those_of_transformers(target: Target) -> None:
+@pytest.fixture(scope="module")
+def prompts(request: pytest.FixtureRequest) -> list[str]:
+    """Six of our own, or 60 first turns spread over the file of `--questions`."""
+    file = request.config.getoption("--questions")
+    if file is None:
+        return PROMPTS
+    questions = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    return [questions[number * len(questions) // 60]["turns"][0] for number in range(60)]
+
+
+def test_greedy_answers_are_those_of_transformers(target: Target, prompts: list[str]) -> None:
     stock = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
     draft = DraftProposer(Target(first_layers(target.model, 8), target.tokenizer))
     expected = None
     for proposer in (None, NGramProposer(), draft):
         for batch_size in (1, 4):
-            answers = generate(target, PROMPTS, proposer, max_new_tokens=48, batch_size=batch_size)
+            answers = generate(target, prompts, proposer, max_new_tokens=48, batch_size=batch_size)
             if expected is None:
-                prompts = [torch.tensor([answer.prompt]) for answer in answers]
-                spoken = [stock.generate(prompt, max_new_tokens=48, do_sample=False) for prompt in prompts]
-                expected = [ids[0, prompt.shape[1] :].tolist() for ids, prompt in zip(spoken, prompts, strict=True)]
+                starts = [torch.tensor([answer.prompt]) for answer in answers]
+                spoken = [stock.generate(start, max_new_tokens=48, do_sample=False) for start in starts]
+                expected = [ids[0, start.shape[1] :].tolist() for ids, start in zip(spoken, starts, strict=True)]
             assert [answer.tokens for answer in answers] == expected
 
 
