@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         check_folder(args.plot, "--plot")
         if args.plot is not None:
-            check_plot()
+            check_plot(args.plot)
         report = read_report(args.report) if args.report is not None else run_bench(args)
         print(format_tables(report["rows"]))
         if args.plot is not None:
@@ -143,8 +143,10 @@ def measure_all(
     if done == len(groups):
         return
     plan = Plan(args.repeats, args.max_new_tokens, args.temperature, args.seed)
-    bar = tqdm(total=sum(map(len, groups)), initial=sum(map(len, groups[:done])), unit="question", disable=None)
-    with bar:
+    total, kept = sum(map(len, groups)), sum(map(len, groups[:done]))
+    if kept:
+        print(f"bench.py: going on behind {kept} of {total} questions", file=sys.stderr)
+    with tqdm(total=total, initial=kept, unit="question", disable=None) as bar:
         bar.set_postfix_str("warming up")
         warm_up(methods, max(groups, key=len), target, plan)
         for place, group in enumerate(groups[done:], start=done):

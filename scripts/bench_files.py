@@ -15,6 +15,13 @@ import torch
 import transformers
 
 KEYS = ("settings", "machine", "rows", "differences", "records")
+SPEEDS = ("tokens_per_second", "speedup_vs_none", "speedup_vs_hf")
+# What tables and plots show of them.
+SHOWN = {
+    "settings": ("model", "temperature", "batch_size"),
+    "machine": ("cpu", "gpu", "threads", "dtype"),
+    "rows": ("method", "category", "questions", "tau", "loops", "identical", "largest_gap", *SPEEDS),
+}
 
 
 class Records:
@@ -73,7 +80,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     parts = []
     for key in KEYS:
         value = report[key]
-        if isinstance(value, list):
+        if isinstance(value, list) and value:
             text = "[\n    " + ",\n    ".join(json.dumps(entry, allow_nan=False) for entry in value) + "\n  ]"
         else:
             text = json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
@@ -87,9 +94,15 @@ def read_report(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(report, dict) or not all(key in report for key in KEYS) or not report["rows"]:
-        raise ValueError(f"{path} is not a report of this bench; it needs {', '.join(KEYS)}")
-    return report
+    try:
+        shapes = {tuple(row) for row in report["rows"]}
+        whole = len(shapes) == 1 and {*SHOWN["rows"]} <= {*shapes.pop()}
+        whole = whole and all({*SHOWN[part]} <= {*report[part]} for part in ("settings", "machine"))
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is not a report that this bench wrote")
+    return dict(report)
 
 
 def write_aside(path: Path, text: str) -> None:

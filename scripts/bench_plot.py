@@ -29,11 +29,14 @@ LABELS = {
 COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
 GREYS = ("#C4C4C4", "#8C8C8C", "#5C5C5C")
 INK = "#222222"
+FORMATS = (".png", ".svg")
 ALL_WIDTH = 2.2  # the bars of "all" bear numbers
 
 
-def check_plot() -> None:
-    """Raise ValueError where matplotlib is missing."""
+def check_plot(path: Path) -> None:
+    """Raise ValueError where the plot could not be drawn: before the work, not after it."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"--plot {path} must end in {' or '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs matplotlib: pip install "draftless[plot]"')
 
@@ -48,27 +51,17 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
     found = {(row["category"], row["method"]): row["tokens_per_second"] for row in report["rows"]}
     methods = list(dict.fromkeys(method for _, method in found))
     base = "hf" if "hf" in methods else "none"
-    methods = sorted(
-        (name for name in methods if name != base), key=lambda name: not name.startswith("hf")
-    )  # theirs, ours
+    methods = sorted(set(methods) - {base}, key=lambda name: (not name.startswith("hf"), methods.index(name)))
     groups = list_groups([category for category, _ in found])
-    settings: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with pyplot.rc_context({**settings, "svg.hashsalt": "draftless"}):
+    inks: dict[Any, Any] = dict.fromkeys(["text.color", "axes.labelcolor", "xtick.color", "ytick.color"], INK)
+    with pyplot.rc_context({**inks, "font.size": 10, "svg.hashsalt": "draftless"}):
         figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
         _draw_bars(axes, [[found[group, name] / found[group, base] for group in groups] for name in methods], methods)
         _dress(axes, groups, base)
         figure.suptitle(write_title(report), fontsize=11, x=0.01, ha="left")
         figure.legend(loc="outside lower center", ncols=min(len(methods) + 1, 3), frameon=False, fontsize=9)
-        try:
-            figure.savefig(path, dpi=200, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
-        finally:
-            pyplot.close(figure)
+        figure.savefig(path, dpi=200, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
 
 
 def list_groups(categories: Sequence[str]) -> list[str]:
@@ -115,10 +108,10 @@ def _dress(axes: Any, groups: Sequence[str], base: str) -> None:
     """Ticks, the line at 1, and no more than that."""
     axes.axhline(1, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3, label=f"{LABELS[base]} = 1")
     ticks = [*range(len(groups) - 1), len(groups) - 1.4 + 0.4 * ALL_WIDTH]
-    axes.set_xticks(ticks, [LABELS.get(group, group) for group in groups])
+    axes.set_xticks(ticks, [LABELS.get(group, group) for group in groups], fontsize=9)
     axes.set_xlim(-0.5, len(groups) - 1.3 + 0.8 * ALL_WIDTH)
     axes.get_xticklabels()[-1].set_fontweight("bold")
-    axes.set_ylabel(f"speed, {LABELS[base]} = 1", labelpad=8)
+    axes.set_ylabel(f"speed ({LABELS[base]} = 1)", fontsize=9, labelpad=6)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8, zorder=0)
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):

@@ -1,0 +1,404 @@
+"""The bench: what it measures of which question, how that becomes rows, and how a run that was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target, cost, generate
+from proposers import PROPOSERS
+from scripts import bench, bench_plot
+from scripts.bench_conversation import Conversation
+from scripts.bench_methods import PEERS
+from scripts.bench_questions import Question, form_groups, load_questions, take_evenly
+from scripts.bench_rows import format_tables, is_loop, make_rows
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "again"], "reference": ["x"]},
+    {"question_id": 111, "category": "math", "turns": ["1+1=", "why?"]},
+    {"question_id": 321, "category": "qa", "turns": ["Where is it? Where is"]},
+    {"question_id": 322, "category": "qa", "turns": ["Who?"]},
+]
+ROW = (
+    *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops", "loops"),
+    *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "overhead", "identical", "largest_gap"),
+    *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(
+    save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any] | None]:
+    """Run the bench on the questions with a tiny model; what it wrote with `--json`, if that was asked for."""
+    target = save_model(num_hidden_layers=3)
+    draft = save_model(num_hidden_layers=1, seed=1)
+    questions = tmp_path_factory.mktemp("questions") / "few.jsonl"
+    questions.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+
+    def run(*options: str, json_file: Path | None = None) -> dict[str, Any] | None:
+        command = ["--questions", questions, "--model", target, "--draft-model", draft, "--dtype", "float64"]
+        command += ["--device", "cpu", "--max-new-tokens", "20", "--threads", "1", *options]
+        bench.main([*map(str, command), *(["--json", str(json_file)] if json_file else [])])
+        return json.loads(json_file.read_text()) if json_file else None
+
+    return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hurry() -> Iterator[None]:
+    """One thread is the fastest for tiny models, and costs are measured in one round: no test here depends on them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "PATIENCE", 0.0)
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one run with everything left its report."""
+    folder = tmp_path_factory.mktemp("report")
+    run("--repeats", "2", json_file=folder / "all.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "all.json").read_text())
+    return found
+
+
+def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -> None:
+    assert list(report) == ["settings", "machine", "rows", "differences", "records"]
+    methods, categories = [*PROPOSERS, *PEERS], ["writing", "math", "mt_bench", "qa", "all"]
+    rows = report["rows"]
+    assert {(row["method"], row["category"]) for row in rows} == {(m, c) for m in methods for c in categories}
+    assert len(rows) == len(methods) * len(categories)
+    assert all(set(row) == set(ROW) for row in rows)
+    counts = {row["category"]: (row["questions"], row["answers"]) for row in rows}
+    assert counts == {"writing": (1, 2), "math": (1, 2), "qa": (2, 2), "mt_bench": (2, 4), "all": (4, 6)}
+
+
+def test_everyone_says_what_the_plain_loop_says(report: dict[str, Any]) -> None:
+    assert {row["identical"] for row in report["rows"]} == {1.0}
+    assert report["differences"] == []
+    assert {row["largest_gap"] for row in report["rows"]} == {None}
+
+
+def test_rows_are_the_sums_of_the_records(report: dict[str, Any]) -> None:
+    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
+    for method, row in rows.items():
+        turns = [[turn["methods"][method] for turn in record["turns"]] for record in report["records"]]
+        tokens = [sum(sum(turn["tokens"]) for turn in question) for question in turns]
+        seconds = [sum(median(turn["seconds"]) for turn in question) for question in turns]
+        assert row["tau"] == sum(tokens) / sum(turn["steps"][0] for question in turns for turn in question)
+        assert row["tokens_per_second"] == pytest.approx(sum(tokens) / sum(seconds))
+        assert row["mean_of_speeds"] == pytest.approx(fmean(t / s for t, s in zip(tokens, seconds, strict=True)))
+        for base in ("none", "hf"):
+            ratio = row["tokens_per_second"] / rows[base]["tokens_per_second"]
+            assert row[f"speedup_vs_{base}"] == pytest.approx(ratio)
+            ratio = row["mean_of_speeds"] / rows[base]["mean_of_speeds"]
+            assert row[f"mean_speedup_vs_{base}"] == pytest.approx(ratio)
+        assert all(len(turn["seconds"]) == 2 for question in turns for turn in question)
+
+
+def test_passes_are_counted_alike(report: dict[str, Any]) -> None:
+    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
+    assert rows["none"]["tau"] == rows["hf"]["tau"] == 1.0  # the prompt's pass is a step for both
+    assert rows["hf-prompt-lookup"]["tau"] > 1
+    assert rows["hf-assistant"]["tau"] >= 1
+    assert rows["none"]["nodes_per_step"] == 0 < rows["draft"]["nodes_per_step"]
+    assert 0 <= rows["ngram"]["overhead"] <= 1
+    assert rows["hf"]["overhead"] is None
+
+
+def test_answers_and_conversations_are_the_loops_own(
+    report: dict[str, Any], run: Any, save_model: Callable[..., Path]
+) -> None:
+    target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
+    for fields, record in zip(QUESTIONS, report["records"], strict=True):
+        talk = Conversation(Question(fields["question_id"], fields["category"], tuple(fields["turns"])), [])
+        for text, turn in zip(fields["turns"], record["turns"], strict=True):
+            prompt = talk.encode(target.tokenizer)
+            (answer,) = generate(target, [prompt], max_new_tokens=20)
+            assert turn["prompt_tokens"] == [len(prompt)]
+            assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
+            talk.said += [text, answer.text]
+
+
+def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
+    assert "/" not in json.dumps({**report["settings"], "os": None})
+    assert {"cpu", "cores", "threads", "memory_gib", "gpu", "os", "python", "torch", "transformers", "dtype"} == set(
+        report["machine"]
+    )
+    assert (report["machine"]["dtype"], report["machine"]["threads"]) == ("float64", 1)
+    assert report["settings"]["questions"] == "few.jsonl"
+
+
+def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--from", str(folder / "all.json")])
+    shown = capsys.readouterr().out
+    assert shown.strip() == format_tables(report["rows"])
+    assert "| none " in shown and "| mt_bench " in shown
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    bench.main(["--from", str(folder / "all.json"), "--plot", str(tmp_path / f"speed{suffix}")])
+    assert (tmp_path / f"speed{suffix}").stat().st_size > 1000
+
+
+def test_plot_without_matplotlib_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: None)
+    message = refusal(["--questions", "none.jsonl", "--plot", str(tmp_path / "speed.png")], capsys)
+    assert 'pip install "draftless[plot]"' in message
+
+
+def test_a_run_that_was_cut_off_goes_on(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int | str] = []
+    cuts = [3]  # questions before Ctrl-C
+    measure, partial = bench.measure_group, tmp_path / "out.json.partial.jsonl"
+
+    def count(methods: Any, group: Sequence[Question], *rest: Any) -> Any:
+        if len(asked) in cuts:
+            cuts.clear()
+            raise KeyboardInterrupt
+        asked.extend(question.id for question in group)
+        return measure(methods, group, *rest)
+
+    monkeypatch.setattr(bench, "measure_group", count)
+    options = ["--methods", "ngram", "--peers", "", "--repeats", "1"]
+    with pytest.raises(SystemExit) as ended:
+        run(*options, json_file=tmp_path / "out.json")
+    assert ended.value.code == 130
+    assert [path.name for path in tmp_path.iterdir()] == [partial.name]
+
+    with partial.open("a") as file:
+        file.write('{"category": "qa", "half')
+    with pytest.raises(SystemExit) as ended:
+        run(*options, "--seed", "7", json_file=tmp_path / "out.json")
+    assert ended.value.code == 2
+    assert "was begun with seed 0, not 7" in capsys.readouterr().err
+    report = run(*options, json_file=tmp_path / "out.json")
+    assert "going on behind 3 of 4 questions" in capsys.readouterr().err
+    assert asked == [number for record in report["records"] for number in record["questions"]] == [81, 111, 321, 322]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert {row["method"] for row in report["rows"]} == {"none", "ngram"}
+    assert {row["speedup_vs_hf"] for row in report["rows"]} == {None}
+
+
+def test_a_damaged_partial_file_is_refused(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.json.partial.jsonl").write_text('[1]\n{"category')
+    with pytest.raises(SystemExit):
+        run("--peers", "", json_file=tmp_path / "out.json")
+    assert "out.json.partial.jsonl is damaged" in capsys.readouterr().err
+
+
+def test_sampled_batches(run: Any, tmp_path: Path) -> None:
+    options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--no-prepare"]
+    report = run(*options, "--temperature", "0.8", json_file=tmp_path / "out.json")
+    assert [record["questions"] for record in report["records"]] == [[81], [111], [321, 322]]
+    assert {row["identical"] for row in report["rows"]} == {1.0}  # the same seed, the same text
+
+
+def test_peers_that_sample_are_compared_in_speed_only(run: Any, tmp_path: Path) -> None:
+    options = ["--methods", "none", "--peers", "hf-prompt-lookup", "--limit", "1", "--repeats", "1"]
+    report = run(*options, "--temperature", "1", json_file=tmp_path / "out.json")
+    found = {row["method"]: row["identical"] for row in report["rows"]}
+    assert found == {"none": 1.0, "hf": None, "hf-prompt-lookup": None}
+
+
+def test_differences_are_reported_with_their_gap(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = bench.measure_group
+
+    def spoil(methods: dict[str, Any], *rest: Any) -> Any:
+        class Spoiled:
+            def open(self) -> Any:
+                ask = methods["ngram"].open()
+
+                def wrong(*inputs: Any) -> Any:
+                    measured = ask(*inputs)
+                    measured.answers[0][3] = 5
+                    return measured
+
+                return wrong
+
+        return original({**methods, "ngram": Spoiled()}, *rest)
+
+    monkeypatch.setattr(bench, "measure_group", spoil)
+    options = ["--methods", "ngram", "--peers", "", "--limit", "2", "--repeats", "1"]
+    report = run(*options, json_file=tmp_path / "out.json")
+    found = [(entry["question_id"], entry["turn"], entry["position"]) for entry in report["differences"]]
+    assert found == [(81, 0, 3), (81, 1, 3), (321, 0, 3)]
+    assert {entry["method"] for entry in report["differences"]} == {"ngram"}
+    rows = {(row["method"], row["category"]): row for row in report["rows"]}
+    assert rows["ngram", "all"]["identical"] == 0 and rows["none", "all"]["identical"] == 1
+    gaps = [entry["gap"] for entry in report["differences"]]
+    assert rows["ngram", "all"]["largest_gap"] == max(gaps) > 0
+    assert rows["ngram", "qa"]["largest_gap"] == gaps[2]
+    assert "0% (gap " in capsys.readouterr().out
+
+
+def test_loops_are_recognised() -> None:
+    varied = list(range(60))
+    assert not is_loop(varied)
+    assert not is_loop([7] * 59)
+    assert is_loop([*varied, *[7] * 60])
+    assert is_loop([*varied, *list(range(19)) * 4])
+    assert not is_loop(list(range(20)) * 4)
+    assert not is_loop([*[7] * 80, 8])
+
+
+def test_rows_take_medians_and_leave_loops_out() -> None:
+    def entry(tokens: int, steps: int, seconds: list[float], loop: bool) -> dict[str, Any]:
+        parts = {"proposer": 1.0, "target": 6.0, "accept": 2.0, "rest": 1.0}
+        measured = {"tokens": [tokens], "steps": [steps], "nodes": [8], "loops": [loop], "seconds": seconds}
+        return {**measured, "same": [not loop], "parts": parts}
+
+    def record(number: int, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
+        entries = [{"questions": [number], "methods": {"none": turn}} for turn in turns]
+        return {"category": category, "questions": [number], "turns": entries}
+
+    records = [
+        record(1, "stem", entry(10, 5, [1.0, 9.0, 2.0], False), entry(20, 10, [3.0, 3.0, 3.0], True)),
+        record(2, "rag", entry(30, 5, [1.0, 1.0, 7.0], False)),
+    ]
+    gap = {"question_id": 1, "turn": 1, "method": "none", "position": 4, "gap": 0.25}
+    rows = {row["category"]: row for row in make_rows(records, [gap], ["none"])}
+    assert list(rows) == ["stem", "rag", "mt_bench", "all"]
+    row = rows["all"]
+    assert (row["tokens"], row["seconds"], row["tau"], row["tau_without_loops"]) == (60, 6.0, 3.0, 4.0)
+    assert (row["tokens_per_second"], row["mean_of_speeds"]) == (10.0, (30 / 5 + 30 / 1) / 2)
+    assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert row["nodes_per_step"] == 24 / 20 and row["overhead"] == pytest.approx(0.4)
+    assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25]
+    assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
+
+
+def test_limit_keeps_the_balance_of_the_tasks() -> None:
+    counts = {"writing": 5, "roleplay": 5, "stem": 5, "translation": 9, "qa": 1}
+    questions = [Question(f"{name} {n}", name, ("?",)) for name, count in counts.items() for n in range(count)]
+    taken = [question.id for question in take_evenly(questions, 9)]
+    assert taken == ["writing 0", "writing 1", "roleplay 0", "stem 0", *[f"translation {n}" for n in range(4)], "qa 0"]
+    assert take_evenly(questions, None) == take_evenly(questions, 99) == questions
+    groups = form_groups(questions, 4)
+    assert [len(group) for group in groups] == [4, 1, 4, 1, 4, 1, 4, 4, 1, 1]
+    assert all(len({question.category for question in group}) == 1 for group in groups)
+
+
+def test_without_a_chat_template_texts_stand_below_each_other(save_model: Callable[..., Path]) -> None:
+    target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = None
+    talk = Conversation(Question(1, "qa", ("Who?", "Why?")), ["Who?", "They."])
+    assert target.tokenizer.decode(talk.encode(target.tokenizer)) == "Who?They.Why?"  # it has no line breaks
+
+
+GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("\n \n", "has no questions"),
+        (f"{GOOD}\n{{", "line 2: this is not JSON"),
+        (f"\n{GOOD}\n[1]", "line 3: a question is a JSON object"),
+        ('{"turns": ["?"]}', "line 1: question_id and category missing"),
+        ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
+        ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and none of mt_bench, all"),
+        ('{"question_id": 1, "category": "qa", "turns": []}', "turns is a list of at least one text"),
+        ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
+        (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
+    ],
+)
+def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines)
+    with pytest.raises(ValueError) as caught:
+        load_questions(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "ngram,telepathy"], "unknown method 'telepathy'; choose from none, ngram"),
+        (["--peers", "vllm"], "unknown peer 'vllm'; choose from hf, hf-prompt-lookup, hf-assistant"),
+        (["--peers", "hf", "--batch-size", "2"], "hf answers one question at a time"),
+        (["--model", "other", "--methods", "draft"], "draft needs --draft-model"),
+        (["--model", "other", "--peers", "hf-assistant"], "hf-assistant needs --draft-model"),
+        (["--limit", "0"], "--limit"),
+        (["--repeats", "0"], "--repeats"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
+        (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
+        (["--from", "out.json"], "not allowed with argument"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "load_ours", lambda *inputs: pytest.fail("a model was loaded"))
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    assert message in refusal(["--questions", str(tmp_path / "good.jsonl"), *options], capsys)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
+def test_what_is_no_report_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.json").write_text(content)
+    assert "out.json is not" in refusal(["--from", str(tmp_path / "out.json")], capsys)
+
+
+def test_prompts_that_leave_no_room_are_refused(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
+    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--device", "cpu"]
+    assert "question 9 has 305 tokens; the model's context of 256" in refusal(options, capsys)
+
+
+def test_a_second_turn_has_the_room_that_is_left_or_is_left_out(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [["long " * 47, "more"], ["long " * 44, "more"]]
+    lines = [{"question_id": number, "category": "qa", "turns": pair} for number, pair in enumerate(turns)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "o")]
+    bench.main([*options, "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", "--repeats", "1"])
+    assert "question 0 outgrew the context before turn 2" in capsys.readouterr().err
+    report = json.loads((tmp_path / "o").read_text())
+    assert [len(record["turns"]) for record in report["records"]] == [1, 2]
+    last = report["records"][1]["turns"][1]
+    assert all(last["prompt_tokens"][0] + method["tokens"][0] <= 256 for method in last["methods"].values())
+    assert {row["identical"] for row in report["rows"]} == {1.0}
+
+
+def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the bench ends with."""
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("bench.py: error: ") and message.count("\n") == 1
+    return message
