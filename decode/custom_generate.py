@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,8 +36,9 @@ from transformers import (
     TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
+from decode.answer import Chunk
 from decode.loop import stream
 from decode.prepare import can_pack
 from decode.proposer import Proposer
@@ -102,11 +103,12 @@ def speculate(
     _refuse_inputs(model, input_ids, inputs)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    real = _real_tokens(input_ids, inputs)  # [B, L]
+    real, length = _real_tokens(input_ids, inputs), input_ids.shape[1]
     prompts = [row[mask].tolist() for row, mask in zip(input_ids, real, strict=True)]
     padding = [row[~mask] for row, mask in zip(input_ids, real, strict=True)]
-    most, stop_ids, criteria = _split_criteria(stopping_criteria, input_ids.shape[1])
-    pad = _padding_token(generation_config, stop_ids)
+    most, stop_ids, criteria = _split_criteria(stopping_criteria, length)
+    pad = generation_config.pad_token_id
+    pad = next(iter(stop_ids), None) if pad is None else pad
     target = _wrap(model, prepare)
     if pad is None and len(prompts) > 1 and (criteria or max(map(len, prompts)) + most > target.context):
         raise ValueError("rows that end before the others are padded; set pad_token_id")
@@ -119,24 +121,29 @@ def speculate(
         target,
         prompts,
         proposer,
-        sampling=_choose_sampling(generation_config, logits_processor, prompts, padding, stop_ids),
+        sampling=_choose_sampling(generation_config, logits_processor, padding, length, most, stop_ids),
         max_new_tokens=most,
         stop_ids=stop_ids,
         criterion=ends if criteria else None,
         nodes=nodes,
         text=False,
     )
-    tokens: list[list[int]] = [[] for _ in prompts]
+    sequences = _collect(chunks, input_ids, streamer, pad or 0)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def _collect(chunks: Iterable[Chunk], input_ids: Tensor, streamer: BaseStreamer | None, pad: int) -> Tensor:
+    """Prompts and answers side by side, padded to the longest; each step goes to the streamer as it comes."""
+    answers: list[list[int]] = [[] for _ in input_ids]
     for chunk in chunks:
-        tokens[chunk.row] += chunk.tokens
+        answers[chunk.row] += chunk.tokens
         if streamer is not None:
             streamer.put(torch.tensor(chunk.tokens))
     if streamer is not None:
         streamer.end()
-    longest = max(map(len, tokens), default=0)
-    answers = torch.tensor([[*row, *[pad or 0] * (longest - len(row))] for row in tokens]).to(input_ids)
-    sequences = torch.cat([input_ids, answers], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    longest = max(map(len, answers))
+    padded = [[*answer, *[pad] * (longest - len(answer))] for answer in answers]
+    return torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1)
 
 
 def _argument_of_generate(name: str) -> Any:
@@ -176,7 +183,7 @@ def _refuse_inputs(model: PreTrainedModel, input_ids: Tensor, inputs: dict[str, 
         raise ValueError("speculate cannot honour past_key_values: it has a KV cache of its own and reads all tokens")
     if any(module.training for module in model.modules()):
         raise ValueError("the model is in training mode, where dropout changes what it says; call model.eval() first")
-    if input_ids.shape[1] == 0:
+    if input_ids.numel() == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
 
 
@@ -207,15 +214,12 @@ def _split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, l
     return max(1, longest - length), stop_ids, others  # transformers, too, makes one token before it asks
 
 
-def _padding_token(config: GenerationConfig, stop_ids: Sequence[int]) -> int | None:
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(stop_ids), None)
-
-
 def _choose_sampling(
     config: GenerationConfig,
     processors: Sequence[LogitsProcessor],
-    prompts: Sequence[Sequence[int]],
     padding: Sequence[Tensor],
+    length: int,
+    most: int,
     stop_ids: Sequence[int],
 ) -> Sampling:
     """The law that transformers' prepared processors, warpers among them, describe."""
@@ -226,31 +230,32 @@ def _choose_sampling(
             settings[name] = getattr(others.pop(), name)
     if others:
         copies = config.num_return_sequences or 1
-        others = [_RowByRow(others, prompts, padding, stop_ids, copies)]
+        rows = [[_narrow(each, row, copies) for each in others] for row in range(len(padding))]
+        others = [_RowByRow(rows, padding, length, most, stop_ids)]
     return Sampling(processors=others, **settings)
 
 
 class _RowByRow(RowProcessor):
-    """Logits processors made for a padded batch, asked about one row at a time."""
+    """Logits processors made for a padded batch, asked about one row at a time and not beyond its end."""
 
     def __init__(
         self,
-        processors: Sequence[LogitsProcessor],
-        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[LogitsProcessor]],
         padding: Sequence[Tensor],
+        length: int,
+        most: int,
         stop_ids: Sequence[int],
-        copies: int,
     ) -> None:
-        self.rows = [[_narrow(each, row, copies) for each in processors] for row in range(len(prompts))]
-        self.lengths = list(map(len, prompts))
-        self.padding, self.stop_ids = padding, torch.tensor(stop_ids, dtype=torch.long)
+        self.rows, self.padding, self.length, self.most = rows, padding, length, most
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
-        if bool(torch.isin(input_ids[0, self.lengths[row] :], self.stop_ids.to(input_ids.device)).any()):
-            return scores  # guesses may go on after an end token; transformers would not ask about them
-        given = torch.cat([self.padding[row].to(input_ids.device), input_ids[0]])[None]
+        given = torch.cat([self.padding[row].to(input_ids.device), input_ids[0]])
+        new = given[self.length :]
+        if len(new) >= self.most or bool(torch.isin(new, self.stop_ids.to(new.device)).any()):
+            return scores  # guesses may go on beyond the end of a row; transformers would not ask about them
         for processor in self.rows[row]:
-            scores = processor(given, scores)
+            scores = processor(given[None], scores)
         return scores
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +19,15 @@ END = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=1000, help="how many random cases the losslessness test tries")
     parser.addoption("--questions", help="a JSONL file in Spec-Bench's format: slow tests answer 60 of its questions")
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny models lose time to a second thread, and much of it on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,367 @@
+"""Text in and out: prompts, text that streams without broken characters, and where an answer ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decode.answer import Chunk, Limits, Row
+from decode.text import BROKEN, TextStream, encode
+
+TEXT = (
+    "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "
+    "e\u0301 ÀÉ\n\n\tEnd. 한국어 🧪🧪"
+)
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>{% endif %}"
+)
+
+
+def build_tokenizer(merges: Sequence[tuple[str, str]] = (), template: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: 256 bytes, then the merges, then two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *map("".join, merges)])}
+    made = Tokenizer(models.BPE(vocabulary, list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def as_letters(text: str) -> str:
+    """How byte-level vocabularies write the bytes of a text."""
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in level.pre_tokenize_str(text))
+
+
+def merge_of(text: str, start: int, end: int) -> list[tuple[str, str]]:
+    """The merges that make one token of some bytes of a text, which may begin and end within characters."""
+    letters = as_letters(text)[start:end]
+    return [(letters[:size], letters[size]) for size in range(1, len(letters))]
+
+
+# Tokens within a character, of a character and a half, of several characters.
+MERGES = [
+    *merge_of("🧪🧪", 1, 6),
+    *merge_of("投機", 0, 4),
+    *merge_of("A投", 0, 3),
+    *merge_of("Привет", 0, 7),
+    *merge_of("abab", 0, 3),
+    *merge_of("End.", 0, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(list(dict.fromkeys(MERGES)))
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Words with a mark for the space before them, left out at the beginning of a text; bytes for all else."""
+    words = ["▁a", "▁b", "a", "b", "ab", "▁", "c", "▁投", "é"]
+    vocabulary = {
+        token: index for index, token in enumerate(["<unk>", "<end>", *(f"<0x{b:02X}>" for b in range(256)), *words])
+    }
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<end>")
+
+
+def stream(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
+    """The pieces that come out, one a token and the last one from `finish`."""
+    text = TextStream(tokenizer, stop)
+    pieces = []
+    for token in ids:
+        pieces.append(text.push(token))
+        if text.stopped:
+            break
+    return [*pieces, text.finish()]
+
+
+def spell(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """A text, a byte a token."""
+    return tokenizer.convert_tokens_to_ids(list(as_letters(text)))
+
+
+def half_more(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The text "A投" in two tokens, the first of which has a letter and half a character."""
+    letters = as_letters("A投")
+    return tokenizer.convert_tokens_to_ids([letters[:3], letters[3]])
+
+
+# Text streams
+
+
+def test_no_piece_has_a_broken_character(tokenizer: PreTrainedTokenizerFast) -> None:
+    for ids in (tokenizer(TEXT)["input_ids"], spell(tokenizer, TEXT)):
+        pieces = stream(tokenizer, ids)
+        assert "".join(pieces) == TEXT
+        assert not any(BROKEN in piece for piece in pieces)
+        assert pieces[-1] == ""  # every character was given out as soon as it was whole
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert stream(tokenizer, spell(tokenizer, "a🧪é")) == ["a", "", "", "", "🧪", "", "é", ""]
+    assert stream(tokenizer, half_more(tokenizer)) == ["A", "投", ""]  # what is whole is not kept back
+
+
+def test_half_a_character_at_the_end_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    for size in range(4):
+        assert "".join(stream(tokenizer, [*spell(tokenizer, "ab"), *spell(tokenizer, "🧪")[:size]])) == "ab"
+
+
+def test_random_tokens_add_up_to_the_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    generator, broken = random.Random(0), 0
+    for case in range(200):
+        ids = [generator.randrange(len(tokenizer)) for _ in range(generator.randrange(1, 40))]
+        if case % 2:  # whole characters between random tokens
+            ids[len(ids) // 2 : len(ids) // 2] = tokenizer("👩\u200d👩\u200d👧 投機 a")["input_ids"]
+        whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip(BROKEN)
+        assert "".join(stream(tokenizer, ids)) == whole, (case, ids)
+        broken += BROKEN in whole
+    assert broken > 30  # bytes that are no text stay what the tokenizer makes of them
+
+
+def test_random_words_of_another_kind_of_tokenizer() -> None:
+    tokenizer, generator = sentencepiece(), random.Random(0)
+    words = ["▁a", "▁b", "a", "ab", "▁", "▁投", "é", "<end>", "🧪", "機"]
+    for case in range(200):
+        ids = []
+        for word in generator.choices(words, k=generator.randrange(1, 30)):
+            pieces = [f"<0x{byte:02X}>" for byte in word.encode()] if word in "🧪機" else [word]
+            ids += tokenizer.convert_tokens_to_ids(pieces)
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
+
+
+def test_special_tokens_are_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    first, *rest = spell(tokenizer, "é")
+    assert stream(tokenizer, [end, *spell(tokenizer, "a"), pad, *spell(tokenizer, "b"), end]) == [
+        "",
+        "a",
+        "",
+        "b",
+        "",
+        "",
+    ]
+    assert "".join(stream(tokenizer, [first, pad, *rest])) == "é"
+
+
+# Stop strings
+
+STOPS: dict[str, tuple[str, list[str], str]] = {
+    "over several tokens": ("one STOP two", ["STOP"], "one "),
+    "overlapping itself": ("aabab", ["abab"], "a"),
+    "overlapping twice": ("abaababab", ["abab"], "aba"),
+    "the first of several": ("x </s> y ###", ["###", "</s>"], "x "),
+    "the one that is complete first": ("abcdef", ["bcde", "cd"], "ab"),
+    "one within another": ("xaba", ["aba", "b"], "xa"),
+    "at once": ("STOP", ["STOP"], ""),
+    "not complete": ("one STO", ["STOP"], "one STO"),
+    "not complete, then other text": ("one STO two ST", ["STOP"], "one STO two ST"),
+    "at the end": ("one STOP", ["STOP"], "one "),
+    "of wide characters": ("投機的デコード", ["的デ"], "投機"),
+    "of a shared beginning": ("投樟", ["投機"], "投樟"),
+    "a line": ("a\nb\n\nc", ["\n\n"], "a\nb"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_strings(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    text, stop, expected = STOPS[name]
+    for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
+        assert "".join(stream(tokenizer, ids, stop)) == expected
+
+
+def test_a_stop_string_ends_it_with_its_own_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Also where that token holds more: half of the character after it."""
+    text = TextStream(tokenizer, ["aA"])
+    assert text.push(*spell(tokenizer, "a")) == ""
+    assert text.push(half_more(tokenizer)[0]) == "" and text.stopped
+    assert text.finish() == ""
+
+
+def test_no_more_is_held_back_than_may_become_a_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
+    pieces = stream(tokenizer, spell(tokenizer, "aabaXab"), ["abab"])
+    assert pieces == ["", "a", "", "", "abaX", "", "", "ab"]
+
+
+def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    generator = random.Random(1)
+    stopped = 0
+    for _ in range(200):
+        text = "".join(generator.choices("ab投é", k=generator.randrange(1, 25)))
+        stops = [
+            "".join(generator.choices("ab投é", k=generator.randrange(1, 5))) for _ in range(generator.randrange(1, 4))
+        ]
+        # The text before the stop string that is complete first; of those complete at once, the longest.
+        ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+        starts = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)] if ends else [len(text)]
+        for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
+            assert "".join(stream(tokenizer, ids, stops)) == text[: min(starts)], (text, stops)
+        stopped += bool(ends)
+    assert 50 < stopped < 190
+
+
+# Rows
+
+
+def make_row(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Row:
+    limits = Limits(**limits)
+    return Row(0, [7, 8], limits, context, None if tokenizer is None else TextStream(tokenizer, limits.stop))
+
+
+def extend(row: Row, ids: Sequence[int], width: int) -> list[Chunk]:
+    """Give tokens to a row `width` at a time, all but the last of them guessed."""
+    chunks = []
+    for start in range(0, len(ids), width):
+        *guessed, bonus = ids[start : start + width]
+        chunks.append(row.extend(guessed, bonus))
+        if row.finish:
+            break
+    return chunks
+
+
+ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; why it ends, its text, its number of tokens
+    "end token": ({"stop_ids": frozenset([300])}, "eos", "ab STOP c", 9),
+    "stop string": ({"stop": ["STOP"]}, "stop", "ab ", 7),
+    "length": ({"max_new_tokens": 6}, "length", "ab STO", 6),
+    "length, a stop string begun": ({"max_new_tokens": 6, "stop": ["STOP"]}, "length", "ab STO", 6),
+    "length and a stop string": ({"max_new_tokens": 7, "stop": ["STOP"]}, "stop", "ab ", 7),
+    "context": ({"context": 7}, "context", "ab ST", 5),
+    "criterion": ({"criterion": lambda row, tokens: len(tokens) == 6}, "criterion", "ab S", 4),
+    "length before context": ({"max_new_tokens": 5, "context": 7}, "length", "ab ST", 5),
+}
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 40])
+@pytest.mark.parametrize("name", ENDS)
+def test_nothing_comes_after_the_end(tokenizer: PreTrainedTokenizerFast, name: str, width: int) -> None:
+    limits, finish, expected, count = ENDS[name]
+    if "stop_ids" in limits:
+        limits = {"stop_ids": frozenset([tokenizer.eos_token_id])}
+    ids = [*spell(tokenizer, "ab STOP c"), tokenizer.eos_token_id, *spell(tokenizer, " and far beyond it")]
+    count += finish == "eos"
+    row = make_row(tokenizer, **limits)
+    chunks = extend(row, ids, width)
+    assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
+    assert [token for chunk in chunks for token in chunk.tokens] == ids[:count] == row.sequence[2:]
+    assert "".join(chunk.text for chunk in chunks) == expected
+    answer = row.answer(tokenizer)
+    assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
+    for chunk in chunks:
+        assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
+        assert chunk.guessed <= len(chunk.tokens) and chunk.guessed <= width - 1
+
+
+def test_guesses_are_counted_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert make_row(tokenizer).extend([1, 2, 3], 4).guessed == 3
+    assert make_row(tokenizer, max_new_tokens=2).extend([1, 2, 3], 4).guessed == 2
+    assert make_row(tokenizer, max_new_tokens=4).extend([1, 2, 3], 4).guessed == 3
+    assert make_row(tokenizer).extend([], 4).guessed == 0
+
+
+def test_a_criterion_is_asked_after_every_token_and_not_beyond(tokenizer: PreTrainedTokenizerFast) -> None:
+    seen: list[list[int]] = []
+
+    def criterion(row: int, tokens: list[int]) -> bool:
+        seen.append(list(tokens))
+        return tokens[-1] == 30
+
+    row = make_row(None, criterion=criterion)
+    row.extend([10, 20], 25)
+    assert row.finish is None
+    row.extend([26, 30, 31], 32)
+    assert row.finish == "criterion"
+    assert seen == [[7, 8, 10, 20, 25, 26, 30][:size] for size in range(3, 8)]
+
+
+def test_room_is_what_is_left(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = make_row(None, max_new_tokens=10, context=9)
+    assert row.room == 7
+    row.extend([1, 2], 3)
+    assert row.room == 4
+    assert make_row(None, max_new_tokens=3, context=9).room == 3
+
+
+@pytest.mark.parametrize("cut", range(6))
+def test_an_answer_without_a_stream_has_the_same_text(tokenizer: PreTrainedTokenizerFast, cut: int) -> None:
+    byte_fallback = sentencepiece()
+    raw = [f"<0x{byte:02X}>" for byte in "🧪🧪".encode()]
+    for chosen, ids in (
+        (tokenizer, [*spell(tokenizer, "é 🧪"), tokenizer.eos_token_id]),
+        (tokenizer, [*spell(tokenizer, "é "), *half_more(tokenizer)]),
+        (byte_fallback, byte_fallback.convert_tokens_to_ids(["a", *raw])),
+    ):
+        ids = ids[: len(ids) - cut]
+        with_stream, without = (make_row(kind, max_new_tokens=max(len(ids), 1)) for kind in (chosen, None))
+        for row in (with_stream, without):
+            extend(row, ids, 3)
+        assert with_stream.answer(chosen).text == without.answer(chosen).text
+        assert BROKEN not in without.answer(chosen).text
+        assert without.answer(None).text == ""
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop": ["a", ""]}, "stop string is empty"),
+        ({"stop": "abc"}, "put a single one into brackets"),
+    ],
+)
+def test_limits_out_of_range_are_refused(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limits(**limits)
+
+
+# Prompts
+
+
+def test_text_becomes_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("ab 投")["input_ids"]
+    assert encode("ab 投", tokenizer, None) == encode("ab 投", tokenizer, False) == ids
+    assert encode(ids, tokenizer, None) == encode(tuple(ids), None, True) == ids
+
+
+def test_a_chat_template_wraps_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = build_tokenizer(list(dict.fromkeys(MERGES)), TEMPLATE)
+    wrapped = chat("<|user|>ab<|a|>")["input_ids"]
+    assert encode("ab", chat, None) == encode("ab", chat, True) == wrapped
+    assert encode("ab", chat, False) == chat("ab")["input_ids"]
+    messages = [{"role": "user", "content": "ab"}]
+    assert encode(messages, chat, None) == encode(messages, chat, False) == wrapped
+    longer = [{"role": "system", "content": "é"}, {"role": "user", "content": ""}]
+    assert encode(longer, chat, None) == chat("<|system|>é<|user|><|a|>")["input_ids"]
+    assert encode([5, 6], chat, True) == [5, 6]
+
+
+REFUSED: dict[str, tuple[Any, Any, bool | None, str]] = {
+    "no text": ("", build_tokenizer, None, "the prompt is empty"),
+    "no text to wrap": ("", lambda: build_tokenizer(template=TEMPLATE), None, "the prompt is empty"),
+    "no tokens": ([], build_tokenizer, None, "the prompt is empty"),
+    "no tokenizer": ("ab", lambda: None, None, "has no tokenizer"),
+    "no template": ("ab", build_tokenizer, True, "no chat template"),
+    "no template for messages": ([{"role": "user", "content": "a"}], build_tokenizer, None, "no chat template"),
+    "a template of nothing": ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
+    "a list of texts": (["ab", "c"], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
+    "no whole numbers": ([1.5, 2.0], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_prompts_that_are_none_are_refused(name: str) -> None:
+    prompt, make, chat, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        encode(prompt, make(), chat)
