@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from decode import Target, generate
-from decode.prepare import PackedLinear, can_pack, prepare, prepared_copy
+from decode.prepare import PackedFamily, PackedLinear, PackedMember, can_pack, prepare, prepared_copy
 from proposers import NGramProposer
 from tests.models import tiny
 
@@ -32,7 +32,23 @@ def test_a_packed_layer_computes_what_the_dense_one_does(dtype: torch.dtype, bia
         assert (packed(inputs).double() - exact).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"])
+def test_a_family_computes_what_its_members_do() -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(32, size, bias=bias) for size, bias in [(24, True), (8, False), (40, True)]]
+    family = PackedFamily(linears)
+    members = [PackedMember(family, index) for index in range(3)]
+    one, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    # Also where members are fed different tensors, out of order, or only some are asked.
+    for inputs in ([one, one, one], [one, other, one], [other, one, one]):
+        for order in ([0, 1, 2], [2, 0, 1], [1], [0, 0, 1]):
+            for index in order:
+                expected = linears[index](inputs[index])
+                assert torch.allclose(members[index](inputs[index]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "gemma3_text", "gemma3n_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"]
+)
 def test_a_prepared_model_says_the_same(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
