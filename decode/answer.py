@@ -43,6 +43,7 @@ class Chunk:
     guessed: int
     pieces: list[str]
     finish: str | None
+    stats: Stats = field(default_factory=Stats)  # of this step
     answer: Answer | None = None  # the whole answer, once it is finished
 
     @property

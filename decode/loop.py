@@ -14,7 +14,7 @@ from decode.answer import Answer, Chunk, Limits, Row
 from decode.proposer import Plain, Proposer, Step
 from decode.sampling import Sampling
 from decode.session import Verdict
-from decode.stats import Seconds
+from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.text import Prompt, TextStream, encode
 from decode.tree import Tree
@@ -140,8 +140,9 @@ def _grow(rows: list[Row], accepted: Accepted, seconds: Seconds, target: Target)
     ]
     seconds.finish()
     for row, chunk, size in zip(rows, chunks, accepted.sizes, strict=True):
-        row.stats.count(len(chunk.tokens), chunk.guessed, size - 1, seconds)
-        yield chunk if row.finish is None else replace(chunk, answer=row.answer(target.tokenizer))
+        stats = Stats.of_step(len(chunk.tokens), chunk.guessed, size - 1, seconds)
+        row.stats.add(stats)
+        yield replace(chunk, stats=stats, answer=row.answer(target.tokenizer) if row.finish else None)
 
 
 def _along(path: list[list[int]], features: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from time import perf_counter
 
 PARTS = ("proposer", "target", "accept", "rest")
@@ -48,7 +49,7 @@ class Seconds:
 
 @dataclass
 class Stats:
-    """Counts of one answer, or of several added up. A step is one forward pass of the target, the prompt's included.
+    """Counts of one step, of an answer, or of several added up. A step is one forward pass of the target, the prompt's included.
 
     `accepted_by_depth[d]`: in how many steps a guess d + 1 tokens ahead was accepted. `seconds`: of the whole batch
     while this answer was in it.
@@ -69,25 +70,16 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds.total if self.seconds.total else 0.0
 
-    def count(self, tokens: int, accepted: int, nodes: int, seconds: Seconds) -> None:
-        """Add one step: `tokens` new ones, of which `accepted` were guessed, with `nodes` guesses looked at."""
-        self.steps += 1
-        self.tokens += tokens
-        self.nodes += nodes
-        self._deepen(accepted)
-        for depth in range(accepted):
-            self.accepted_by_depth[depth] += 1
-        self.seconds.add(seconds)
+    @classmethod
+    def of_step(cls, tokens: int, accepted: int, nodes: int, seconds: Seconds) -> Stats:
+        """One step: `tokens` new ones, of which `accepted` were guessed, with `nodes` guesses looked at."""
+        return cls(1, tokens, nodes, [1] * accepted, seconds)
 
     def add(self, other: Stats) -> None:
-        """Add another answer's counts."""
+        """Add the counts of another step or answer."""
         self.steps += other.steps
         self.tokens += other.tokens
         self.nodes += other.nodes
-        self._deepen(len(other.accepted_by_depth))
-        for depth, count in enumerate(other.accepted_by_depth):
-            self.accepted_by_depth[depth] += count
+        pairs = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+        self.accepted_by_depth = [ours + theirs for ours, theirs in pairs]
         self.seconds.add(other.seconds)
-
-    def _deepen(self, depth: int) -> None:
-        self.accepted_by_depth += [0] * (depth - len(self.accepted_by_depth))

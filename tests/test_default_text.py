@@ -47,10 +47,10 @@ def test_greedy_answers_are_those_of_transformers(target: Target, prompts: list[
     expected = None
     for proposer in (None, NGramProposer(), draft):
         for batch_size in (1, 4):
-            answers = generate(target, prompts, proposer, max_new_tokens=48, batch_size=batch_size)
+            answers = generate(target, prompts, proposer, max_new_tokens=32, batch_size=batch_size)
             if expected is None:
                 starts = [torch.tensor([answer.prompt]) for answer in answers]
-                spoken = [stock.generate(start, max_new_tokens=48, do_sample=False) for start in starts]
+                spoken = [stock.generate(start, max_new_tokens=32, do_sample=False) for start in starts]
                 expected = [ids[0, start.shape[1] :].tolist() for ids, start in zip(spoken, starts, strict=True)]
             assert [answer.tokens for answer in answers] == expected
 
