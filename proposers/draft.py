@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from decode.noise import DRAFT, invert, uniforms
 
 NODE_COST = 0.05  # of a target pass: what looking at one more guess adds
 LONGEST = 16
+RETRY = 8  # steps between two tries, where a guess does not pay
 
 
 class DraftProposer:
@@ -126,20 +128,25 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.hits, self.trials = 2.4, 4.0
+        self.paused = 0
 
     def learn(self, accepted: int, drafted: int) -> None:
         """One draft of `drafted` tokens of which `accepted` held."""
-        self.hits = 0.95 * self.hits + accepted
-        self.trials = 0.95 * self.trials + min(accepted + 1, drafted)
+        if drafted:
+            self.hits = 0.95 * self.hits + accepted
+            self.trials = 0.95 * self.trials + min(accepted + 1, drafted)
 
     def best_length(self, longest: int, cost: float) -> int:
-        """The length with most tokens a second when each guess costs `cost` target passes (Leviathan, theorem 3.8)."""
-        rate = self.hits / self.trials if self.trials else 0.5
-        gains = [1.0]
-        for length in range(1, longest + 1):
-            gains.append(gains[-1] + rate**length)
+        """The length with most tokens a second when each guess costs `cost` target passes (Leviathan, theorem 3.8).
+
+        Where even one guess does not pay, none is made, but for one now and then to see whether that has changed.
+        """
+        rate = self.hits / self.trials
+        gains = accumulate((rate**length for length in range(1, longest + 1)), initial=1.0)
         speeds = [gain / (1 + cost * length) for length, gain in enumerate(gains)]
-        return max(speeds.index(max(speeds)), min(1, longest))  # one guess at least, or nothing would be learned
+        best = speeds.index(max(speeds))
+        self.paused = 0 if best else (self.paused + 1) % RETRY
+        return best if best or self.paused else min(1, longest)
 
 
 def _parameters(target: Target) -> int:

@@ -137,7 +137,8 @@ def test_draft_length_adapts(target: Target) -> None:
     good, bad = DraftProposer(target), DraftProposer(Target(tiny("llama", seed=5, num_hidden_layers=1)))
     for proposer in (good, bad):
         generate(target, [[5, 6, 7]], proposer, max_new_tokens=60, stop_ids=[])
-    assert good.acceptance.best_length(16, 0.2) > bad.acceptance.best_length(16, 0.2) == 1
+    assert good.acceptance.best_length(16, 0.2) > 4
+    assert [bad.acceptance.best_length(16, 0.5) for _ in range(16)].count(1) == 2  # a try in eight, else nothing
 
 
 def test_a_draft_with_another_vocabulary_is_refused(target: Target) -> None:
