@@ -49,8 +49,9 @@ class Seconds:
 
 @dataclass
 class Stats:
-    """Counts of one step, of an answer, or of several added up. A step is one forward pass of the target, the prompt's included.
+    """Counts of a step, of an answer, or of several added up.
 
+    A step is one forward pass of the target; the prompt's is one, too.
     `accepted_by_depth[d]`: in how many steps a guess d + 1 tokens ahead was accepted. `seconds`: of the whole batch
     while this answer was in it.
     """
