@@ -191,7 +191,7 @@ REFUSED = {
     "minimax": "minimax has layers of type linear_attention",
     "mpt": "mpt uses ALiBi",
     "qwen3_next": "qwen3_next has layers of type linear_attention",
-    "recurrent_gemma": "recurrent_gemma has layers of type linear_attention",
+    "recurrent_gemma": "recurrent_gemma (has layers of type linear_attention|keeps a recurrent state)",
     "roberta decoder": "roberta fails the tree self-test",  # its positions begin after the padding token's
     "rwkv": "rwkv keeps a recurrent state",
     "t5": "T5ForConditionalGeneration is no decoder-only language model",
