@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Target
-from decode.loading import first_layers, load_model
-from decode.text import Tokenizer
+from decode.loading import first_layers
 from proposers import PROPOSERS, DraftProposer
 from scripts.bench_methods import PEERS, Loop, Method, Peer
-from scripts.options import DRAFT_LAYERS
+from scripts.options import DRAFT_LAYERS, load_checkpoint
 
 
 def load_ours(name: str | None, args: argparse.Namespace) -> Target:
     """A target of the project's loop, prepared unless `--no-prepare` is given."""
-    return Target(*_load(name, args, args.prepare))
+    return Target(*load_checkpoint(args, name, args.prepare))
 
 
 def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
@@ -43,7 +41,7 @@ def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -
     """
     if not names:
         return {}
-    model, tokenizer = _load(args.model, args, False)
+    model, tokenizer = load_checkpoint(args, args.model, prepare=False)
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
     sampled: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
@@ -65,16 +63,7 @@ def _load_draft(target: Target, args: argparse.Namespace) -> Target:
 
 def _load_assistant(model: PreTrainedModel, args: argparse.Namespace) -> PreTrainedModel:
     if args.draft_model is not None:
-        return _load(args.draft_model, args, False)[0]
+        return load_checkpoint(args, args.draft_model, prepare=False)[0]
     assistant = first_layers(model, DRAFT_LAYERS)
     assistant.generation_config = copy.deepcopy(model.generation_config)  # else it is the model's own, and written to
     return assistant
-
-
-def _load(name: str | None, args: argparse.Namespace, prepare: bool) -> tuple[PreTrainedModel, Tokenizer]:
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        return load_model(name, dtype=args.dtype, device=args.device, device_map=args.device_map, prepare=prepare)
-    except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
-        raise ValueError(str(error)) from error

@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from decode import Proposer, Target
-from decode.loading import DTYPES, first_layers
+from decode.loading import DTYPES, first_layers, load_model
+from decode.text import Tokenizer
 from proposers import PROPOSERS
 
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
@@ -67,10 +69,17 @@ def check_proposer(name: str, args: argparse.Namespace) -> None:
 
 
 def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
-    """The model of `--model`, or another one in its place, by `--dtype`, `--device` and `--device-map`."""
+    """The model of `--model`, or another one in its place, as a target."""
+    return Target(*load_checkpoint(args, name or args.model))
+
+
+def load_checkpoint(
+    args: argparse.Namespace, name: str | None, prepare: bool = True
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """A model by name, or the default one, with its tokenizer, by `--dtype`, `--device` and `--device-map`."""
     _silence_transformers()
     try:
-        return Target.load(name or args.model, dtype=args.dtype, device=args.device, device_map=args.device_map)
+        return load_model(name, dtype=args.dtype, device=args.device, device_map=args.device_map, prepare=prepare)
     except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
         raise ValueError(str(error)) from error
 

@@ -10,7 +10,6 @@ import torch
 from decode import Sampling, Target, Tree
 from decode.accept import walk, walk_greedily
 from decode.cache import TreeCache
-from decode.tree import Tree as TreeClass
 from tests.models import tiny
 
 
@@ -157,11 +156,11 @@ def test_a_tree_may_be_verified_level_by_level() -> None:
     for session in (whole, grown):
         session.extend([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2]]).expand(2, 6)
-    tree = TreeClass(torch.arange(20, 32).view(2, 6), parents, torch.tensor([6, 6]), height=2)
+    tree = Tree(torch.arange(20, 32).view(2, 6), parents, torch.tensor([6, 6]), height=2)
     expected = whole.verify(tree).logits
     parts = []
     for start, end in [(0, 1), (1, 3), (3, 6)]:
-        part = TreeClass(tree.tokens[:, :end], tree.parents[:, :end], tree.sizes.clamp(max=end), height=2)
+        part = Tree(tree.tokens[:, :end], tree.parents[:, :end], tree.sizes.clamp(max=end), height=2)
         parts.append(grown.verify(part, start=start).logits)
     assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-10)
 
