@@ -1,6 +1,6 @@
 """The target: a stock Hugging Face model, and one forward pass of it over a tree.
 
-Shapes: B rows, N nodes, V vocabulary, F feature width.
+Shapes: B rows, N nodes, V vocabulary, H hidden size, F feature width.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.cost import Cost, measure_cost
@@ -57,6 +58,21 @@ class Target:
         config = self.model.generation_config
         ids = config.eos_token_id if config is not None else None
         return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """The matrix [V, H] that makes logits of the last feature (scaling and caps, where a model has them, aside).
+
+        Raises ValueError where the model hides it.
+        """
+        output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if self.config.tie_word_embeddings:
+            return embeddings.weight.detach()
+        if hasattr(output, "packed"):
+            return output.packed.to_dense()
+        if not isinstance(getattr(output, "weight", None), Tensor) or output.weight.device.type == "meta":
+            raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
+        return output.weight.detach()
 
     def cost(self, batch: int = 1) -> Cost:
         """What verifying N nodes costs at this batch size, beside one; measured when first asked for."""

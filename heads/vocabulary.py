@@ -1,0 +1,74 @@
+"""The end of every head: from hidden states to logits over the target's tokens, or over the most frequent of them.
+
+Shapes: K heads, H hidden size, V the target's vocabulary, D draft vocabulary (D = V without a token map).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Output = Literal["own", "shared", "target"]
+
+
+class VocabularyHead(nn.Module):
+    """A head that ends in a vocabulary.
+
+    output: "own" is one matrix [D, H] for each of the K heads, "shared" one for all, "target" borrows the target's,
+    which is handed in by `borrow` and never saved. draft_size: D; with fewer tokens than the target has, `token_map`
+    [D] says which of the target's tokens each stands for, ascending.
+    """
+
+    token_map: Tensor | None
+
+    def __init__(
+        self, heads: int, hidden_size: int, vocab_size: int, draft_size: int, output: Output, bias: bool = False
+    ) -> None:
+        super().__init__()
+        if output not in ("own", "shared", "target"):
+            raise ValueError(f"output is {output!r}; choose own, shared or target")
+        if not 1 <= draft_size <= vocab_size:
+            raise ValueError(f"a draft vocabulary of {draft_size} tokens does not fit one of {vocab_size}")
+        self.hidden_size, self.vocab_size, self.draft_size, self.output = hidden_size, vocab_size, draft_size, output
+        if output == "own":
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(heads))
+        elif output == "shared":
+            self.lm_head = nn.Linear(hidden_size, draft_size, bias=bias)
+        else:
+            self.register_buffer("borrowed", None, persistent=False)
+        self.register_buffer("token_map", torch.arange(draft_size) if draft_size < vocab_size else None)
+
+    def borrow(self, weight: Tensor) -> None:
+        """Take the target's output matrix [V, H]: as this head's own, or as what its own starts from."""
+        if weight.shape != (self.vocab_size, self.hidden_size):
+            raise ValueError(
+                f"the target's output matrix is {list(weight.shape)}, this head's vocabulary needs "
+                f"[{self.vocab_size}, {self.hidden_size}]"
+            )
+        rows = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+        if self.output == "target":
+            self.borrowed = rows.detach()
+            return
+        for linear in self.lm_heads if self.output == "own" else [self.lm_head]:
+            linear.weight.data.copy_(rows)
+            if linear.bias is not None:
+                linear.bias.data.zero_()
+
+    def vocabulary(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The matrix [D, H] and bias [D] of head `index`."""
+        if self.output == "target":
+            if self.borrowed is None:
+                raise ValueError("this head uses the target's output matrix; hand it in with borrow(weight)")
+            return self.borrowed, None
+        linear = self.lm_heads[index] if self.output == "own" else self.lm_head
+        return linear.weight, linear.bias
+
+    def logits(self, states: Tensor, index: int) -> Tensor:
+        """The logits [..., D] of head `index` for its states [..., H]."""
+        return nn.functional.linear(states, *self.vocabulary(index))
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """The target's ids of draft ids."""
+        return drafted if self.token_map is None else self.token_map[drafted]
