@@ -69,7 +69,7 @@ class Target:
         if self.config.tie_word_embeddings:
             return embeddings.weight.detach()
         if hasattr(output, "packed"):
-            return output.packed.to_dense()
+            return output.packed.to_dense().detach()
         if not isinstance(getattr(output, "weight", None), Tensor) or output.weight.device.type == "meta":
             raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
         return output.weight.detach()

@@ -22,6 +22,9 @@ class VocabularyHead(nn.Module):
     """
 
     token_map: Tensor | None
+    borrowed: Tensor | None
+    lm_head: nn.Linear
+    lm_heads: nn.ModuleList
 
     def __init__(
         self, heads: int, hidden_size: int, vocab_size: int, draft_size: int, output: Output, bias: bool = False
@@ -36,8 +39,7 @@ class VocabularyHead(nn.Module):
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(heads))
         elif output == "shared":
             self.lm_head = nn.Linear(hidden_size, draft_size, bias=bias)
-        else:
-            self.register_buffer("borrowed", None, persistent=False)
+        self.register_buffer("borrowed", None, persistent=False)
         self.register_buffer("token_map", torch.arange(draft_size) if draft_size < vocab_size else None)
 
     def borrow(self, weight: Tensor) -> None:
@@ -51,18 +53,19 @@ class VocabularyHead(nn.Module):
         if self.output == "target":
             self.borrowed = rows.detach()
             return
-        for linear in self.lm_heads if self.output == "own" else [self.lm_head]:
+        for linear in self._matrices():
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
                 linear.bias.data.zero_()
 
     def vocabulary(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The matrix [D, H] and bias [D] of head `index`."""
-        if self.output == "target":
+        matrices = self._matrices()
+        if not matrices:
             if self.borrowed is None:
                 raise ValueError("this head uses the target's output matrix; hand it in with borrow(weight)")
             return self.borrowed, None
-        linear = self.lm_heads[index] if self.output == "own" else self.lm_head
+        linear = matrices[index % len(matrices)]
         return linear.weight, linear.bias
 
     def logits(self, states: Tensor, index: int) -> Tensor:
@@ -72,3 +75,9 @@ class VocabularyHead(nn.Module):
     def tokens(self, drafted: Tensor) -> Tensor:
         """The target's ids of draft ids."""
         return drafted if self.token_map is None else self.token_map[drafted]
+
+    def _matrices(self) -> list[nn.Linear]:
+        """The matrices that are this head's own."""
+        if self.output == "own":
+            return [linear for linear in self.lm_heads if isinstance(linear, nn.Linear)]
+        return [self.lm_head] if self.output == "shared" else []
