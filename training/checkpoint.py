@@ -1,0 +1,59 @@
+"""The state of a training on disk: all that it takes to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.cache import write_aside
+
+CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
+
+
+def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Replace the folder's checkpoint; a kill or a full disk leaves the old one whole."""
+    write_aside(folder / CHECKPOINT, lambda aside: torch.save(state, aside))
+
+
+def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The folder's state, or None before anything was saved.
+
+    Raises ValueError where it is damaged, or where the training was begun with other settings: each is named.
+    """
+    file = folder / CHECKPOINT
+    if not file.exists():
+        return None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{file} is damaged; start anew in another folder ({str(error).splitlines()[0]})") from error
+    changed = [name for name in settings if state["settings"].get(name) != settings[name]]
+    if changed:
+        said = ", ".join(f"{name} was {state['settings'].get(name)!r}, now {settings[name]!r}" for name in changed)
+        raise ValueError(f"the training in {folder} was begun with other settings: {said}; resume with the same")
+    return state
+
+
+class Metrics:
+    """`metrics.jsonl`, a line a logged step. What an interrupted run logged after its checkpoint is taken back."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.file = folder / METRICS
+        kept = [row for row in read_metrics(folder) if row["step"] <= step]
+        text = "".join(json.dumps(row) + "\n" for row in kept)
+        write_aside(self.file, lambda aside: aside.write_text(text))
+
+    def add(self, **row: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines of the folder's metrics."""
+    file = folder / METRICS
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]

@@ -1,0 +1,83 @@
+"""How far a head is from the target on a batch of texts.
+
+Shapes: B rows, T tokens, R anchors, K heads, H hidden size, V vocabulary, D draft vocabulary, S labels.
+
+An anchor is a committed token t whose feature a head drafts from. The token after it is chosen already; head i
+guesses token t + 2 + i, of which the target spoke in row t + 1 + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from heads import HydraHead, MedusaHead
+from training.losses import vocabulary_loss
+from training.teacher import Lesson
+
+DECAY = 0.8  # weight of a head against the one before it (Medusa, 2.2.1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`total`: what is minimised, a sum over anchors. By head: how many anchors it had, and on how many of them its
+    best guess was the target's."""
+
+    total: Tensor
+    anchors: Tensor  # [K]
+    agreed: Tensor  # [K]
+
+
+class HeadObjective(nn.Module):
+    """The loss of a Medusa or Hydra head. embedding: the target's [V, H], which a Hydra head reads guesses with."""
+
+    head: MedusaHead | HydraHead
+    embedding: Tensor
+    drafted: Tensor
+
+    def __init__(self, head: MedusaHead | HydraHead, loss: str, embedding: Tensor) -> None:
+        super().__init__()
+        self.head, self.loss = head, loss
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        drafted = torch.full((head.vocab_size,), -1)
+        own = torch.arange(head.vocab_size) if head.token_map is None else head.token_map.cpu()
+        drafted[own] = torch.arange(head.draft_size)
+        self.register_buffer("drafted", drafted, persistent=False)  # [V] target's id -> draft id, or -1
+
+    def forward(self, lesson: Lesson) -> Loss:
+        total = lesson.features.new_zeros((), dtype=torch.float32)
+        anchors, agreed = [], []
+        for index, (states, row, column) in enumerate(self._states(lesson)):
+            if self.loss == "ce":
+                labels = lesson.tokens[row, column + 1][:, None]
+                chances = torch.ones_like(labels, dtype=torch.float32)
+            else:
+                labels, chances = lesson.labels[row, column], lesson.chances[row, column]
+            vocabulary = self.head.vocabulary(index)
+            loss, right = vocabulary_loss(self.loss, states, *vocabulary, self.drafted[labels], chances)
+            total = total + DECAY**index * loss
+            anchors.append(len(row))
+            agreed.append(right.sum())
+        return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
+
+    def _states(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each head the states [R, H] of its anchors, and the row and column of what the target said there."""
+        row, column = lesson.answers.nonzero(as_tuple=True)
+        features = lesson.features.to(next(self.head.parameters()).dtype)
+        if isinstance(self.head, HydraHead):
+            features = self.head.contextualize(features)
+        features = features[row, column]
+        said = nn.functional.pad(lesson.answers, (0, self.head.depth + 1))
+        for index in range(self.head.depth):
+            going_on = said[row, column + 1 + index]
+            row, column, features = row[going_on], column[going_on], features[going_on]
+            if isinstance(self.head, MedusaHead):
+                states = self.head.blocks[index](features)
+            else:
+                guessed = column[:, None] + torch.arange(1, index + 2, device=column.device)
+                embedded = nn.functional.embedding(lesson.tokens[row[:, None], guessed], self.embedding)
+                states = self.head(features, embedded, index)
+            yield states, row, column + 1 + index

@@ -1,0 +1,109 @@
+"""What a head learns from: the frozen target's features and what it says would come next.
+
+Shapes: B rows, T tokens, F feature width, S labels (the likeliest tokens), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from decode import Target
+from decode.session import hook_feature
+from training.data import Example
+
+LABELS = 48  # of the target's law, so many tokens are kept; on chat answers they hold over 0.99 of it
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of texts with the target's view of them, padded at the end of each row.
+
+    Row t of the labels is what the target says after token t: its likeliest tokens, and their probabilities at
+    temperature 1. `answers` marks the rows t whose next token, t + 1, belongs to an answer; others have no labels.
+    """
+
+    tokens: Tensor  # [B, T] long
+    lengths: Tensor  # [B] long
+    answers: Tensor  # [B, T] bool
+    features: Tensor  # [B, T, F]
+    labels: Tensor  # [B, T, S] long
+    chances: Tensor  # [B, T, S] float32
+
+    def to(self, device: torch.device) -> Lesson:
+        return Lesson(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class View:
+    """The target's view of one example: `features` [T, F], and `labels`, `chances` [A, S] of its answer rows."""
+
+    features: Tensor
+    labels: Tensor
+    chances: Tensor
+
+
+class Teacher:
+    """The frozen target. `layers`: the hidden states that make the features, in transformers' numbering."""
+
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        self.target, self.layers = target, tuple(layers)
+
+    @torch.no_grad()
+    def view(self, examples: Sequence[Example]) -> list[View]:
+        """Run the target over the examples, all in one pass."""
+        device = self.target.device
+        tokens = pad([example.tokens for example in examples]).to(device)
+        wanted = answer_rows(examples, tokens.shape[1]).to(device)
+        # Right padding is invisible to what stands before it. Logits are for rows where some example has an answer.
+        columns = wanted.any(dim=0).nonzero()[:, 0]
+        captured: dict[int, Tensor] = {}
+        handles = [hook_feature(self.target.model, layer, captured) for layer in self.layers]
+        try:
+            output = self.target.model(input_ids=tokens, use_cache=False, logits_to_keep=columns)
+        finally:
+            for handle in handles:
+                handle.remove()
+        features = torch.cat([captured[layer] for layer in self.layers], dim=-1)
+        views = []
+        for row, example in enumerate(examples):
+            logits = output.logits[row, wanted[row, columns]].float()
+            best = logits.topk(min(LABELS, logits.shape[-1]), dim=-1)
+            chances = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+            views.append(View(features[row, : len(example.tokens)], best.indices, chances))
+        return views
+
+
+def make_lesson(examples: Sequence[Example], views: Sequence[View]) -> Lesson:
+    """Put examples and the target's views of them into one padded batch, on the device of the views."""
+    first = views[0]
+    tokens = pad([example.tokens for example in examples]).to(first.features.device)
+    answers = answer_rows(examples, tokens.shape[1]).to(tokens.device)
+    shape = (*tokens.shape, first.labels.shape[1])
+    features = first.features.new_zeros(*tokens.shape, first.features.shape[1])
+    for row, view in enumerate(views):
+        features[row, : len(view.features)] = view.features
+    labels = torch.zeros(shape, dtype=torch.long, device=tokens.device)
+    labels[answers] = torch.cat([view.labels for view in views]).long()
+    chances = torch.zeros(shape, device=tokens.device)
+    chances[answers] = torch.cat([view.chances for view in views]).float()
+    lengths = torch.tensor([len(example.tokens) for example in examples], device=tokens.device)
+    return Lesson(tokens, lengths, answers, features, labels, chances)
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of numbers as one tensor [B, T], padded with 0 at their ends."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def answer_rows(examples: Sequence[Example], width: int) -> Tensor:
+    """[B, T] bool: the rows t whose next token, t + 1, belongs to an answer."""
+    rows = torch.zeros(len(examples), width, dtype=torch.bool)
+    for row, example in zip(rows, examples, strict=True):
+        for begin, end in example.spans:
+            row[begin - 1 : end - 1] = True
+    return rows
