@@ -68,6 +68,17 @@ class TreeCache(Cache):
             layer.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
+    def put(self, rows: Sequence[int], other: TreeCache) -> None:
+        """Replace these rows by the rows of another cache, one for one."""
+        self.capacity = self._capacity_for(max(other.lengths))
+        for number, layer in enumerate(other.layers):
+            if number == len(self.layers):
+                self.layers.append(TreeCacheLayer(self))
+            if layer.is_initialized:
+                self.layers[number].put(rows, layer)
+        for row, length in zip(rows, other.lengths, strict=True):
+            self.lengths[row] = length
+
     def _capacity_for(self, slots: int) -> int:
         if slots <= self.capacity:
             return self.capacity
@@ -86,8 +97,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch = len(self.cache.lengths)
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[3])
+            states.new_zeros(batch, states.shape[1], self.cache.capacity, states.shape[3])
             for states in (key_states, value_states)
         )
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -95,10 +107,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new nodes, [B, H, N, D] each, and return all used slots."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.cache.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        self._allocate(key_states, value_states)
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
@@ -114,6 +123,13 @@ class TreeCacheLayer(CacheLayerMixin):
             index = torch.tensor(rows, device=self.device)
             self.keys, self.values = self.keys[index], self.values[index]
 
+    def put(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
+        """Take over another layer's committed slots, a row of it for each of these rows."""
+        self._allocate(other.keys, other.values)
+        index, slots = torch.tensor(rows, device=self.device), slice(0, max(other.cache.lengths))
+        self.keys[index, :, slots] = other.keys[:, :, slots]
+        self.values[index, :, slots] = other.values[:, :, slots]
+
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)
 
@@ -122,6 +138,12 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self.cache.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def _write(self, states: Tensor, new: Tensor) -> None:
         slots = self.cache.slots

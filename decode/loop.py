@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from decode.accept import Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Row
 from decode.proposer import Plain, Proposer, Step
 from decode.sampling import Sampling
-from decode.session import Verdict
+from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.text import Prompt, TextStream, encode
@@ -46,6 +47,7 @@ def stream(
 ) -> Iterator[Chunk]:
     """Answer the prompts, `batch_size` at a time (None: all together); yield what each step adds to each answer.
 
+    In plain decoding an answer that ends makes room for the next prompt at once; otherwise a batch ends as a whole.
     prompts: text, chat messages or token ids; `chat` as in `decode.text.encode`. proposer: None decodes plainly.
     Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before one of the strings `stop`,
     where `criterion(row, tokens)` says so, or at the end of the model's context. nodes: the most tree nodes a step
@@ -62,16 +64,22 @@ def stream(
     limits = Limits(max_new_tokens, target.stop_ids if stop_ids is None else frozenset(stop_ids), stop, criterion)
     rows = _make_rows(target, prompts, limits, chat, text or bool(stop))
     sampling = sampling or Sampling()
+    proposer = proposer or Plain()
     size = batch_size or max(len(rows), 1)
+    # A proposer takes note of rows from their prompts on, all together; Plain has nothing to note.
+    together = max(len(rows), 1) if isinstance(proposer, Plain) else size
     return (
         chunk
-        for begin in range(0, len(rows), size)
-        for chunk in _decode(target, rows[begin : begin + size], proposer or Plain(), sampling, nodes)
+        for begin in range(0, len(rows), together)
+        for chunk in _decode(target, rows[begin : begin + together], size, proposer, sampling, nodes)
     )
 
 
-def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampling, nodes: int) -> Iterator[Chunk]:
-    """The loop itself, for one batch."""
+def _decode(
+    target: Target, rows: list[Row], size: int, proposer: Proposer, sampling: Sampling, nodes: int
+) -> Iterator[Chunk]:
+    """The loop itself, for one batch of `size` rows; what there are more of wait for their places."""
+    waiting, rows = deque(rows[size:]), rows[:size]
     session = target.open(len(rows), proposer.layers)
     seconds = Seconds.begin()
     with seconds.measure("target"):
@@ -88,10 +96,13 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
         if step is not None and verdict.features is not None:
             features = _along(accepted.path, verdict.features)
         yield from _grow(rows, accepted, seconds, target)
+        seconds = Seconds.begin()
+        if waiting:
+            with seconds.measure("target"):
+                _refill(session, rows, waiting)
         kept = [place for place, row in enumerate(rows) if row.finish is None]
         if not kept:
             return
-        seconds = Seconds.begin()
         if len(kept) < len(rows):
             session.select(kept)
             tree, accepted, rows = tree.select(kept), accepted.select(kept), [rows[place] for place in kept]
@@ -104,6 +115,16 @@ def _decode(target: Target, rows: list[Row], proposer: Proposer, sampling: Sampl
             tree.check(len(rows), nodes, target.vocabulary)
         with seconds.measure("target"):
             verdict = session.verify(tree)
+
+
+def _refill(session: Session, rows: list[Row], waiting: deque[Row]) -> None:
+    """Give the places of finished rows to waiting ones. Their last token is the root of their first tree."""
+    places = [place for place, row in enumerate(rows) if row.finish][: len(waiting)]
+    for place in places:
+        rows[place] = waiting.popleft()
+    if places:
+        session.renew(places, [rows[place].prompt for place in places])
+        session.crop([len(row.sequence) - 1 for row in rows])
 
 
 def _note(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -22,7 +23,9 @@ from decode.tree import Tree
 if TYPE_CHECKING:
     from decode.target import Target
 
-CHUNK = 512  # tokens a forward pass, where many are committed at once
+CHUNK = 512  # tokens a row and forward pass, where many are committed at once
+GROUP = 16  # rows a forward pass, there
+ALIKE = 32  # rows of a group differ in length by less than this: padding is computed like any token
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,32 @@ class Session:
         return Verdict(output.logits.to(target.device), features)
 
     def extend(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Commit tokens at the end of each row, at least one each, `CHUNK` a forward pass.
+        """Commit tokens at the end of each row, at least one each; empty rows in groups of like length.
 
         Returns the logits after each row's last token, [B, V], and the features of all of them, [B, T, F].
         """
+        groups = _group(rows)
+        if len(groups) == 1 or any(self.lengths):
+            return self._extend_together(rows)
+        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+        features: list[Tensor] = [torch.empty(0)] * len(rows)
+        for places in groups:
+            last, wide = self.renew(places, [rows[place] for place in places])
+            for index, place in enumerate(places):
+                logits[place] = last[index]
+                if wide is not None:
+                    features[place] = wide[index, : len(rows[place])]
+        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
+
+    def renew(self, places: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Forget the rows in these places; new ones with the given tokens take them. Returns what `extend` does."""
+        fresh = Session(self.target, len(rows), self.layers)
+        result = fresh.extend(rows)
+        self.cache.put(places, fresh.cache)
+        return result
+
+    def _extend_together(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """`extend` for all rows at once, `CHUNK` tokens of each a forward pass."""
         logits: list[Tensor] = [torch.empty(0)] * len(rows)
         features = []
         for begin in range(0, max(map(len, rows)), CHUNK):
@@ -123,6 +148,17 @@ class Session:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The places of the rows, those of like length together."""
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    groups: list[list[int]] = []
+    for place in order:
+        if not groups or len(groups[-1]) == GROUP or len(rows[place]) - len(rows[groups[-1][0]]) >= ALIKE:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
 
 
 def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:

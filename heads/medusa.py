@@ -35,7 +35,9 @@ class MedusaHead(VocabularyHead):
     Parameters are named as vLLM's Medusa names them.
     """
 
+    kind = "medusa"
     features = (-1,)  # the hidden states that it reads, in transformers' numbering
+    config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
         draft_size = config.draft_size or config.vocab_size

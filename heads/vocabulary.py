@@ -5,7 +5,7 @@ Shapes: K heads, H hidden size, V the target's vocabulary, D draft vocabulary (D
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ class VocabularyHead(nn.Module):
     """A head that ends in a vocabulary.
 
     output: "own" is one matrix [D, H] for each of the K heads, "shared" one for all, "target" borrows the target's,
-    which is handed in by `borrow` and never saved. draft_size: D; with fewer tokens than the target has, `token_map`
-    [D] says which of the target's tokens each stands for, ascending.
+    which is handed in by `borrow` and is no part of the state. draft_size: D; with fewer tokens than the target has,
+    `token_map` [D] says which of the target's tokens each stands for, ascending.
     """
 
+    kind: ClassVar[str]  # its key in HEADS
+    config: Any  # its kind's own dataclass
     token_map: Tensor | None
     borrowed: Tensor | None
     lm_head: nn.Linear
@@ -57,6 +59,18 @@ class VocabularyHead(nn.Module):
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
                 linear.bias.data.zero_()
+
+    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        """Raise ValueError where the head was trained for a target of other sizes than these."""
+        name = self.config.target_name
+        for what, own, given in (
+            ("hidden size", self.hidden_size, hidden_size),
+            ("vocabulary size", self.vocab_size, vocab_size),
+            ("number of layers", self.config.target_layers, layers),
+        ):
+            if own is not None and own != given:
+                trained = f"for {name}, " if name else "for another target, "
+                raise ValueError(f"this head was trained {trained}whose {what} is {own}; this target's is {given}")
 
     def vocabulary(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The matrix [D, H] and bias [D] of head `index`."""

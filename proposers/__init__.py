@@ -2,8 +2,19 @@
 
 from decode import Plain
 from proposers.draft import DraftProposer
+from proposers.hydra import HydraProposer
+from proposers.loading import TRAINED, load_proposer
+from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
-PROPOSERS = {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer}
+PROPOSERS = {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer, **TRAINED}
 
-__all__ = ["PROPOSERS", "DraftProposer", "NGramProposer"]
+__all__ = [
+    "PROPOSERS",
+    "TRAINED",
+    "DraftProposer",
+    "HydraProposer",
+    "MedusaProposer",
+    "NGramProposer",
+    "load_proposer",
+]

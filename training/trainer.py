@@ -99,10 +99,11 @@ class Trainer:
     ) -> None:
         self.dataset, self.lesson, self.validate, self.save_best = dataset, lesson, validate, save_best
         self.schedule, self.folder, self.accelerator, self.settings = schedule, folder, accelerator, settings
-        self.head: Any = objective.head
+        self.weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
         self.lengths = [len(example.tokens) for example in dataset.examples]
-        parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=schedule.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+        optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=schedule.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+        )
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.steps = self._count_steps()
         self.rates = get_cosine_schedule_with_warmup(self.optimizer, int(WARMUP * self.steps) + 1, self.steps)
@@ -208,7 +209,7 @@ class Trainer:
             state = {
                 "settings": self.settings,
                 "progress": asdict(self.progress),
-                "head": self.head.state_dict(),
+                "weights": {name: weight.detach() for name, weight in self.weights.items()},
                 "optimizer": self.optimizer.state_dict(),
                 "rates": self.rates.state_dict(),
                 "random": torch.get_rng_state(),
@@ -218,7 +219,9 @@ class Trainer:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
-        self.head.load_state_dict(state["head"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rates.load_state_dict(state["rates"])
         torch.set_rng_state(state["random"])
