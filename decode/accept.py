@@ -13,8 +13,10 @@ from torch import Tensor
 
 from decode.noise import ACCEPTANCE, KeyedDice, invert, uniforms
 from decode.rejection import RULES, Drafted, block_batch
-from decode.sampling import Sampling
+from decode.sampling import Sampling, widen
 from decode.tree import Tree
+
+BLOCK = 8  # rows whose laws are made together on a CPU
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def accept(
 
 def walk_greedily(tree: Tree, logits: Tensor) -> Accepted:
     """The walk at temperature 0: all nodes are judged at once."""
-    drawn = logits.argmax(dim=-1)  # [B, N]
+    drawn = widen(logits).argmax(dim=-1)  # [B, N]
     wrong = drawn.gather(1, tree.parents.clamp(min=0)) != tree.tokens
     wrong[:, 0] = False
     wrong |= ~tree.real
@@ -87,7 +89,7 @@ def walk(
     noise = uniforms(keys, device)
     for level in levels:
         on_path[row, node] |= alive
-        drawn = invert(sampling.law(logits[row, node], prefixes, rows), noise[:, level])
+        drawn = draw(logits[row, node], sampling, prefixes, rows, noise[:, level])
         bonus = torch.where(alive, drawn, bonus)
         child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
         alive = alive & child.any(dim=1)
@@ -100,6 +102,19 @@ def walk(
         if device.type == "cpu" and not bool(alive.any()):  # on a GPU the look would cost more than it saves
             break
     return _to_host(tree, on_path, bonus)
+
+
+def draw(
+    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], rows: Sequence[int], noise: Tensor
+) -> Tensor:
+    """A token a row, [B]: laws from logits [B, V], as `Sampling.law` makes them, inverted at noise [B].
+
+    On a CPU a few rows at a time: together, their laws in float64 are larger than its caches.
+    """
+    size = BLOCK if logits.device.type == "cpu" else len(logits)
+    blocks = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
+    laws = (sampling.law(logits[block], prefixes[block], rows[block]) for block in blocks)
+    return torch.cat([invert(law, noise[block]) for law, block in zip(laws, blocks, strict=True)])
 
 
 def verify_chain(

@@ -119,9 +119,14 @@ class TreeCacheLayer(CacheLayerMixin):
             states[row, :, target] = states[row, :, source]
 
     def select(self, rows: Sequence[int]) -> None:
+        """Move these rows to the front, in place: a copy of everything would cost more than a forward pass."""
         if self.is_initialized:
-            index = torch.tensor(rows, device=self.device)
-            self.keys, self.values = self.keys[index], self.values[index]
+            first = next((place for place, row in enumerate(rows) if place != row), len(rows))
+            index = torch.tensor(rows[first:], dtype=torch.long, device=self.device)
+            slots = slice(0, max(self.cache.lengths))
+            for states in (self.keys, self.values):
+                states[first : len(rows), :, slots] = states[index, :, slots]
+            self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
     def put(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
         """Take over another layer's committed slots, a row of it for each of these rows."""

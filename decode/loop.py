@@ -36,6 +36,7 @@ def stream(
     proposer: Proposer | None = None,
     *,
     batch_size: int | None = None,
+    numbers: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
@@ -47,11 +48,12 @@ def stream(
 ) -> Iterator[Chunk]:
     """Answer the prompts, `batch_size` at a time (None: all together); yield what each step adds to each answer.
 
-    In plain decoding an answer that ends makes room for the next prompt at once; otherwise a batch ends as a whole.
-    prompts: text, chat messages or token ids; `chat` as in `decode.text.encode`. proposer: None decodes plainly.
-    Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before one of the strings `stop`,
-    where `criterion(row, tokens)` says so, or at the end of the model's context. nodes: the most tree nodes a step
-    and row, root included. text: whether chunks carry text as well as tokens.
+    prompts: text, chat messages or token ids; `chat` as in `decode.text.encode`. proposer: None decodes plainly, and
+    each row that finishes makes room for the next prompt; with a proposer, batches follow one another. numbers: what
+    chunks call the prompts (None: 0, 1, ...); a number keys its prompt's noise, so that some prompts of a list are
+    answered as in the whole list. Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own),
+    before one of the strings `stop`, where `criterion(number, tokens)` says so, or at the end of the model's context.
+    nodes: the most tree nodes a step and row, root included. text: whether chunks carry text as well as tokens.
 
     Neither the proposer nor the batch size changes an answer; a proposer that draws its drafts at random keeps the
     law of the answer, not its letters. Raises ValueError for settings out of range and prompts that do not fit,
@@ -62,24 +64,25 @@ def stream(
     if nodes < 1:
         raise ValueError(f"nodes is {nodes}; a tree has at least its root")
     limits = Limits(max_new_tokens, target.stop_ids if stop_ids is None else frozenset(stop_ids), stop, criterion)
-    rows = _make_rows(target, prompts, limits, chat, text or bool(stop))
-    sampling = sampling or Sampling()
-    proposer = proposer or Plain()
-    size = batch_size or max(len(rows), 1)
-    # A proposer takes note of rows from their prompts on, all together; Plain has nothing to note.
-    together = max(len(rows), 1) if isinstance(proposer, Plain) else size
-    return (
-        chunk
-        for begin in range(0, len(rows), together)
-        for chunk in _decode(target, rows[begin : begin + together], size, proposer, sampling, nodes)
-    )
+    waiting = deque(_make_rows(target, prompts, numbers, limits, chat, text or bool(stop)))
+    return _decode_all(target, waiting, batch_size or len(waiting), proposer or Plain(), sampling or Sampling(), nodes)
+
+
+def _decode_all(
+    target: Target, waiting: deque[Row], size: int, proposer: Proposer, sampling: Sampling, nodes: int
+) -> Iterator[Chunk]:
+    """Batch after batch; rows are let go of as they finish."""
+    while waiting:
+        rows = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+        # A proposer observes rows from their prompts on, all together; plain decoding has nothing to observe.
+        joining = waiting if isinstance(proposer, Plain) else deque[Row]()
+        yield from _decode(target, rows, joining, proposer, sampling, nodes)
 
 
 def _decode(
-    target: Target, rows: list[Row], size: int, proposer: Proposer, sampling: Sampling, nodes: int
+    target: Target, rows: list[Row], waiting: deque[Row], proposer: Proposer, sampling: Sampling, nodes: int
 ) -> Iterator[Chunk]:
-    """The loop itself, for one batch of `size` rows; what there are more of wait for their places."""
-    waiting, rows = deque(rows[size:]), rows[:size]
+    """The loop itself, for one batch; rows that finish leave their places to those that wait."""
     session = target.open(len(rows), proposer.layers)
     seconds = Seconds.begin()
     with seconds.measure("target"):
@@ -173,14 +176,24 @@ def _along(path: list[list[int]], features: Tensor) -> Tensor:
     return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2]))
 
 
-def _make_rows(target: Target, prompts: Sequence[Prompt], limits: Limits, chat: bool | None, text: bool) -> list[Row]:
+def _make_rows(
+    target: Target,
+    prompts: Sequence[Prompt],
+    numbers: Sequence[int] | None,
+    limits: Limits,
+    chat: bool | None,
+    text: bool,
+) -> list[Row]:
     """The answers to be made, each prompt encoded and measured against the context."""
     if isinstance(prompts, str):
         raise ValueError("prompts is a list; put a single prompt into brackets")
     if limits.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
+    numbers = range(len(prompts)) if numbers is None else numbers
+    if not len(prompts) == len(numbers) == len(set(numbers)):
+        raise ValueError(f"{len(prompts)} prompts need as many numbers, all different; {len(set(numbers))} are given")
     rows = []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in zip(numbers, prompts, strict=True):
         ids = encode(prompt, target.tokenizer, chat)
         if len(ids) >= target.context:
             raise ValueError(

@@ -21,6 +21,11 @@ from transformers import (
 )
 
 
+def widen(logits: Tensor) -> Tensor:
+    """Half precision as float32: it would round away what top-p and the draw depend on, and its argmax is slow."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
 class RowProcessor(LogitsProcessor):
     """A logits processor that treats prompts differently: it is told whose prefix it sees, by the prompt's number."""
 
@@ -83,8 +88,7 @@ class Sampling:
         logits [B, V]; prefixes: each row's tokens so far, [L] each, or None where the law will not be looked at;
         rows: the number of each row's prompt. Both are needed only where there are processors.
         """
-        # Half precision would round away what top-p and the draw depend on.
-        scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        scores = widen(logits)
         if self.processors:
             numbers = rows or range(len(scores))
             seen = zip(prefixes, scores, numbers, strict=True)

@@ -84,12 +84,12 @@ class Session:
         return Verdict(output.logits.to(target.device), features)
 
     def extend(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Commit tokens at the end of each row, at least one each; empty rows in groups of like length.
+        """Commit tokens at the end of each row, at least one each.
 
         Returns the logits after each row's last token, [B, V], and the features of all of them, [B, T, F].
         """
         groups = _group(rows)
-        if len(groups) == 1 or any(self.lengths):
+        if len(groups) == 1 or any(self.lengths):  # only new rows can be made apart from the others
             return self._extend_together(rows)
         logits: list[Tensor] = [torch.empty(0)] * len(rows)
         features: list[Tensor] = [torch.empty(0)] * len(rows)
@@ -102,7 +102,7 @@ class Session:
         return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
 
     def renew(self, places: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Forget the rows in these places; new ones with the given tokens take them. Returns what `extend` does."""
+        """Forget the rows in these places and put new ones there, with the given tokens. Returns what `extend` does."""
         fresh = Session(self.target, len(rows), self.layers)
         result = fresh.extend(rows)
         self.cache.put(places, fresh.cache)

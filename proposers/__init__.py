@@ -6,6 +6,7 @@ from proposers.hydra import HydraProposer
 from proposers.loading import TRAINED, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
+from proposers.trained import TrainedProposer
 
 PROPOSERS = {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer, **TRAINED}
 
@@ -16,5 +17,6 @@ __all__ = [
     "HydraProposer",
     "MedusaProposer",
     "NGramProposer",
+    "TrainedProposer",
     "load_proposer",
 ]

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Sampling, Target
-from proposers import PROPOSERS
+from proposers import PROPOSERS, TRAINED
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
 from scripts.bench_methods import PEERS, Method
@@ -24,11 +24,14 @@ from scripts.bench_questions import Question, digest_questions, form_groups, loa
 from scripts.bench_rows import format_tables, make_rows
 from scripts.options import (
     DRAFT_LAYERS,
+    PRETRAINED,
     Parser,
     add_model_options,
+    add_tree_options,
     at_least,
     check_proposer,
     failing_clearly,
+    find_head,
 )
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -95,9 +98,27 @@ def make_parser() -> Parser:
         f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
     )
     parser.add_argument(
+        "--head",
+        action="append",
+        default=[],
+        type=name_head,
+        metavar="KIND=DIR",
+        help=f"for {' and '.join(TRAINED)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
+        "(default, with the default model only: its pretrained ones)",
+    )
+    add_tree_options(parser)
+    parser.add_argument(
         "--no-prepare", dest="prepare", action="store_false", help="leave the model's weights unpacked in our loop, too"
     )
     return parser
+
+
+def name_head(text: str) -> tuple[str, str]:
+    """An argparse type: a kind of head and its folder."""
+    kind, separator, folder = text.partition("=")
+    if kind not in TRAINED or not separator or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {', '.join(TRAINED)}")
+    return kind, folder
 
 
 def run_bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -159,15 +180,24 @@ def choose_methods(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The proposers and the peers to be measured, baselines first. Raises ValueError for those that cannot be."""
     check_proposer("none", args)
     fits = args.model is None or args.draft_model is not None
-    names = _split(args.methods, PROPOSERS, "method", [name for name in PROPOSERS if fits or name != "draft"])
+    names = _split(args.methods, PROPOSERS, "method", [name for name in PROPOSERS if _has_models(name, args, fits)])
     default = [name for name in PEERS if fits or name != "hf-assistant"] if args.batch_size == 1 else []
     peers = _split(args.peers, PEERS, "peer", default)
     lacking = [name for name in ("draft", "hf-assistant") if name in (*names, *peers) and not fits]
     if lacking:
         raise ValueError(f"{lacking[0]} needs --draft-model, a smaller model with the vocabulary of --model")
+    for name in {*names} & {*TRAINED}:
+        find_head(name, dict(args.head).get(name), args.model)
     if peers and args.batch_size > 1:
         raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
     return list(dict.fromkeys(["none", *names])), list(dict.fromkeys(["hf", *peers])) if peers else []
+
+
+def _has_models(name: str, args: argparse.Namespace, fits: bool) -> bool:
+    """Whether the models at hand allow a method that was not asked for by name."""
+    if name in TRAINED:
+        return name in dict(args.head) or (args.model is None and (PRETRAINED / name).is_dir())
+    return fits or name != "draft"
 
 
 def _split(given: str | None, choices: Sequence[str] | dict[str, Any], kind: str, default: list[str]) -> list[str]:
@@ -190,6 +220,9 @@ def describe_settings(
     return {
         "model": _base(args.model) if args.model else DEFAULT_MODEL,
         "draft_model": draft,
+        "heads": {kind: _base(folder) for kind, folder in args.head},
+        "tree": args.tree,
+        "nodes": args.nodes,
         "methods": list(names),
         "peers": list(peers),
         "questions": args.questions.name,

@@ -54,15 +54,15 @@ class Method(Protocol):
 class Loop:
     """The project's loop. A proposer is made anew for every conversation: nothing is learned from other questions."""
 
-    def __init__(self, target: Target, make: Callable[[], Proposer], temperature: float) -> None:
-        self.target, self.make, self.temperature = target, make, temperature
+    def __init__(self, target: Target, make: Callable[[], Proposer], temperature: float, nodes: int) -> None:
+        self.target, self.make, self.temperature, self.nodes = target, make, temperature, nodes
 
     def open(self) -> Ask:
         return partial(self._ask, self.make())
 
     def _ask(self, proposer: Proposer, prompts: Sequence[list[int]], seed: int, room: int) -> Measured:
-        sampling = Sampling(self.temperature, seed=seed)
-        work = partial(generate, self.target, prompts, proposer, sampling=sampling, max_new_tokens=room)
+        settings = {"sampling": Sampling(self.temperature, seed=seed), "max_new_tokens": room, "nodes": self.nodes}
+        work = partial(generate, self.target, prompts, proposer, **settings)
         answers, seconds = clock(work, self.target.device)
         longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # the whole batch's
         return Measured(

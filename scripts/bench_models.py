@@ -12,9 +12,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Target
 from decode.loading import first_layers
-from proposers import PROPOSERS, DraftProposer
+from proposers import PROPOSERS, TRAINED, DraftProposer
 from scripts.bench_methods import PEERS, Loop, Method, Peer
-from scripts.options import DRAFT_LAYERS, load_checkpoint
+from scripts.options import DRAFT_LAYERS, load_checkpoint, load_head_proposer
+
+NODES = 64  # the most of a tree
 
 
 def load_ours(name: str | None, args: argparse.Namespace) -> Target:
@@ -29,7 +31,9 @@ def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -
         make: Any = PROPOSERS[name]
         if name == "draft":
             make = partial(make, _load_draft(target, args))
-        loops[name] = Loop(target, make, args.temperature)
+        elif name in TRAINED:
+            make = load_head_proposer(name, dict(args.head).get(name), target, args).renew
+        loops[name] = Loop(target, make, args.temperature, args.nodes or NODES)
     return loops
 
 

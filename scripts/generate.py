@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
+from proposers import TRAINED
 from scripts.lanes import Lanes
 from scripts.options import (
     Parser,
@@ -31,6 +32,7 @@ from scripts.options import (
 from scripts.painting import paints, show
 from scripts.prompts import check_prompt, read_prompts
 
+NODES = 64  # the most of a tree
 EPILOG = """\
 On a colour terminal, text that was guessed and accepted is painted, from green (one token ahead) over blue to pink.
 
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for conversation in conversations:
             conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
         proposer = make_proposer(args.proposer, target, args)
-        if args.proposer == "ngram":
+        if args.proposer == "ngram" or (args.proposer in TRAINED and args.nodes is None):
             target.cost(min(args.batch_size, len(conversations)))  # asked for now, it is not in an answer's seconds
         answer(conversations, target, proposer, sampling, args)
 
@@ -105,6 +107,9 @@ def check_options(args: argparse.Namespace) -> None:
     check_proposer(args.proposer, args)
     if args.draft_model is not None and args.proposer != "draft":
         raise ValueError(f"--draft-model is for --proposer draft, not for {args.proposer}")
+    for option in ("head", "tree", "nodes"):
+        if getattr(args, option) is not None and args.proposer not in TRAINED:
+            raise ValueError(f"--{option} is for --proposer {' and '.join(TRAINED)}, not for {args.proposer}")
     if "" in args.stop:
         raise ValueError("--stop needs a text that is not empty")
 
@@ -162,6 +167,7 @@ def answer(
             sampling=sampling,
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
+            nodes=args.nodes or NODES,
         )
         output = print_json if args.json else print_text
         output(chunks, asked, titled=turns + len(conversations) > 2)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,9 +19,12 @@ from transformers import PreTrainedModel
 from decode import Proposer, Target
 from decode.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
-from proposers import PROPOSERS
+from proposers import PROPOSERS, TRAINED, TrainedProposer, load_proposer
+from proposers.trees import PUBLISHED
 
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
+PRETRAINED = Path(__file__).resolve().parent.parent / "heads" / "pretrained" / "smollm2-135m-instruct"
+TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what a shell reports of programs that SIGINT or SIGPIPE ended
 
 
@@ -58,6 +62,30 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         help="for --proposer draft: a smaller model with the same vocabulary, folder or hub id "
         f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
     )
+    group.add_argument(
+        "--head",
+        metavar="DIR",
+        help="for --proposer medusa and hydra: the folder of a head trained for the model (default, with the default "
+        "model only: its pretrained one)",
+    )
+    add_tree_options(group)
+
+
+def add_tree_options(group: argparse._ActionsContainer) -> None:
+    """The options that say what trees are drafted with a trained head."""
+    group.add_argument(
+        "--tree",
+        choices=TREES,
+        metavar="NAME",
+        help="for medusa and hydra: dynamic, what is likeliest in each text (the default); calibrated, what was best "
+        f"when the head was measured; static, Medusa's own, or another published one: {', '.join(PUBLISHED)}",
+    )
+    group.add_argument(
+        "--nodes",
+        type=at_least(1),
+        metavar="N",
+        help="for medusa and hydra: trees of N nodes (default: as many as pay on this device, which may be none)",
+    )
 
 
 def check_proposer(name: str, args: argparse.Namespace) -> None:
@@ -66,6 +94,25 @@ def check_proposer(name: str, args: argparse.Namespace) -> None:
         raise ValueError("--device and --device-map exclude each other; give one of them")
     if name == "draft" and args.draft_model is None and args.model is not None:
         raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
+    if name in TRAINED:
+        find_head(name, args.head, args.model)
+
+
+def find_head(kind: str, folder: str | None, model: str | None) -> Path:
+    """The folder of the head to draft with. Raises ValueError where none is given and none comes with the model."""
+    if folder is not None:
+        return Path(folder)
+    if model is not None:
+        raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
+    if not (PRETRAINED / kind).is_dir():
+        raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
+    return PRETRAINED / kind
+
+
+def load_head_proposer(kind: str, folder: str | None, target: Target, args: argparse.Namespace) -> TrainedProposer:
+    """The proposer that drafts with a trained head, by `--tree` and `--nodes`."""
+    place = find_head(kind, folder, args.model)
+    return load_proposer(place, target, kind, tree=args.tree or "dynamic", nodes=args.nodes)
 
 
 def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
@@ -85,7 +132,9 @@ def load_checkpoint(
 
 
 def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Proposer:
-    """A proposer from `PROPOSERS` by its name; loads the draft model where it needs one."""
+    """A proposer from `PROPOSERS` by its name; loads the draft model or the head where it needs one."""
+    if name in TRAINED:
+        return load_head_proposer(name, args.head, target, args)
     kind: Any = PROPOSERS[name]
     if name != "draft":
         return kind()

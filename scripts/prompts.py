@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def read_prompts(path: str) -> list[list[str]]:
@@ -14,6 +15,20 @@ def read_prompts(path: str) -> list[list[str]]:
     Any other file, or "-" for standard input, is one prompt as it stands, without the line break at its end.
     Raises ValueError, with the number of the line, where that is not so, and OSError for a file that cannot be read.
     """
+    prompts = []
+    for number, row in read_rows(path):
+        place = f"{path}, line {number}"
+        if ("prompt" in row) == ("turns" in row):
+            raise ValueError(f'{place}: a line is a JSON object with either "prompt" or "turns"')
+        prompts.append(check_turns(row, place))
+    return prompts
+
+
+def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a .jsonl file with the numbers of their lines; any other file is one with its `prompt`.
+
+    Raises ValueError and OSError like `read_prompts`; what is in the objects is not looked at.
+    """
     raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         content = raw.decode("utf-8-sig")
@@ -21,12 +36,20 @@ def read_prompts(path: str) -> list[list[str]]:
         number = raw.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, line {number}: this is not UTF-8 text") from error
     if not path.endswith(".jsonl"):
-        return [[check_prompt(content.removesuffix("\n").removesuffix("\r"), path)]]
+        return [(1, {"prompt": check_prompt(content.removesuffix("\n").removesuffix("\r"), path)})]
     lines = enumerate(content.split("\n"), start=1)
-    prompts = [_parse_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
-    if not prompts:
+    rows = [(number, _parse_line(line, f"{path}, line {number}")) for number, line in lines if line.strip()]
+    if not rows:
         raise ValueError(f"{path} has no prompts; it needs one JSON object a line")
-    return prompts
+    return rows
+
+
+def check_turns(row: dict[str, Any], place: str) -> list[str]:
+    """The turns of an object with `prompt` or `turns`. Raises ValueError, naming its place, unless they are texts."""
+    turns = [row["prompt"]] if "prompt" in row else row["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f'{place}: "turns" is a list of at least one prompt')
+    return [check_prompt(turn, place) for turn in turns]
 
 
 def check_prompt(text: object, place: str) -> str:
@@ -42,16 +65,13 @@ def check_prompt(text: object, place: str) -> str:
     return text
 
 
-def _parse_line(line: str, place: str) -> list[str]:
+def _parse_line(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: this is not JSON ({error.msg}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
-    if not isinstance(row, dict) or ("prompt" in row) == ("turns" in row):
-        raise ValueError(f'{place}: a line is a JSON object with either "prompt" or "turns"')
-    turns = [row["prompt"]] if "prompt" in row else row["turns"]
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f'{place}: "turns" is a list of at least one prompt')
-    return [check_prompt(turn, place) for turn in turns]
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a line is a JSON object, not {json.dumps(row):.40}")
+    return row

@@ -1,4 +1,4 @@
-"""Train a head that guesses what a model says next. The model itself stays as it is."""
+"""Train a head that guesses what a model says next. The model itself stays as it is, but for --joint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from accelerate.utils import DistributedDataParallelKwargs
 from decode import Target
 from heads import HEADS
 from heads.folder import load_head, save_head
-from scripts.options import Parser, at_least, failing_clearly, load_target
+from scripts.options import Parser, at_least, failing_clearly, load_checkpoint
+from scripts.train_joint import EPILOG as JOINT_EPILOG
+from scripts.train_joint import add_joint_options, join
 from scripts.train_plan import print_plan
 from scripts.train_plot import plot_training
 from scripts.train_validation import Validator
@@ -51,12 +54,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule = make_schedule(args)
         check_out(args)
         accelerator = make_accelerator(args)
-        target = load_target(args)
+        target = Target(*load_checkpoint(args, args.model, prepare=not args.joint))  # packed layers cannot learn
         dataset = load_dataset(args.data, target.tokenizer, min(args.max_length, target.context), args.validation)
         head = make_head(args, target, dataset)
         settings = describe_settings(args, target, head, schedule)
-        objective = make_objective(args, target, head)
-        teacher = Teacher(target, head.features)
+        objective: Any = make_objective(args, target, head)
+        teacher, save_best = Teacher(target, head.features), partial(save_head, head, args.out, torch.bfloat16)
+        if args.joint:
+            objective, teacher, save_best = join(target, objective, args.lora_rank, args.out, save_best)
         if args.plan:
             print_plan(objective, dataset, schedule, Lessons(dataset.examples, teacher))
             return
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dataset,
             lessons,
             Validator(target, head, dataset.prompts),
-            lambda: save_head(head, args.out, torch.bfloat16),
+            save_best,
             schedule,
             args.out,
             accelerator,
@@ -82,7 +87,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="train.py",
         description=__doc__,
-        epilog=EPILOG,
+        epilog=EPILOG + JOINT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -136,6 +141,7 @@ def make_parser() -> Parser:
     group.add_argument(
         "--validation", type=at_least(1), default=16, metavar="N", help="prompts to decode (default: 16)"
     )
+    add_joint_options(parser)
     group = parser.add_argument_group("features")
     group.add_argument(
         "--cache", type=Path, metavar="DIR", help="keep the model's features here, for epochs and heads to come"
@@ -231,6 +237,7 @@ def describe_settings(args: argparse.Namespace, target: Target, head: Any, sched
         "head": args.head,
         "shape": asdict(head.config),
         "loss": args.loss,
+        "lora_rank": args.lora_rank if args.joint else None,
     }
 
 
@@ -258,7 +265,7 @@ def fill_cache(
     with accelerator.main_process_first():
         cache = FeatureCache(args.cache, settings)
         if accelerator.is_main_process:
-            cache.fill(teacher, dataset.examples, args.batch_tokens, int(args.cache_gib * GIB))
+            cache.fill(teacher, dataset.examples, int(args.cache_gib * GIB))
     return cache
 
 

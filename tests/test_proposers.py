@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from decode import Plain, Sampling, Step, Target, Tree, generate
 from decode.cost import Cost
 from decode.loading import first_layers
-from proposers import PROPOSERS, DraftProposer, NGramProposer
+from proposers import PROPOSERS, DraftProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.models import tiny
 
 
@@ -170,7 +170,8 @@ def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
 
 
 def test_every_proposer_has_a_name() -> None:
-    assert {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer} == PROPOSERS
+    drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
+    assert {"none": Plain, "ngram": NGramProposer, **drafters} == PROPOSERS
 
 
 def test_the_proposer_in_the_readme_works(target: Target) -> None:

@@ -21,6 +21,7 @@ from training.data import Example
 from training.teacher import Teacher, View
 
 SHARD_TOKENS = 100_000
+PASS_TOKENS = 4096  # of a forward pass of the target
 SETTINGS = "settings.json"
 
 
@@ -59,9 +60,9 @@ class FeatureCache:
         """What the shards take on disk."""
         return sum(shard.stat().st_size for shard in self._shards)
 
-    def fill(self, teacher: Teacher, examples: Sequence[Example], batch_tokens: int, limit: int) -> None:
+    def fill(self, teacher: Teacher, examples: Sequence[Example], limit: int) -> None:
         """Add the views of all examples, in batches that do not depend on what is there, up to `limit` bytes."""
-        todo = list(_group(examples, batch_tokens))
+        todo = list(_group(examples))
         missing = sum(any(number not in self for number in chain(group)) for group in todo)
         total = sum(len(example.tokens) for example in examples)
         with tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, disable=not missing) as progress:
@@ -125,11 +126,11 @@ def chain(batches: Sequence[Sequence[int]]) -> list[int]:
     return [number for batch in batches for number in batch]
 
 
-def _group(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[list[int]]]:
+def _group(examples: Sequence[Example]) -> Iterator[list[list[int]]]:
     """Batches of examples, those of one shard together."""
     group: list[list[int]] = []
     tokens = 0
-    for batch in plan_batches([len(example.tokens) for example in examples], batch_tokens, seed=0, epoch=0):
+    for batch in plan_batches([len(example.tokens) for example in examples], PASS_TOKENS, seed=0, epoch=0):
         group.append(batch)
         tokens += sum(len(examples[number].tokens) for number in batch)
         if tokens >= SHARD_TOKENS:

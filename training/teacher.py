@@ -60,21 +60,26 @@ class Teacher:
         wanted = answer_rows(examples, tokens.shape[1]).to(device)
         # Right padding is invisible to what stands before it. Logits are for rows where some example has an answer.
         columns = wanted.any(dim=0).nonzero()[:, 0]
-        captured: dict[int, Tensor] = {}
-        handles = [hook_feature(self.target.model, layer, captured) for layer in self.layers]
-        try:
-            output = self.target.model(input_ids=tokens, use_cache=False, logits_to_keep=columns)
-        finally:
-            for handle in handles:
-                handle.remove()
-        features = torch.cat([captured[layer] for layer in self.layers], dim=-1)
+        features, logits = read_target(self.target, self.layers, tokens, columns)
         views = []
         for row, example in enumerate(examples):
-            logits = output.logits[row, wanted[row, columns]].float()
-            best = logits.topk(min(LABELS, logits.shape[-1]), dim=-1)
-            chances = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+            said = logits[row, wanted[row, columns]].float()
+            best = said.topk(min(LABELS, said.shape[-1]), dim=-1)
+            chances = (best.values - said.logsumexp(dim=-1, keepdim=True)).exp()
             views.append(View(features[row, : len(example.tokens)], best.indices, chances))
         return views
+
+
+def read_target(target: Target, layers: Sequence[int], tokens: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the target over texts. Returns the features [B, T, F] of layers and the logits [B, C, V] in columns."""
+    captured: dict[int, Tensor] = {}
+    handles = [hook_feature(target.model, layer, captured) for layer in layers]
+    try:
+        output = target.model(input_ids=tokens, use_cache=False, logits_to_keep=columns)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.cat([captured[layer] for layer in layers], dim=-1), output.logits
 
 
 def make_lesson(examples: Sequence[Example], views: Sequence[View]) -> Lesson:

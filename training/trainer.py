@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +82,8 @@ class Trainer:
     """Trains the head in an objective (a module that makes a `Loss` of a `Lesson`), writing to a folder.
 
     lesson(numbers): the batch of these examples. validate(): decode with the head as it is. save_best(): keep the head
-    as it is. settings: what must be the same for a training to be resumed.
+    as it is. settings: what must be the same for a training to be resumed. An objective may have `rates`: the shares
+    of the learning rate that some of its parts are given, by name; others have all of it.
     """
 
     def __init__(
@@ -101,9 +102,8 @@ class Trainer:
         self.schedule, self.folder, self.accelerator, self.settings = schedule, folder, accelerator, settings
         self.weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
         self.lengths = [len(example.tokens) for example in dataset.examples]
-        optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=schedule.lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
-        )
+        groups = self._group(getattr(objective, "rates", {}))
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.steps = self._count_steps()
         self.rates = get_cosine_schedule_with_warmup(self.optimizer, int(WARMUP * self.steps) + 1, self.steps)
@@ -225,6 +225,13 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.rates.load_state_dict(state["rates"])
         torch.set_rng_state(state["random"])
+
+    def _group(self, shares: Mapping[str, float]) -> list[dict[str, Any]]:
+        """The weights by their learning rates, as an optimizer takes them."""
+        groups: dict[float, list[Tensor]] = {}
+        for name, weight in self.weights.items():
+            groups.setdefault(shares.get(name.split(".")[0], 1.0), []).append(weight)
+        return [{"params": weights, "lr": self.schedule.lr * share} for share, weights in groups.items()]
 
     def _count_steps(self) -> int:
         steps = sum(
