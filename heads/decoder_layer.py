@@ -1,0 +1,116 @@
+"""One Llama-style decoder layer: what Hydra++ looks back with.
+
+Parameters are named as transformers names them. Shapes: B rows, T tokens, S slots, H hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from heads.cache import LayerCache
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The sizes of a decoder layer, in transformers' words."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    input_norm: bool = True  # before attention; a layer whose input is normed already can do without
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads; "
+                "the first number must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a gated feed-forward network, each normed before and added to what came in.
+
+    A new layer changes nothing: the last matrix of both halves is zero.
+    """
+
+    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.self_attn = Attention(hidden_size, config)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(hidden_size, config.intermediate_size)
+
+    def forward(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H].
+
+        cache: what the tokens look back on; they are laid behind it and it is the caller's to keep them. mask: bool
+        [B, 1, T, S], the slots that each token sees; None: those up to its own.
+        """
+        states = states + self.self_attn(self.input_layernorm(states), positions, mask, cache)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Attention(nn.Module):
+    """Attention whose query heads share keys and values in groups (Ainslie et al., 2023), with rotary positions."""
+
+    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
+        super().__init__()
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        wide, narrow = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, hidden_size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+
+    def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        queries, keys, values = (
+            project(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = (rotate(part, positions, self.rope_theta) for part in (queries, keys))
+        if cache is not None:
+            mask = cache.mask(states.shape[1], states.device) if mask is None else mask
+            keys, values = cache.write(keys, values)  # [B, heads, S, D]
+        mixed = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """W_down (SiLU(W_gate x) * W_up x) (Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+def rotate(states: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Turn states [B, heads, T, D] by their positions [B, T] or [1, T] (RoPE; Su et al., 2021).
+
+    Numbers i and i + D/2 of a head are a pair, as in Llama. Angles are in float32 at least: bfloat16 has no 257.
+    """
+    half = states.shape[-1] // 2
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    rates = theta ** -(torch.arange(half, dtype=dtype, device=states.device) / half)
+    angles = positions[:, None, :, None] * rates  # [B, 1, T, D/2]
+    cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    first, second = states[..., :half], states[..., half:]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

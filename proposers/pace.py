@@ -1,0 +1,101 @@
+"""How many nodes to draft, and whether to draft at all: learned from what was accepted and from the time it took.
+
+Time is counted in target passes over a single node, which is what plain decoding spends on a token. Tokens are a
+row's, on average over the rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+MEMORY = 0.97  # of what was learned, what is kept a step
+TRUST = 2.0  # tokens that a head's own confidences count for: few, so that drafts that do not pay end after a few
+RESTS = (4, 8, 16, 32, 64)  # steps without a draft, where drafts do not pay
+
+
+class Pace:
+    """Chooses what brings most tokens a second in the long run.
+
+    A step of some time is worth its tokens less rate x time, where rate is the speed that steps have on average: time
+    spent here is missing there (the rule of renewal rewards; most tokens a second for each step by itself would be
+    too much where guesses are poor and too little where they are good).
+    """
+
+    def __init__(self) -> None:
+        self.accepted = self.expected = 0.0  # tokens of drafts, lately
+        self.steps = self.time = 1.0  # with drafts, lately
+        self.nodes = 1  # of the last tree
+        self._hoped: float | None = None  # tokens expected of it; None: it was no draft
+        self._rest, self._rests = 0, 0
+        self._level_seconds = self._pass_seconds = inf  # the shortest seen: other work on the machine only adds
+
+    @property
+    def factor(self) -> float:
+        """How many tokens are accepted for each that was expected."""
+        return (TRUST + self.accepted) / (TRUST + self.expected)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a unit of time in steps with drafts. What they accept varies more than what is expected of them."""
+        return (self.steps + self.factor * self.expected) / self.time
+
+    @property
+    def level_time(self) -> float:
+        """What drafting one level takes; 0 until it is known."""
+        return self._level_seconds / self._pass_seconds if self._pass_seconds < inf else 0.0
+
+    def begin(self) -> None:
+        """Another text: drafts may pay now."""
+        self._rest, self._rests = 0, 0
+        self.forget_times()
+
+    def forget_times(self) -> None:
+        """Another batch takes other times."""
+        self._level_seconds = self._pass_seconds = inf
+
+    def rests(self) -> bool:
+        """Whether to draft nothing in this step. To be asked once a step."""
+        if self._rest == 0:
+            return False
+        self._rest -= 1
+        self.skip()
+        return True
+
+    def skip(self) -> None:
+        """Take note that the tree of this step is the root alone."""
+        self.nodes, self._hoped = 1, None
+
+    def pays(self, chance: float) -> bool:
+        """Whether one more level pays, where that is the chance that a guess before it is right."""
+        return self.factor * chance > max(self.rate, 1.0) * self.level_time
+
+    def choose(self, gains: Sequence[float], levels: int, cost: Callable[[int], float]) -> int:
+        """The number of nodes: `gains[n - 1]` are the accepted tokens expected of n nodes."""
+        rate = max(self.rate, 1.0)  # plain decoding can be had in any case
+        worth = [self.factor * gain - rate * cost(nodes) for nodes, gain in enumerate(gains, start=1)]
+        self.nodes = 1 + worth.index(max(worth))
+        self._hoped = gains[self.nodes - 1]
+        self.steps = MEMORY * self.steps + 1
+        self.time = MEMORY * self.time + cost(self.nodes) + levels * self.level_time
+        return self.nodes
+
+    def learn(self, accepted: float) -> None:
+        """How many tokens of the last tree were accepted."""
+        if self._hoped is None:
+            return
+        self.accepted = MEMORY * self.accepted + accepted
+        self.expected = MEMORY * self.expected + self._hoped
+        if self.rate >= 1:
+            self._rests = 0
+        else:
+            self._rest = RESTS[min(self._rests, len(RESTS) - 1)]
+            self._rests += 1
+
+    def clock_draft(self, seconds: float, levels: int) -> None:
+        """How long it took to draft so many levels."""
+        self._level_seconds = min(self._level_seconds, seconds / levels)
+
+    def clock_pass(self, seconds: float, cost: Callable[[int], float]) -> None:
+        """How long the target took for the last tree."""
+        self._pass_seconds = min(self._pass_seconds, seconds / cost(self.nodes))

@@ -1,0 +1,54 @@
+"""Heads made fast on a CPU, as `decode.prepare` does it for models.
+
+Shapes: D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from torch import Tensor, nn
+
+from decode.prepare import PackedLinear, can_pack
+from heads.vocabulary import VocabularyHead
+
+Head = TypeVar("Head", bound=VocabularyHead)
+Logits: TypeAlias = Callable[[Tensor, int], Tensor]  # states [..., H] of a head, and its number, to logits [..., D]
+
+
+def pack_head(head: Head) -> tuple[Head, Logits]:
+    """A copy of the head with packed layers, for inference only, and what takes the place of its `logits`.
+
+    Tensors that cannot be packed are shared with the head, which stays as it is.
+    """
+    tensors = [*head.parameters(), *head.buffers()]
+    packed = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
+    readout = Readout(head)
+    for name in ("lm_head", "lm_heads"):
+        if hasattr(packed, name):
+            delattr(packed, name)  # the readout has it
+    for name, layer in list(packed.named_modules()):
+        if can_pack(layer):
+            packed.set_submodule(name, PackedLinear(layer))
+    return packed, readout
+
+
+class Readout:
+    """A head's logits, by matrices that are packed where there is a kernel for it."""
+
+    def __init__(self, head: VocabularyHead) -> None:
+        several = head.config.heads if head.output == "own" else 1
+        self.matrices = [_layer(*head.vocabulary(index)) for index in range(several)]
+
+    def __call__(self, states: Tensor, index: int) -> Tensor:
+        return self.matrices[index % len(self.matrices)](states)
+
+
+def _layer(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return PackedLinear(linear) if can_pack(linear) else linear

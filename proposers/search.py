@@ -1,0 +1,119 @@
+"""Candidates for a draft tree: found level by level by what a head is sure of, or laid out as a fixed tree says.
+
+Shapes: B rows, W paths that are followed further, R ranks (a path's likeliest next tokens), M candidates, D draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from decode import Tree
+from proposers.trees import Shape
+
+# From a level, log-probabilities [B, W, R] of the likeliest tokens and the scores [B, W, 1] of the paths before them
+# to the log of the chance that each is right where its path is: at most 0.
+Confidence: TypeAlias = Callable[[int, Tensor, Tensor], Tensor]
+RANKS = 10  # likeliest next tokens of a path that may become nodes
+
+
+class Guesses(Protocol):
+    """What a head says of the next tokens of one step, level by level."""
+
+    def logits(self, level: int) -> Tensor:
+        """[B, W, D] of the token behind each of the paths last followed, at first [B, 1, D] behind the root; also
+        later [B, 1, D] where they do not depend on the path."""
+        ...
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """The target's ids of draft ids."""
+        ...
+
+    def follow(self, origin: Tensor, tokens: Tensor) -> None:
+        """Go on with W paths: each is the one at `origin` [B, W] among those before, and its next token [B, W]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """More nodes than a tree is made of: node j guesses `tokens[j]` after candidate `parents[j]`, or the root (-1).
+
+    `scores` are logs of the chance that the whole path is right. `ordered`: the first n candidates are the best n (a
+    fixed tree); otherwise the likeliest are.
+    """
+
+    roots: Tensor  # [B] long
+    tokens: Tensor  # [B, M] long
+    parents: Tensor  # [B, M] long
+    scores: Tensor  # [B, M] float32
+    levels: int
+    ordered: bool = False
+
+    def gains(self, nodes: int) -> Tensor:
+        """The tokens that a tree of 1, 2, ... nodes (root included) should have accepted, all rows together."""
+        best = self.scores if self.ordered else self.scores.topk(min(nodes - 1, self.scores.shape[1]), dim=1).values
+        return torch.cat([best.new_zeros(1), best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)])
+
+    def tree(self, nodes: int) -> Tree:
+        """The best `nodes` nodes, root included."""
+        worth = self.scores
+        if self.ordered:
+            worth = -torch.arange(worth.shape[1], device=worth.device).expand_as(worth)
+        tree = Tree.best_first(self.roots, self.tokens, self.parents, worth, nodes)
+        return replace(tree, height=min(tree.height, self.levels))
+
+
+def search(
+    roots: Tensor, guesses: Guesses, levels: int, width: int, confidence: Confidence, pays: Callable[[Tensor], bool]
+) -> Candidates:
+    """Best-first search in waves: at each level the `width` likeliest paths get their `RANKS` likeliest next tokens.
+
+    All of these become candidates, not only those that are followed (EAGLE-2, section 4.2). It ends after `levels`, or
+    where, given the scores [B, W] of the paths to be followed, one more level no longer `pays`. roots [B].
+    """
+    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
+    places = torch.full_like(roots[:, None], -1)  # [B, W]: where the paths followed end among the candidates
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    while True:
+        drafted, sure = rank_tokens(guesses.logits(len(found)), RANKS)  # [B, W, R], or [B, 1, R] for all paths
+        before = scores[:, :, None]
+        reached = before + confidence(len(found), sure, before)  # [B, W, R]
+        tokens = guesses.tokens(drafted).expand_as(reached).flatten(1)
+        parents = places[:, :, None].expand_as(reached).flatten(1)
+        scores, index = reached.flatten(1).topk(min(width, tokens.shape[1]), dim=1)
+        places = index + sum(part.shape[1] for part, _, _ in found)
+        found.append((tokens, parents, reached.flatten(1)))
+        if len(found) == levels or not pays(scores):
+            break
+        guesses.follow(index // reached.shape[2], tokens.gather(1, index))
+    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return Candidates(roots, tokens, parents, scores, len(found))
+
+
+def fill_shape(roots: Tensor, guesses: Guesses, shape: Shape, confidence: Confidence) -> Candidates:
+    """The tokens of a fixed tree: those with the ranks that it names, whatever their chances. roots [B]."""
+    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W] of the paths followed
+    found: list[tuple[Tensor, Tensor]] = []
+    for index, level in enumerate(shape.levels):
+        drafted, sure = rank_tokens(guesses.logits(index), level.most)
+        before = scores[:, :, None]
+        reached = before + confidence(index, sure, before)  # [B, W, R]
+        drafted = guesses.tokens(drafted).expand_as(reached)
+        found.append((drafted[:, level.above, level.ranks], reached[:, level.above, level.ranks]))
+        tokens, scores = (part[:, level.followed] for part in found[-1])
+        if index + 1 < len(shape.levels):
+            guesses.follow(level.origin.expand_as(tokens), tokens)
+    tokens, scores = (torch.cat(parts, dim=1)[:, shape.order] for parts in zip(*found, strict=True))
+    return Candidates(roots, tokens, shape.parents.expand_as(tokens), scores, len(shape.levels), ordered=True)
+
+
+def rank_tokens(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The likeliest draft ids [B, W, R] and their log-probabilities in float32, likeliest first."""
+    logits = logits.float()
+    best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
+    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0)

@@ -1,0 +1,176 @@
+"""What proposers that draft with a trained head share: checks, the choice of a tree, and of its number of nodes.
+
+Shapes: B rows, T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
+from time import perf_counter
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from decode import Step, Target, Tree
+from decode.cost import Cost
+from heads.vocabulary import VocabularyHead
+from proposers.calibration import Calibration, trust_blindly
+from proposers.pace import Pace
+from proposers.packing import Logits, pack_head
+from proposers.search import Candidates, Guesses, fill_shape, search
+from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
+
+STATIC = "mc_sim_7b_63"
+LARGEST = 256  # nodes of a calibrated tree
+
+
+class TrainedProposer(ABC):
+    """Drafts with a head, at most as deep as it looks ahead.
+
+    tree: "dynamic" takes the nodes that are likeliest in each text; "calibrated" the tree that was best on average
+    when the head was measured; "static" the one that Medusa published, or the name of another in
+    `proposers.trees.PUBLISHED`, or paths of ranks. nodes: exactly so many (root included, as far as budget and tree
+    have them); None takes as many as bring most tokens a second on this device, which may be none.
+    calibration: what was measured of the head; without it, it is taken at its word.
+
+    Raises ValueError for a tree or a number of nodes that cannot be, and for a head that was trained for another
+    target when it meets the target.
+    """
+
+    width: ClassVar[int]  # paths followed at each level of a dynamic tree
+
+    def __init__(
+        self,
+        head: VocabularyHead,
+        *,
+        tree: str | Sequence[Path] = "dynamic",
+        nodes: int | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if nodes is not None and nodes < 1:
+            raise ValueError(f"nodes is {nodes}; a tree has at least its root")
+        if calibration is not None and len(calibration.acceptance) != head.depth:
+            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {head.depth}")
+        self.head: Any = head
+        self.logits: Logits = head.logits
+        self.dtype = next(head.parameters()).dtype
+        self.nodes, self.paths = nodes, choose_paths(tree, calibration)
+        self.confidence = trust_blindly if calibration is None else calibration.trust
+        self.pace = Pace()
+        self.step: Step
+        self._cost: Cost
+        self._handed = 0.0  # when the target got the last tree
+        self._shapes: dict[int, Shape] = {}
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return tuple(self.head.features)
+
+    def renew(self) -> Self:
+        """The same proposer with nothing learned."""
+        fresh = copy(self)
+        fresh.pace = Pace()
+        return fresh
+
+    def prepare(self, target: Target) -> Self:
+        """Make drafting fast on this target's device: on a CPU, with a packed copy of the head. Returns itself."""
+        self._bind(target)
+        self.head, self.logits = pack_head(self.head)
+        return self
+
+    def check(self, target: Target) -> None:
+        """Raise ValueError where the head was trained for another target."""
+        self.head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
+
+    def observe(self, step: Step) -> None:
+        if step.first:
+            self._bind(step.target)
+        if self.nodes is None:
+            self._learn(step)
+        self.step = step
+
+    @torch.no_grad()
+    def propose(self, budget: int) -> Tree:
+        roots = torch.tensor(self.step.bonus, device=self.step.target.device)
+        most = min(budget, self.nodes or budget)
+        if most > 1 and self.nodes is not None:
+            return self._draft(roots, most, lambda scores: True).tree(most)
+        if most > 1 and not self.pace.rests():
+            tree = self._draft_worthwhile(roots, most)
+        else:
+            self.pace.skip()
+            tree = Tree.chain_of(roots[:, None], torch.ones_like(roots))
+        self._handed = perf_counter()
+        return tree
+
+    def _learn(self, step: Step) -> None:
+        if step.first:
+            self.pace.begin()
+        else:
+            self.pace.clock_pass(perf_counter() - self._handed, self._cost)
+            self.pace.learn(sum(len(path) - 1 for path in step.path) / len(step.path))
+            if len(step.rows) == len(self.step.rows):
+                return
+            self.pace.forget_times()
+        self._cost = step.target.cost(len(step.rows))
+
+    def _draft_worthwhile(self, roots: Tensor, most: int) -> Tree:
+        """As many nodes as pay. The rows of a batch share one forward pass, and so one number of nodes."""
+        begun = perf_counter()
+        candidates = self._draft(roots, most, self._pays)
+        gains = (candidates.gains(most) / len(roots)).tolist()  # a GPU is waited for here
+        self.pace.clock_draft(perf_counter() - begun, candidates.levels)
+        return candidates.tree(self.pace.choose(gains, candidates.levels, self._cost))
+
+    def _draft(self, roots: Tensor, most: int, pays: Callable[[Tensor], bool]) -> Candidates:
+        step, head = self.step, self.head
+        guesses = self.guess(self.features(), roots, step.target)
+        if self.paths is None:
+            return search(roots, guesses, head.depth, self.width, self.confidence, pays)
+        if most not in self._shapes:
+            paths = cut_tree(self.paths, head.depth, head.draft_size, most - 1)
+            self._shapes[most] = Shape.of(paths, roots.device)
+        return fill_shape(roots, guesses, self._shapes[most], self.confidence)
+
+    def _bind(self, target: Target) -> None:
+        self.check(target)
+        self.head.to(target.device)
+        if self.head.output == "target" and self.head.borrowed is None:
+            self.head.borrow(target.output_matrix)
+
+    def _pays(self, scores: Tensor) -> bool:
+        return True
+
+    @abstractmethod
+    def guess(self, features: Tensor, roots: Tensor, target: Target) -> Guesses:
+        """What the head says behind last tokens with these features [B, H] and the roots [B] after them."""
+
+    def ground(self, features: Tensor) -> Tensor:
+        """What the head makes of all features [B, T, H] of texts, before it guesses from one of them."""
+        return features.to(self.dtype)
+
+    def features(self) -> Tensor:
+        """The features [B, H] of each row's last committed token."""
+        features = self.step.features
+        assert features is not None
+        last = torch.tensor([len(tokens) - 1 for tokens in self.step.committed], device=features.device)
+        rows = torch.arange(len(last), device=features.device)
+        return features[rows, last].to(self.dtype)
+
+
+def choose_paths(tree: str | Sequence[Path], calibration: Calibration | None) -> tuple[Path, ...] | None:
+    """The paths of a fixed tree, or None for a dynamic one. Raises ValueError where there is no such tree."""
+    if not isinstance(tree, str):
+        return check_tree(tree)
+    if tree == "dynamic":
+        return None
+    if tree == "calibrated":
+        if calibration is None:
+            raise ValueError("the head was not calibrated; run scripts/calibrate.py, or choose another tree")
+        return calibration.best_tree(LARGEST)
+    if tree != "static" and tree not in PUBLISHED:
+        raise ValueError(f"there is no tree {tree!r}; choose from dynamic, calibrated, static, {', '.join(PUBLISHED)}")
+    return PUBLISHED[STATIC if tree == "static" else tree]
