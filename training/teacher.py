@@ -15,6 +15,7 @@ from decode import Target
 from decode.session import hook_feature
 from training.data import Example
 
+ROWS = 256  # answer rows whose logits are looked at at a time
 LABELS = 48  # of the target's law, so many tokens are kept; on chat answers they hold over 0.99 of it
 
 
@@ -45,6 +46,9 @@ class View:
     labels: Tensor
     chances: Tensor
 
+    def to(self, device: torch.device) -> View:
+        return View(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
 
 class Teacher:
     """The frozen target. `layers`: the hidden states that make the features, in transformers' numbering."""
@@ -58,28 +62,34 @@ class Teacher:
         device = self.target.device
         tokens = pad([example.tokens for example in examples]).to(device)
         wanted = answer_rows(examples, tokens.shape[1]).to(device)
-        # Right padding is invisible to what stands before it. Logits are for rows where some example has an answer.
-        columns = wanted.any(dim=0).nonzero()[:, 0]
-        features, logits = read_target(self.target, self.layers, tokens, columns)
-        views = []
-        for row, example in enumerate(examples):
-            said = logits[row, wanted[row, columns]].float()
-            best = said.topk(min(LABELS, said.shape[-1]), dim=-1)
-            chances = (best.values - said.logsumexp(dim=-1, keepdim=True)).exp()
-            views.append(View(features[row, : len(example.tokens)], best.indices, chances))
-        return views
+        features, logits = read_target(self.target, self.layers, tokens, wanted)
+        parts = [_best(part) for part in logits.split(ROWS)]
+        labels, chances = (torch.cat(column).split(wanted.sum(dim=1).tolist()) for column in zip(*parts, strict=True))
+        kept = [features[row, : len(example.tokens)] for row, example in enumerate(examples)]
+        return [View(*view) for view in zip(kept, labels, chances, strict=True)]
 
 
-def read_target(target: Target, layers: Sequence[int], tokens: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the target over texts. Returns the features [B, T, F] of layers and the logits [B, C, V] in columns."""
+def read_target(target: Target, layers: Sequence[int], tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the target over texts [B, T]. Returns the features [B, T, F] of layers and the logits [R, V] of the R rows
+    that are `wanted` [B, T] bool; padding at the right is invisible to what stands before it."""
     captured: dict[int, Tensor] = {}
     handles = [hook_feature(target.model, layer, captured) for layer in layers]
+    # Most rows belong to prompts, and a vocabulary is wide: the others never reach the model's own output layer.
+    output = target.model.get_output_embeddings()
+    handles.append(output.register_forward_pre_hook(lambda _, args: (args[0][wanted][None], *args[1:])))
     try:
-        output = target.model(input_ids=tokens, use_cache=False, logits_to_keep=columns)
+        logits = target.model(input_ids=tokens, use_cache=False).logits[0]
     finally:
         for handle in handles:
             handle.remove()
-    return torch.cat([captured[layer] for layer in layers], dim=-1), output.logits
+    return torch.cat([captured[layer] for layer in layers], dim=-1), logits
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens [R, S] by logits [R, V], and their probabilities."""
+    logits = logits.float()
+    best = logits.topk(min(LABELS, logits.shape[-1]), dim=-1)
+    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
 
 def make_lesson(examples: Sequence[Example], views: Sequence[View]) -> Lesson:
