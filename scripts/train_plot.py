@@ -7,23 +7,31 @@ from pathlib import Path
 from training.checkpoint import read_metrics
 
 
-def plot_training(folder: Path, file: Path) -> None:
-    """Draw the folder's metrics. Raises ValueError where matplotlib is missing or nothing was logged."""
+def check_plot(file: Path) -> None:
+    """Raise ValueError where no picture could be written: before a training, not after it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix[1:] not in known:
+        raise ValueError(f"--plot {file}: give a name that ends in one of .{', .'.join(sorted(known))}")
+    if not file.parent.is_dir():
+        raise ValueError(f"--plot {file}: there is no folder {file.parent}")
+
+
+def plot_training(folder: Path, file: Path) -> None:
+    """Draw the folder's metrics."""
+    from matplotlib.figure import Figure
+
     rows = read_metrics(folder)
     losses = [(row["tokens"] / 1e6, row["loss"]) for row in rows if "loss" in row]
     taus = [(row["tokens"] / 1e6, row["tau"]) for row in rows if "tau" in row]
-    if not losses:
-        raise ValueError(f"{folder} has no metrics to draw yet")
     figure = Figure(figsize=(7, 4), layout="constrained")
     left = figure.subplots()
     left.plot(*zip(*losses, strict=True), color="0.7", linewidth=1)
     left.set(xlabel="million answer tokens seen", ylabel="loss (grey)")
     right = left.twinx()
-    if taus:
-        right.plot(*zip(*taus, strict=True), color="tab:green", marker="o", markersize=3)
+    right.plot(*zip(*taus, strict=True), color="tab:green", marker="o", markersize=3)
     right.set_ylabel("tau on held-out prompts (green)")
     figure.savefig(file, dpi=150)

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from proposers import DraftProposer, NGramProposer
+from proposers import DraftProposer, HydraProposer, MedusaProposer, NGramProposer
+from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -42,6 +43,11 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(target, length=4),
         "itself as a tree": lambda: DraftProposer(target, width=2),
+        "medusa": lambda: MedusaProposer(make_head("medusa", target, output="target")),
+        "medusa static": lambda: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
+        "hydra": lambda: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
+        "hydra static": lambda: HydraProposer(make_head("hydra", target), tree="eagle_25", nodes=9),
+        "hydra++": lambda: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
     }
 
 

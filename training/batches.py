@@ -33,4 +33,4 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: in
 def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
     """The share of places in the batches that hold no token."""
     places = sum(len(batch) * max(lengths[number] for number in batch) for batch in batches)
-    return 1 - sum(lengths) / max(1, places)
+    return 1 - sum(lengths[number] for batch in batches for number in batch) / places

@@ -6,23 +6,27 @@ Shapes: R rows of all examples of a shard, A answer rows of them, F feature widt
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm import tqdm
 
 from training.batches import plan_batches
 from training.data import Example
-from training.teacher import Teacher, View
+from training.files import write_aside
+from training.teacher import LABELS, Teacher, View
 
 SHARD_TOKENS = 100_000
 PASS_TOKENS = 4096  # of a forward pass of the target
-SETTINGS = "settings.json"
+SETTINGS, LOCK = "settings.json", ".lock"
+FOREIGN = 0.1  # features of one text that differ by more, relatively, are not the same model's in whatever precision
 
 
 class FeatureCache:
@@ -34,46 +38,61 @@ class FeatureCache:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / SETTINGS
-        if not file.exists() and any(folder.iterdir()):
-            raise ValueError(f"{folder} holds other things than cached features; choose a new folder")
-        if not file.exists():
-            write_aside(file, lambda aside: aside.write_text(json.dumps(settings)))
-        stored = json.loads(file.read_text())
-        for name in sorted(settings):
-            if stored.get(name) != settings[name]:
-                raise ValueError(
-                    f"the features in {folder} were made with {name} {stored.get(name)!r}, now it is "
-                    f"{settings[name]!r}; choose another folder"
-                )
         self._places: dict[int, tuple[Path, int]] = {}
         self._shards: dict[Path, Any] = {}
-        for shard in sorted(folder.glob("*.safetensors")):
-            self._register(shard)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / SETTINGS).exists():
+            if any(not entry.name.startswith(".") for entry in folder.iterdir()):
+                raise ValueError(f"{folder} holds other things than cached features; choose a new folder")
+            write_aside(folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
+        self._check_settings(settings)
+        self.scan()
 
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
-    @property
-    def bytes(self) -> int:
-        """What the shards take on disk."""
-        return sum(shard.stat().st_size for shard in self._shards)
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait until no other training fills the folder, and let none begin to."""
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            print(f"another training is filling {self.folder}: waiting for it", file=sys.stderr)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
-    def fill(self, teacher: Teacher, examples: Sequence[Example], limit: int) -> None:
-        """Add the views of all examples, in batches that do not depend on what is there, up to `limit` bytes."""
-        todo = list(_group(examples))
-        missing = sum(any(number not in self for number in chain(group)) for group in todo)
-        total = sum(len(example.tokens) for example in examples)
-        with tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, disable=not missing) as progress:
-            for index, group in enumerate(todo):
-                numbers = chain(group)
-                if any(number not in self for number in numbers):
-                    if self.bytes >= limit:
-                        break
-                    views = [view for batch in group for view in teacher.view([examples[number] for number in batch])]
-                    self._write(self.folder / f"{index:05d}.safetensors", numbers, views)
-                progress.update(sum(len(examples[number].tokens) for number in numbers))
+    def scan(self) -> None:
+        """Take note of the shards that are there by now. Raises ValueError for a damaged one."""
+        for shard in sorted(self.folder.glob("*.safetensors")):
+            if shard not in self._shards:
+                self._register(shard)
+
+    def fill(
+        self, teacher: Teacher, examples: Sequence[Example], limit: int, process: int = 0, processes: int = 1
+    ) -> None:
+        """Add the views of all examples, in passes that do not depend on what is there, up to `limit` bytes.
+
+        Each of several processes makes its share of the shards. Raises ValueError where what is there is not of these
+        examples and this target.
+        """
+        self.scan()
+        self._check_views(teacher, examples)
+        shards = dict(list(_plan_shards(self.folder, examples))[process::processes])
+        left = limit // processes - sum(path.stat().st_size for path in shards if path.exists())
+        missing = {path: group for path, group in shards.items() if path not in self._shards}
+        with _show(missing.values(), examples, silent=process > 0) as bar:
+            for path, group in missing.items():
+                told = [examples[number] for number in chain(group)]
+                left -= _count_bytes(told, teacher)
+                if left < 0:
+                    return
+                views = [view for batch in group for view in teacher.view([examples[number] for number in batch])]
+                self._write(path, chain(group), views)
+                bar.update(sum(len(example.tokens) for example in told))
 
     def view(self, number: int) -> View:
         """The view of one example."""
@@ -87,6 +106,36 @@ class FeatureCache:
             shard.get_slice("chances")[first:last],
         )
 
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        file = self.folder / SETTINGS
+        try:
+            stored = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); choose another folder") from error
+        for name in sorted(settings):
+            if stored.get(name) != settings[name]:
+                raise ValueError(
+                    f"the features in {self.folder} were made with {name} {stored.get(name)!r}, now it is "
+                    f"{settings[name]!r}; choose another folder"
+                )
+
+    def _check_views(self, teacher: Teacher, examples: Sequence[Example]) -> None:
+        """Raise ValueError where views are not of these examples, by their sizes, or, going by one, of this target."""
+        fits = max(self._places, default=-1) < len(examples)
+        for number, (path, place) in self._places.items() if fits else ():
+            _, bounds, answers = self._shards[path]
+            sizes = bounds[place + 1] - bounds[place], answers[place + 1] - answers[place]
+            fits = fits and sizes == (len(examples[number].tokens), examples[number].answer_tokens)
+        if fits and self._places:
+            number = max(self._places)
+            made = teacher.view([examples[number]])[0].features.float().cpu()
+            fits = bool((made - self.view(number).features.float()).norm() < FOREIGN * made.norm())
+        if not fits:
+            raise ValueError(
+                f"the features in {self.folder} are of other texts, or of another model at the same place; "
+                "choose another folder"
+            )
+
     def _write(self, path: Path, numbers: list[int], views: list[View]) -> None:
         tensors = {
             "features": torch.cat([view.features for view in views]).cpu(),  # [R, F]
@@ -96,7 +145,8 @@ class FeatureCache:
             "bounds": _offsets([len(view.features) for view in views]),
             "answers": _offsets([len(view.labels) for view in views]),
         }
-        write_aside(path, lambda aside: save_file(tensors, aside))
+        content = save(tensors)
+        write_aside(path, lambda file: file.write(content))
         self._register(path)
 
     def _register(self, path: Path) -> None:
@@ -109,35 +159,39 @@ class FeatureCache:
         self._places.update({number: (path, place) for place, number in enumerate(numbers)})
 
 
-def write_aside(path: Path, write: Any) -> None:
-    """Let `write(file)` make a file under another name and rename it: it is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(aside)
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def chain(batches: Sequence[Sequence[int]]) -> list[int]:
     """The numbers of several batches in one list."""
     return [number for batch in batches for number in batch]
 
 
-def _group(examples: Sequence[Example]) -> Iterator[list[list[int]]]:
-    """Batches of examples, those of one shard together."""
+def _plan_shards(folder: Path, examples: Sequence[Example]) -> Iterator[tuple[Path, list[list[int]]]]:
+    """The shards of all examples: their files, and what is in them, as the target's passes."""
     group: list[list[int]] = []
-    tokens = 0
+    tokens = index = 0
     for batch in plan_batches([len(example.tokens) for example in examples], PASS_TOKENS, seed=0, epoch=0):
         group.append(batch)
         tokens += sum(len(examples[number].tokens) for number in batch)
         if tokens >= SHARD_TOKENS:
-            yield group
-            group, tokens = [], 0
+            yield folder / f"{index:05d}.safetensors", group
+            group, tokens, index = [], 0, index + 1
     if group:
-        yield group
+        yield folder / f"{index:05d}.safetensors", group
+
+
+def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
+    """What a shard of these takes, but for its header."""
+    target = teacher.target
+    rows, answers = sum(len(example.tokens) for example in examples), sum(e.answer_tokens for e in examples)
+    width = target.config.hidden_size * len(teacher.layers) * target.dtype.itemsize
+    return rows * width + answers * min(LABELS, target.vocabulary) * (4 + 2)
+
+
+def _show(groups: Iterable[list[list[int]]], examples: Sequence[Example], silent: bool) -> Any:
+    """A progress bar over the tokens of some groups."""
+    total = sum(len(examples[number].tokens) for group in groups for number in chain(group))
+    interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+    silent = silent or total == 0
+    return tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, mininterval=interval, disable=silent)
 
 
 def _offsets(sizes: list[int]) -> torch.Tensor:

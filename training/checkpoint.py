@@ -9,31 +9,33 @@ from typing import Any
 
 import torch
 
-from training.cache import write_aside
+from training.files import write_aside
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     """Replace the folder's checkpoint; a kill or a full disk leaves the old one whole."""
-    write_aside(folder / CHECKPOINT, lambda aside: torch.save(state, aside))
+    write_aside(folder / CHECKPOINT, lambda file: torch.save(state, file))
 
 
 def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The folder's state, or None before anything was saved.
 
-    Raises ValueError where it is damaged, or where the training was begun with other settings: each is named.
+    Raises ValueError where it is damaged, or where the training was begun with other settings: each is named. What
+    its maker did not know yet counts as the same.
     """
     file = folder / CHECKPOINT
     if not file.exists():
         return None
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{file} is damaged; start anew in another folder ({str(error).splitlines()[0]})") from error
-    changed = [name for name in settings if state["settings"].get(name) != settings[name]]
+        begun = state["settings"]
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
+    changed = [name for name in settings if begun.get(name, settings[name]) != settings[name]]
     if changed:
-        said = ", ".join(f"{name} was {state['settings'].get(name)!r}, now {settings[name]!r}" for name in changed)
+        said = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
         raise ValueError(f"the training in {folder} was begun with other settings: {said}; resume with the same")
     return state
 
@@ -45,7 +47,7 @@ class Metrics:
         self.file = folder / METRICS
         kept = [row for row in read_metrics(folder) if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept)
-        write_aside(self.file, lambda aside: aside.write_text(text))
+        write_aside(self.file, lambda file: file.write(text.encode()))
 
     def add(self, **row: Any) -> None:
         with self.file.open("a") as file:
@@ -56,4 +58,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All whole lines of the folder's metrics."""
     file = folder / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it to go on without") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,56 +41,70 @@ class Dataset:
         return sum(example.answer_tokens for example in self.examples)
 
 
-def load_dataset(files: Sequence[Path], tokenizer: Any, max_length: int, prompts: int) -> Dataset:
+def load_dataset(
+    files: Sequence[Path], tokenizer: Any, max_length: int, prompts: int, ends: Collection[int] = ()
+) -> Dataset:
     """Read JSONL files of conversations: `prompt` and `response`, or `messages` that end with an answer.
 
     Every prompt whose digest says so is held out; the first `prompts` of them, in the digest's order, are kept for
-    validation. Examples are cut at `max_length` tokens. Raises ValueError, with file and line, for a line that is not
-    such a conversation or has no answer tokens, and where nothing is left to train on.
+    validation. Examples are cut at `max_length` tokens. ends: tokens that end an answer, beside the tokenizer's own.
+    Raises ValueError, with file and line, for a line that is not such a conversation or has no answer tokens, and
+    where nothing is left to train on.
     """
-    examples, held_out, dropped = [], {}, 0
-    for place, messages, finished in tqdm(list(_read(files)), desc="tokenizing", unit=" answers", leave=False):
-        digest = hashlib.sha256(messages[0]["content"].encode()).digest()
-        example = tokenize(messages, tokenizer, finished, place)
+    examples, held_out, dropped, too_long = [], {}, 0, 0
+    rows = tqdm(list(_read(files)), desc="tokenizing", unit=" answers", leave=False, disable=None)
+    for place, messages, finished in rows:
+        digest = _digest(messages)
+        example = tokenize(messages, tokenizer, finished, place, ends)
+        begin = example.spans[0][0]
         if int.from_bytes(digest[:4]) % HELD_OUT == 0:
-            held_out[digest] = list(example.tokens[: example.spans[0][0]])
-        elif has_looped(example.tokens[: example.spans[-1][1]]):
+            held_out[digest] = list(example.tokens[:begin])
+        elif has_looped(example.tokens):
             dropped += 1
-        elif example.spans[0][0] < max_length:
+        elif begin >= max_length:
+            too_long += 1
+        else:
             spans = tuple((begin, min(end, max_length)) for begin, end in example.spans if begin < max_length)
             examples.append(Example(example.tokens[:max_length], spans))
     if not examples:
-        raise ValueError(f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops)")
+        raise ValueError(
+            f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
+            f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
+        )
     chosen = [held_out[digest] for digest in sorted(held_out) if len(held_out[digest]) < max_length]
     return Dataset(examples, chosen[:prompts], dropped)
 
 
-def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str) -> Example:
+def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, ends: Collection[int] = ()) -> Example:
     """A conversation in the tokenizer's chat template; without a template, the texts one after the other.
 
     What an answer adds is found by rendering the conversation without it and with it, since few templates mark it.
-    An answer ends with its end token; one that was not `finished` ends with its last word.
+    It ends with its end token: what a template adds behind that is nobody's. If the last one was not `finished`, it
+    ends with its last word. Earlier answers count as far as the whole conversation still has them: many templates
+    leave out old thoughts.
     """
+    ends = {tokenizer.eos_token_id, *ends}
     tokens: list[int] = []
-    spans = []
+    spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(messages[:turn], tokenizer, answer_next=True)
-        whole = _render(messages[: turn + 1], tokenizer, answer_next=False)
-        if whole[: len(before)] != before:
+        last = turn == len(messages) - 1
+        before = _render(messages[:turn], tokenizer, place, answer_next=True)
+        whole = _render(messages[: turn + 1], tokenizer, place, answer_next=False)
+        if last and not tokenizer.chat_template and tokenizer.eos_token_id is not None:
+            whole.append(tokenizer.eos_token_id)
+        begin = max(_count_common(before, whole), 1)  # nothing says what the very first token would be
+        if begin < len(before) and tokenizer.chat_template:
             raise ValueError(f"{place}: the chat template changes what was said before an answer; it cannot be masked")
-        end = len(whole)
-        while end > len(before) and tokenizer.chat_template and whole[end - 1] != tokenizer.eos_token_id:
-            end -= 1  # what a template adds behind the end token is nobody's answer
-        if tokenizer.chat_template and end == len(before):
-            end = len(whole)  # this template ends an answer with no token of its own
-        elif tokenizer.chat_template and not finished and turn == len(messages) - 1:
+        end = next((index + 1 for index in range(begin, len(whole)) if whole[index] in ends), len(whole))
+        if last and not finished and whole[end - 1] in ends:
             end -= 1
-        tokens = whole[:end]
-        if end == len(before) or not message["content"].strip():
+        if end <= begin:
             raise ValueError(f"{place}: the answer has no tokens")
-        spans.append((max(len(before), 1), end))  # nothing says what the very first token would be
+        kept = _count_common(tokens, whole)
+        spans = [(first, min(past, kept)) for first, past in spans if first < kept] + [(begin, end)]
+        tokens = whole[:end]
     return Example(tuple(tokens), tuple(spans))
 
 
@@ -100,12 +114,25 @@ def has_looped(tokens: Sequence[int]) -> bool:
     return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
 
 
-def _render(messages: Messages, tokenizer: Any, answer_next: bool) -> list[int]:
-    if tokenizer.chat_template:
+def _digest(messages: Messages) -> bytes:
+    """Tells prompts apart: all that was said before the first answer."""
+    first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
+    return hashlib.sha256("\n".join(message["content"] for message in messages[:first]).encode()).digest()
+
+
+def _render(messages: Messages, tokenizer: Any, place: str, answer_next: bool) -> list[int]:
+    if not tokenizer.chat_template:
+        return tokenizer("".join(message["content"] for message in messages)).input_ids
+    try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, return_dict=False)
-    text = "".join(message["content"] for message in messages)
-    ends = [] if answer_next or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return tokenizer(text).input_ids + ends
+    except Exception as error:  # a template is a program: it may refuse a role, or stumble
+        raise ValueError(f"{place}: the chat template cannot render this conversation ({error})") from error
+
+
+def _count_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, Messages, bool]]:
@@ -136,7 +163,7 @@ def _text(file: Path) -> str:
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: this is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f'{place}: a line is a JSON object with "prompt" and "response", or with "messages"')
@@ -158,4 +185,8 @@ def _messages(row: dict[str, Any], place: str) -> Messages:
         raise ValueError(f'{place}: a conversation has texts with roles, of which one is an "assistant" answer')
     while messages[-1]["role"] != "assistant":
         messages = messages[:-1]
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: the text has half of a character (a surrogate)") from error
     return messages

@@ -18,7 +18,8 @@ class Lessons:
     def __call__(self, numbers: Sequence[int]) -> Lesson:
         views: dict[int, View] = {}
         if self.cache is not None:
-            views = {number: self.cache.view(number) for number in numbers if number in self.cache}
+            device = self.teacher.target.device
+            views = {number: self.cache.view(number).to(device) for number in numbers if number in self.cache}
         missing = [number for number in numbers if number not in views]
         if missing:
             made = self.teacher.view([self.examples[number] for number in missing])

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
-from training.batches import plan_batches
-from training.checkpoint import Metrics, load_checkpoint, save_checkpoint
+from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
 from training.objective import Loss
+from training.schedule import Schedule
 from training.teacher import Lesson
 
 WARMUP = 0.03  # of all steps
@@ -33,30 +36,6 @@ WEIGHT_DECAY = 0.01
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean of the steps before
 STOPPED = 128 + signal.SIGTERM
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long and how fast. `patience`: validations without a better tau before training ends early."""
-
-    epochs: int = 1
-    max_steps: int | None = None
-    batch_tokens: int = 2048
-    accumulate: int = 1
-    lr: float = 1e-3
-    seed: int = 0
-    save_every: int = 200
-    validate_every: int = 200
-    patience: int = 10
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_tokens", "accumulate", "save_every", "validate_every", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr is {self.lr}; it must be a positive number")
 
 
 @dataclass(frozen=True)
@@ -105,34 +84,42 @@ class Trainer:
         groups = self._group(getattr(objective, "rates", {}))
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
-        self.steps = self._count_steps()
+        self.steps = sum(1 for _ in schedule.plan(self.lengths))
         self.rates = get_cosine_schedule_with_warmup(self.optimizer, int(WARMUP * self.steps) + 1, self.steps)
         self.progress = Progress()
         self._terminated = False
 
-    def run(self, resume: bool = False) -> None:
-        """Train to the end, or until validations stop improving; go on from the folder's checkpoint with `resume`.
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: all steps were made, or tau has stopped growing."""
+        return self.progress.step == self.steps or self.progress.stale >= self.schedule.patience
 
-        Raises ValueError where the loss explodes (the last checkpoint stays), SystemExit after a SIGTERM (state saved).
+    def run(self, state: Mapping[str, Any] | None = None) -> int:
+        """Train to the end, or until tau stops growing; go on from a checkpoint's `state`. Returns the steps made.
+
+        Raises ValueError where the loss explodes (what was saved stays), SystemExit after a SIGTERM (state saved).
         """
-        state = load_checkpoint(self.folder, self.settings) if resume else None
         if state is not None:
             self._restore(state)
-        self.metrics = Metrics(self.folder, self.progress.step) if self.accelerator.is_main_process else None
+        self._check_together()
+        begun = self.progress.step
+        self.metrics = Metrics(self.folder, begun) if self.accelerator.is_main_process else None
         before = signal.signal(signal.SIGTERM, self._terminate)
         try:
             self._train()
         finally:
             signal.signal(signal.SIGTERM, before)
+        return self.progress.step - begun
 
     def _train(self) -> None:
         schedule, progress = self.schedule, self.progress
         started, tokens_before = perf_counter(), progress.tokens
-        bar = tqdm(total=self.steps, initial=progress.step, unit=" steps", disable=not self.accelerator.is_main_process)
-        with bar:
-            for batch in self._remaining():
-                if progress.stale >= schedule.patience:
-                    break
+        silent = self.finished or not self.accelerator.is_main_process
+        interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+        with tqdm(total=self.steps, initial=progress.step, unit=" steps", mininterval=interval, disable=silent) as bar:
+            for batch in islice(schedule.plan(self.lengths), progress.step, None):
+                if self.finished:
+                    return
                 losses = self._step(batch)
                 progress.step += 1
                 speed = (progress.tokens - tokens_before) / (perf_counter() - started)
@@ -144,9 +131,10 @@ class Trainer:
                     self._log(**losses)
                 if progress.step % schedule.validate_every == 0 or progress.step == self.steps:
                     self._validate()
-                if progress.step % schedule.save_every == 0 or progress.step == self.steps or self._stopping():
+                stopping = self._stopping()
+                if progress.step % schedule.save_every == 0 or self.finished or stopping:
                     self._save()
-                if self._stopping():
+                if stopping:
                     raise SystemExit(STOPPED)
 
     def _step(self, batch: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -166,7 +154,7 @@ class Trainer:
             sums = _add(sums, torch.cat([loss.total[None].detach(), loss.anchors, loss.agreed]))
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), CLIP)
         total, *counts = accelerator.reduce(sums, "sum").tolist()
-        self._check(total / answers, norm)
+        self._check_loss(total / answers, float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.rates.step()
@@ -175,18 +163,24 @@ class Trainer:
         agreement = [right / max(1, count) for right, count in zip(agreed, anchors, strict=True)]
         return {"loss": total / answers, "agreement": agreement}
 
-    def _check(self, loss: float, norm: Any) -> None:
+    def _check_loss(self, loss: float, norm: float) -> None:
         progress = self.progress
         mean = progress.mean_loss
-        if not math.isfinite(loss + float(norm)) or (mean is not None and loss > EXPLODED * mean + 1):
+        if not math.isfinite(loss + norm) or (mean is not None and loss > EXPLODED * mean + 1):
             raise ValueError(
-                f"the loss exploded at step {progress.step + 1} ({loss:.3g}, gradient {float(norm):.3g}); the head of "
-                "the best validation and the last checkpoint are kept, try a lower --lr"
+                f"the loss exploded at step {progress.step + 1} ({loss:.3g}, gradient {norm:.3g}); {self.folder} keeps "
+                "what was saved before; begin anew with a lower --lr, from the best head, if there is one, with --init"
             )
         progress.mean_loss = loss if mean is None else 0.98 * mean + 0.02 * loss
 
+    def _check_together(self) -> None:
+        """Raise ValueError where processes would go on from different steps."""
+        step = torch.tensor([self.progress.step], device=self.accelerator.device)
+        if len(set(self.accelerator.gather(step).tolist())) > 1:
+            raise ValueError(f"not every process finds the checkpoint in {self.folder}: it must be on a shared disk")
+
     def _validate(self) -> None:
-        """Decode with the head; keep it if it is the best so far. Every process takes part in none but the first's."""
+        """Decode with the head, and keep it if it is the best so far. The first process does it, the others wait."""
         if self.accelerator.is_main_process:
             self.objective.eval()
             result = self.validate()
@@ -198,7 +192,7 @@ class Trainer:
             else:
                 self.progress.stale += 1
         stale = torch.tensor([self.progress.stale], device=self.accelerator.device)
-        self.progress.stale = int(_broadcast(self.accelerator, stale))
+        self.progress.stale = int(broadcast(stale))
 
     def _log(self, **row: Any) -> None:
         if self.metrics is not None:
@@ -217,7 +211,7 @@ class Trainer:
             save_checkpoint(self.folder, state)
         self.accelerator.wait_for_everyone()
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.progress = Progress(**state["progress"])
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -233,28 +227,6 @@ class Trainer:
             groups.setdefault(shares.get(name.split(".")[0], 1.0), []).append(weight)
         return [{"params": weights, "lr": self.schedule.lr * share} for share, weights in groups.items()]
 
-    def _count_steps(self) -> int:
-        steps = sum(
-            math.ceil(
-                len(plan_batches(self.lengths, self.schedule.batch_tokens, self.schedule.seed, epoch))
-                / self.schedule.accumulate
-            )
-            for epoch in range(self.schedule.epochs)
-        )
-        return steps if self.schedule.max_steps is None else min(steps, self.schedule.max_steps)
-
-    def _remaining(self) -> Iterator[list[list[int]]]:
-        """What each step from here on trains on: `accumulate` batches of examples."""
-        size, at = self.schedule.accumulate, 0
-        for epoch in range(self.schedule.epochs):
-            batches = plan_batches(self.lengths, self.schedule.batch_tokens, self.schedule.seed, epoch)
-            for begin in range(0, len(batches), size):
-                if at >= self.steps:
-                    return
-                if at >= self.progress.step:
-                    yield batches[begin : begin + size]
-                at += 1
-
     def _stopping(self) -> bool:
         """Whether any process was asked to stop."""
         if self.accelerator.num_processes == 1:
@@ -268,9 +240,3 @@ class Trainer:
 
 def _add(sums: Tensor | None, more: Tensor) -> Tensor:
     return more if sums is None else sums + more
-
-
-def _broadcast(accelerator: Accelerator, value: Tensor) -> float:
-    """The main process's value."""
-    mine = value if accelerator.is_main_process else torch.zeros_like(value)
-    return float(accelerator.reduce(mine, "sum").item())

@@ -1,0 +1,305 @@
+"""The script `distill.py`: prompts in, the model's own answers out, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from decode import Sampling, Target, generate
+from scripts import distill
+from scripts.bench_rows import is_loop
+
+BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
+QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def model(save_model: Callable[..., Path]) -> Path:
+    return save_model()
+
+
+@pytest.fixture(scope="module")
+def looping(save_model: Callable[..., Path]) -> Path:
+    """A model that sees the last token only, and so soon goes round in a circle."""
+    folder = save_model()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def call(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the script's `main` in this process and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+
+    def run(*arguments: str, name: str = "model") -> Run:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            distill.main(["--out", "out.jsonl", "--model", name, *BASE, *arguments])
+        except SystemExit as end:
+            status = end.code
+        return Run(status, *capsys.readouterr())
+
+    return run
+
+
+def write(name: str, rows: Sequence[Any]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def read() -> list[dict[str, Any]]:
+    """The rows of the file, by their ids."""
+    rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: str(row["id"]))
+
+
+def test_each_answer_is_what_the_model_says_alone(call: Call, model: Path) -> None:
+    rows = [{"id": f"q{place}", "source": "s", "prompt": prompt} for place, prompt in enumerate(QUESTIONS)]
+    assert call(write("in.jsonl", rows), "--temperature", "0", "0.9", "--seed", "7").status == 0
+    target, answers = Target.load(model, dtype="float64"), read()
+    assert {row["temperature"] for row in answers} == {0.0, 0.9}
+    for place, row in enumerate(answers):
+        sampling = Sampling(temperature=row["temperature"], seed=7)
+        alone = generate(target, [QUESTIONS[place]], numbers=[place], sampling=sampling, max_new_tokens=40)[0]
+        assert row == {
+            "id": f"q{place}",
+            "source": "s",
+            "temperature": row["temperature"],
+            "prompt": QUESTIONS[place],
+            "response": alone.text,
+            "finished": alone.finish == "eos",
+            "response_tokens": len(alone.tokens),
+        }
+    assert {row["finished"] for row in answers} == {True, False}
+
+
+def test_turns_are_asked_one_after_the_other(call: Call, model: Path) -> None:
+    target = Target.load(model, dtype="float64")
+    texts = [*map(chr, range(33, 97))]
+    answers = generate(target, texts, max_new_tokens=40)
+    ending = [text for text, answer in zip(texts, answers, strict=True) if answer.finish == "eos"]
+    asked = [{"turns": [ending[0], "b", "c"]}, {"turns": ["A", "b"]}, {"turns": [ending[1], "no?"]}, {"prompt": "x"}]
+    assert call(write("in.jsonl", asked)).status == 0
+    for place, row in enumerate(read()[:3]):
+        messages = row["messages"]
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        tokens = 0
+        for end in range(1, len(messages), 2):
+            answer = generate(target, [messages[:end]], max_new_tokens=40)[0]
+            tokens += len(answer.tokens)
+            assert messages[end]["content"] == answer.text
+            assert messages[end - 1]["content"] == asked[place]["turns"][end // 2]
+            assert (answer.finish == "eos") == (row["finished"] or end < len(messages) - 1)
+        assert row["response_tokens"] == tokens
+        assert len(messages) == 2 * len(asked[place]["turns"]) or not row["finished"]
+    assert len(read()[0]["messages"]) > 2 and "response" in read()[3]
+
+
+def test_a_chat_so_far_is_answered(call: Call, model: Path) -> None:
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
+    assert call(write("in.jsonl", [{"messages": said}])).status == 0
+    answer = generate(Target.load(model, dtype="float64"), [said], max_new_tokens=40)[0]
+    assert read()[0]["messages"] == [*said, {"role": "assistant", "content": answer.text}]
+
+
+def test_files_of_several_kinds_make_one(call: Call) -> None:
+    Path("plain.txt").write_text("Two\nlines\n")
+    rows = [{"id": "own", "prompt": "x", "temperature": 0.5}, {"prompt": "y", "source": "elsewhere"}]
+    run = call("plain.txt", write("in.jsonl", rows))
+    assert run.status == 0 and run.out.startswith("out.jsonl: 3 answers, ")
+    shown = [(row["id"], row["source"], row["prompt"], row["temperature"]) for row in read()]
+    assert shown == [(1, "plain", "Two\nlines", 0), (2, "elsewhere", "y", 0), ("own", "in", "x", 0.5)]
+
+
+def test_repetition_makes_shares_of_temperatures(call: Call) -> None:
+    rows = [{"prompt": str(number)} for number in range(300)]
+    jobs = distill.read_jobs([write("in.jsonl", rows)], [0.0, 0.0, 0.8])
+    greedy = sum(job.temperature == 0 for job in jobs)
+    assert 170 < greedy < 230
+    fewer = distill.read_jobs([write("in.jsonl", rows[:50])], [0.0, 0.0, 0.8])
+    assert [job.temperature for job in fewer] == [job.temperature for job in jobs[:50]]
+
+
+def test_loops_are_dropped_counted_and_not_made_again(
+    call: Call, looping: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [write("in.jsonl", [{"prompt": "x"}, {"turns": ["y", "z"]}]), "--max-new-tokens", "100"]
+    run = call(*options, name=str(looping))
+    assert run.status == 0 and "0 answers, 0 tokens; dropped: 2 that fell into a loop, 0 that" in run.out
+    first, second = read()
+    assert first == {"id": 1, "source": "in", "temperature": 0.0, "prompt": "x", "dropped": "loop"}
+    assert second["dropped"] == "loop" and second["messages"] == [{"role": "user", "content": "y"}]
+    monkeypatch.setattr(distill, "load_target", lambda args: pytest.fail("something was made again"))
+    assert call(*options, name=str(looping)).out == run.out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([*range(50), *[7] * 59], False),
+        ([*range(50), *[7] * 60], True),
+        ([*range(19)] * 4, True),
+        ([*range(20)] * 4, False),
+    ],
+)
+def test_what_a_loop_is(tokens: list[int], expected: bool) -> None:
+    assert is_loop(tokens) == expected
+
+
+def test_what_the_context_has_no_room_for_is_dropped(call: Call) -> None:
+    run = call(write("in.jsonl", [{"prompt": "x" * 300}, {"turns": ["y", "z" * 300]}, {"prompt": "x" * 230}]))
+    rows = read()
+    room = sum("dropped" not in row for row in rows)
+    assert run.status == 0 and f"{room} answers" in run.out and f"{3 - room} that the context has no room" in run.out
+    assert rows[0] == {"id": 1, "source": "in", "temperature": 0.0, "prompt": "x" * 300, "dropped": "context"}
+    assert rows[2]["response_tokens"] <= 256 - 230 and "dropped" not in rows[2]
+
+
+SHORT = ["--max-new-tokens", "12"]
+
+
+def many(count: int = 24) -> str:
+    """Prompts of all kinds and lengths."""
+    texts = [f"{'long ' * (place % 7)}{place}" for place in range(count)]
+    kinds = [{"prompt": text} if place % 5 else {"turns": [text, "and?"]} for place, text in enumerate(texts)]
+    return write("in.jsonl", [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)])
+
+
+def test_a_run_goes_on_behind_the_last_whole_line(call: Call) -> None:
+    prompts, file = many(), Path("out.jsonl")
+    call(prompts, *SHORT)
+    expected, raw = read(), file.read_bytes()
+    dice = random.Random(0)
+    for cut in (0, 1, len(raw) - 1, *(dice.randrange(len(raw)) for _ in range(4))):
+        file.write_bytes(raw[:cut])
+        assert call(prompts, *SHORT).status == 0
+        assert read() == expected
+        assert file.read_bytes().startswith(raw[: raw.rfind(b"\n", 0, cut) + 1])
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork to be quick")
+def test_ten_kills_change_nothing(call: Call) -> None:
+    prompts, file = many(60), Path("out.jsonl")
+    call(prompts, *SHORT)
+    expected = read()
+    file.write_bytes(b"")
+    dice, context = random.Random(1), multiprocessing.get_context("fork")
+    for _ in range(10):
+        goal = file.stat().st_size + dice.randrange(1, 600)
+        process = context.Process(
+            target=distill.main, args=([prompts, "--out", "out.jsonl", "--model", "model", *BASE, *SHORT],)
+        )
+        process.start()
+        while process.is_alive() and file.stat().st_size < goal:
+            time.sleep(0.0005)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert call(prompts, *SHORT).status == 0
+    assert read() == expected
+
+
+def refuse(run: Run, message: str) -> None:
+    assert (run.status, run.out) == (2, "")
+    assert run.err.count("\n") == 1 and run.err.startswith("distill.py: error: ")
+    assert message in run.err
+
+
+GOOD = {"id": 1, "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["x"], 'in.jsonl, line 2: a line is a JSON object, not ["x"]'),
+        ({"question": "x"}, 'line 2: a line is a JSON object with one of "prompt", "turns" and "messages"'),
+        ({"prompt": "x", "turns": ["y"]}, 'one of "prompt", "turns" and "messages"'),
+        ({"id": 1, "prompt": "y"}, "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
+        ({"id": None, "prompt": "y"}, "line 2: an id is a whole number or a text, not null"),
+        ({"id": True, "prompt": "y"}, "an id is a whole number or a text, not true"),
+        ({"prompt": 3}, "line 2: a prompt is text, not 3"),
+        ({"prompt": " "}, "line 2: the prompt is empty"),
+        ({"turns": []}, 'line 2: "turns" is a list of at least one prompt'),
+        ({"messages": []}, 'line 2: "messages" is a list of objects with "role" and "content"'),
+        ({"messages": ["x"]}, 'line 2: "messages" is a list'),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: messages are by system, user, assistant, and"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "line 2: messages are by system, user, assistant, and"),
+        ({"messages": [{"role": "user"}]}, "line 2: a prompt is text, not null"),
+        ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a positive number, not -1"),
+        ({"prompt": "x", "temperature": "hot"}, 'line 2: a temperature is 0 (greedy) or a positive number, not "hot"'),
+    ],
+)
+def test_a_bad_row_is_found_before_a_model_is_loaded(
+    call: Call, row: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "load_target", lambda args: pytest.fail("a model was loaded"))
+    refuse(call(write("in.jsonl", [GOOD, row])), message)
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "nan"], "--temperature: a temperature is 0 (greedy) or a positive number, not NaN"),
+        (["--temperature", "hot"], "invalid float value: 'hot'"),
+        (["--model", "nowhere/at/all"], "there is no such folder"),
+        (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
+        (["--out", "no/folder/out.jsonl"], "--out no/folder/out.jsonl cannot be written"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(call: Call, options: list[str], message: str) -> None:
+    refuse(call(write("in.jsonl", [GOOD]), *options), message)
+
+
+def test_a_file_that_is_not_there_is_refused(call: Call) -> None:
+    refuse(call("missing.jsonl"), "missing.jsonl: No such file")
+
+
+def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
+    prompts = write("in.jsonl", [GOOD])
+    assert call(prompts).status == 0
+    before = Path("out.jsonl").read_bytes()
+    refuse(call(prompts, "--seed", "1"), "out.jsonl was begun with seed 0, not 1; go on with the same, or give another")
+    refuse(call(prompts, "--temperature", "0", "0.8"), "was begun with temperature [0.0], not [0.0, 0.8]")
+    refuse(call(write("in.jsonl", [{"prompt": "other"}])), "out.jsonl has another prompt with the id 1")
+    Path("out.jsonl").write_bytes(before + b"{}\n")
+    refuse(call(prompts), "is damaged ('id')")
+    Path("out.jsonl.settings.json").unlink()
+    refuse(call(prompts), "out.jsonl has no out.jsonl.settings.json beside it")
+    assert Path("out.jsonl").read_bytes() == before + b"{}\n"
+
+
+def test_a_chat_needs_a_template(call: Call, model: Path) -> None:
+    bare = Path("bare")
+    bare.mkdir()
+    for file in model.iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).symlink_to(file)
+    chat = write("in.jsonl", [GOOD, {"turns": ["x", "y"]}])
+    refuse(call(chat, name="bare"), "the prompt with the id 2 is a chat, which needs a template")
+    assert call(write("in.jsonl", [GOOD]), name="bare").status == 0

@@ -1,0 +1,369 @@
+"""What is drafted with Medusa and Hydra heads, how many nodes of it, and how rows and budgets are kept apart."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode import Sampling, Target, generate
+from decode.cost import Cost
+from proposers import HydraProposer, MedusaProposer
+from proposers.calibration import trust_blindly
+from proposers.pace import Pace
+from proposers.search import RANKS, search
+from proposers.trees import PUBLISHED, check_tree, cut_tree
+from tests.drafting import Paths, Recorder, list_paths, make_head
+from tests.models import tiny
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "medusa": (MedusaProposer, {}),
+    "hydra": (HydraProposer, {}),
+    "hydra++": (HydraProposer, {"prefix": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+def make(kind: str, target: Target, head: dict[str, Any] | None = None, **settings: Any) -> Any:
+    proposer, own = KINDS[kind]
+    return proposer(make_head(kind.strip("+"), target, **own, **(head or {})), **settings)
+
+
+def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS, **settings: Any) -> Recorder:
+    recorder = Recorder(proposer)
+    generate(target, prompts, recorder, **{"max_new_tokens": 16, **settings})
+    return recorder
+
+
+# ---- the search ----
+
+
+class MadeUp:
+    """Guesses whose law depends on the whole path, the row and nothing else."""
+
+    def __init__(self, rows: int, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in range(rows)]
+
+    def law(self, row: int, path: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((row, *path)) % 2**60)
+        return 2 * torch.randn(self.vocabulary, generator=generator)
+
+    def logits(self, level: int) -> Tensor:
+        return torch.stack([torch.stack([self.law(row, path) for path in paths]) for row, paths in self._rows()])
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        return drafted + 100
+
+    def follow(self, origin: Tensor, tokens: Tensor) -> None:
+        self.paths = [
+            [
+                (*paths[place], token - 100)
+                for place, token in zip(origin[row].tolist(), tokens[row].tolist(), strict=True)
+            ]
+            for row, paths in self._rows()
+        ]
+
+    def _rows(self) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
+        return iter(enumerate(self.paths))
+
+
+def best_first(guesses: MadeUp, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
+    """The likeliest paths, one by one from a heap."""
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    found = []
+    while heap and len(found) < nodes:
+        score, path = heapq.heappop(heap)
+        if path:
+            found.append(tuple(token + 100 for token in path))
+        if len(path) < levels:
+            law = guesses.law(row, path).log_softmax(dim=0)
+            best = law.topk(min(RANKS, len(law)))
+            for token, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                heapq.heappush(heap, (score - chance, (*path, token)))
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [1, 4, 13])
+def test_a_wide_search_finds_the_likeliest_nodes(vocabulary: int) -> None:
+    guesses, roots = MadeUp(3, vocabulary), torch.tensor([7, 8, 9])
+    candidates = search(roots, guesses, 3, 1000, trust_blindly, lambda scores: True)
+    for nodes in (2, 3, 9, 40):
+        tree = candidates.tree(nodes)
+        tree.check(3, nodes, 200)
+        assert tree.tokens[:, 0].tolist() == [7, 8, 9] and int(tree.depth.max()) <= tree.height
+        for row in range(3):
+            assert set(list_paths(tree, row)) == set(best_first(guesses, row, 3, nodes - 1))
+
+
+def test_a_narrow_search_follows_the_likeliest_paths_of_each_level() -> None:
+    guesses = MadeUp(1, 13)
+    tree = search(torch.tensor([7]), guesses, 3, 2, trust_blindly, lambda scores: True).tree(1000)
+    expected, beam = set[tuple[int, ...]](), {(): 0.0}
+    for _ in range(3):
+        grown = {}
+        for path, score in beam.items():
+            best = guesses.law(0, path).log_softmax(dim=0).topk(RANKS)
+            grown |= {(*path, int(token)): score + float(chance) for chance, token in zip(*best, strict=True)}
+        expected |= set(grown)
+        beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
+    assert set(list_paths(tree, 0)) == {tuple(token + 100 for token in path) for path in expected}
+
+
+def test_gains_are_what_the_best_trees_expect() -> None:
+    candidates = search(torch.tensor([7, 8]), MadeUp(2, 13), 3, 8, trust_blindly, lambda scores: True)
+    gains = candidates.gains(20).tolist()
+    for nodes in range(1, 21):
+        tree = candidates.tree(nodes)
+        expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
+        assert gains[nodes - 1] == pytest.approx(expected, rel=1e-5)
+
+
+# ---- what the heads say ----
+
+
+def explain(kind: str, target: Target, head: Any, text: Sequence[int], path: Sequence[int]) -> Tensor:
+    """The log-law of the head behind a path, worked out for one text by itself."""
+    _, features = target.open(1, head.features).extend([text[:-1]])
+    assert features is not None
+    if kind == "medusa":
+        states = head(features[0, -1])[len(path)]
+    else:
+        embedded = target.model.get_input_embeddings()(torch.tensor([text[-1], *path]))
+        states = head(head.contextualize(features)[0, -1], embedded, len(path))
+    return head.logits(states, len(path)).log_softmax(dim=-1)
+
+
+def check_static(kind: str, target: Target, head: Any, text: Sequence[int], paths: Paths, tree: Sequence[Any]) -> None:
+    expected = {}
+    for ranks in tree:
+        tokens: tuple[int, ...] = ()
+        score = 0.0
+        for rank in ranks:
+            best = explain(kind, target, head, text, tokens).topk(rank + 1)
+            score += float(best.values[rank])
+            tokens = (*tokens, int(head.tokens(best.indices[rank])))
+        expected[tokens] = score
+    assert set(paths) == set(expected)
+
+
+@pytest.mark.parametrize("output", ["own", "shared", "target"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_static_tree_has_the_tokens_of_its_ranks(target: Target, kind: str, output: str) -> None:
+    tree = ((0,), (0, 1), (2,), (0, 1, 3), (2, 0), (1,))
+    settings = {"output": output, "draft_size": 40} if output != "shared" else {"output": output}
+    proposer = make(kind, target, settings, tree=tree, nodes=7)
+    drafted = record(proposer, target).drafted
+    assert len(drafted) > 40
+    for text, paths in list(drafted.items())[::9]:
+        if len(paths) == len(tree):
+            check_static(kind, target, proposer.head, text, paths, tree)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_dynamic_tree_has_the_heads_scores(target: Target, kind: str) -> None:
+    proposer = make(kind, target, {"draft_size": 40}, nodes=12)
+    drafted = record(proposer, target, max_new_tokens=8).drafted
+    for text, paths in list(drafted.items())[::7]:
+        for path, score in paths.items():
+            expected = 0.0
+            for end, token in enumerate(path):
+                law = explain(kind, target, proposer.head, text, path[:end])
+                expected += float(law[proposer.head.token_map.tolist().index(token)])
+            assert score == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> None:
+    """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
+    sampling = Sampling(temperature=0.7, top_k=3, seed=2)
+    settings: dict[str, Any] = {"sampling": sampling, "stop_ids": list(range(30, 36)), "max_new_tokens": 40}
+    recorders = [
+        record(make(kind, target, {"output": "target"}, tree=tree, nodes=12), target, batch_size=size, **settings)
+        for size in (1, 2, 4)
+    ]
+    # Towards the end of an answer a row may get a larger tree for the sake of another one.
+    alone, *together = [
+        {text: paths.keys() for text, paths in recorder.drafted.items() if len(paths) == 11} for recorder in recorders
+    ]
+    assert len(alone) > 20
+    for drafted in together:
+        assert len(drafted) > 20 and drafted | alone == drafted
+
+
+@torch.no_grad()
+def test_a_prefix_layer_misses_nothing_while_drafting_rests(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    proposer = make("hydra++", target)
+    resting = iter([False, True, True, False, True] * 20)
+    monkeypatch.setattr(proposer.pace, "rests", lambda: next(resting))
+    drafted = record(proposer, target, max_new_tokens=12).drafted
+    drafts = {text: paths for text, paths in drafted.items() if paths}
+    assert 10 < len(drafts) < len(drafted)
+    for text, paths in list(drafts.items())[::4]:
+        first = {path[0]: score for path, score in paths.items() if len(path) == 1}
+        law = explain("hydra", target, proposer.head, text, ())
+        for token, score in first.items():
+            assert score == pytest.approx(float(law[token]), rel=1e-4)
+
+
+# ---- how many nodes ----
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "static", "eagle_25"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_so_many_nodes_as_were_asked_for(target: Target, kind: str, tree: str) -> None:
+    for nodes, budget, expected in ((5, 64, 5), (64, 9, 9), (1, 64, 1), (2, 64, 2), (64, 1, 1), (7, 2, 2)):
+        trees = record(make(kind, target, tree=tree, nodes=nodes), target, nodes=budget).trees
+        assert trees[0].width == expected
+    most = {"dynamic": 64, "static": 62, "eagle_25": 21}[tree]  # of the published trees, what is 3 deep
+    assert record(make(kind, target, tree=tree, nodes=200), target, nodes=64, max_new_tokens=200).trees[0].width == most
+
+
+def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    widths = []
+    for rise in (0.0, 0.02, 0.1, 5.0):
+        monkeypatch.setattr(target, "cost", lambda batch, rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        widths.append(record(make("medusa", target), target, max_new_tokens=200).trees[0].width)
+    assert widths[0] == 64 > widths[1] > widths[2] > widths[3] == 1
+
+
+def test_pace_weighs_gains_against_costs() -> None:
+    gains = [0.0, 0.6, 1.0, 1.2, 1.3]
+    choices = [Pace().choose(gains, 1, lambda nodes, rise=rise: 1 + rise * (nodes - 1)) for rise in (0, 0.15, 0.3, 0.7)]
+    assert choices == [5, 4, 3, 1]
+
+
+def test_pace_learns_what_drafting_costs() -> None:
+    pace = Pace()
+    pace.clock_draft(2.0, levels=4)
+    assert pace.level_time == 0.0 and pace.pays(0.01)
+    pace.clock_pass(5.0, lambda nodes: 1.0)
+    assert pace.level_time == 0.1 and pace.pays(0.2) and not pace.pays(0.05)
+    pace.forget_times()
+    assert pace.level_time == 0.0
+
+
+def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
+    """Tokens a unit of time over an answer of 128 tokens, where a guess is accepted `truth` times as often as a head
+    believes; plain decoding has 1."""
+    chance, pace = random.Random(seed), Pace()
+    tokens = time = 0.0
+    while tokens < 128:
+        tokens, time = tokens + 1, time + 1
+        if pace.rests():
+            continue
+        sure = chance.betavariate(2 * quality, 2 - 2 * quality)
+        pace.clock_draft(draft, 1)
+        pace.clock_pass(1.0, lambda nodes: 1.0)
+        steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
+        gains = [sum(steps[:count]) for count in range(5)]
+        nodes = pace.choose(gains, 1, lambda nodes: 1 + rise * (nodes - 1))
+        accepted = 0
+        while accepted < nodes - 1 and chance.random() < sure * truth:
+            accepted += 1
+        pace.learn(accepted)
+        tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
+    return tokens / time
+
+
+@pytest.mark.parametrize("rise", [0.01, 0.06, 0.15])
+@pytest.mark.parametrize("draft", [0.05, 0.25])
+def test_a_head_that_does_not_pay_costs_next_to_nothing(rise: float, draft: float) -> None:
+    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head is about itself."""
+    for quality, truth in ((0.5, 0.1), (0.15, 0.3), (0.9, 0.0), (0.3, 0.3)):
+        speeds = [speed(quality, truth, rise, draft, seed) for seed in range(60)]
+        assert 60 / sum(1 / one for one in speeds) > 0.97, (quality, truth)
+    assert speed(0.7, 1.0, rise, draft, 0) > 1.2
+
+
+# ---- odd heads, and errors ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3, 96])
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+def test_small_draft_vocabularies(target: Target, kind: str, size: int, tree: str) -> None:
+    proposer = make(kind, target, {"draft_size": size}, tree=tree, nodes=64)
+    recorder = record(proposer, target)
+    known = set(proposer.head.tokens(torch.arange(size)).tolist())
+    assert {token for paths in recorder.drafted.values() for path in paths for token in path} <= known
+    assert all(1 < tree.width <= 1 + size + size**2 + size**3 for tree in recorder.trees[:1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepared_heads_draft_the_same(kind: str) -> None:
+    target = Target(tiny("llama", dtype=torch.float32))
+    for output in ("own", "shared", "target"):
+        proposer = make(kind, target, {"output": output, "layers": 2}, nodes=16)
+        stock = record(proposer, target).drafted
+        proposer.head.borrowed = None  # what is missing is borrowed anew
+        prepared = proposer.renew().prepare(target)
+        assert prepared.head is not proposer.head
+        drafted = record(prepared, target).drafted
+        assert drafted.keys() == stock.keys()
+        for text, paths in drafted.items():
+            assert sorted(paths.values()) == pytest.approx(sorted(stock[text].values()), rel=1e-3)
+        assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
+
+
+def test_published_trees_are_trees() -> None:
+    assert [len(PUBLISHED[name]) for name in PUBLISHED] == [63] * 8 + [25]
+    for paths in PUBLISHED.values():
+        assert check_tree(paths) == paths  # in this order already, each path behind its beginning
+    assert PUBLISHED["mc_sim_7b_63"][:6] == ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0))
+
+
+def test_trees_are_ordered_and_cut() -> None:
+    assert check_tree([(1, 0), [0], (1,), (0,)]) == ((1,), (1, 0), (0,))
+    assert cut_tree(((0,), (0, 5), (1,), (0, 0), (0, 0, 0)), depth=2, ranks=5, nodes=2) == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tree": ((0,), (1, 0))}, r"the tree has the path \(1, 0\) but not \(1,\)"),
+        ({"tree": ((0,), ())}, "one rank or more"),
+        ({"tree": ((-1,),)}, "a whole number from 0 on"),
+        ({"tree": "oak"}, "no tree 'oak'; choose from dynamic, calibrated, static, mc_sim_7b_63"),
+        ({"tree": "calibrated"}, r"was not calibrated; run scripts/calibrate\.py"),
+        ({"nodes": 0}, "nodes is 0"),
+    ],
+)
+def test_bad_settings_are_refused(target: Target, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("medusa", target, **settings)
+
+
+def test_a_tree_without_a_usable_rank_is_refused(target: Target) -> None:
+    proposer = make("medusa", target, {"draft_size": 3}, tree=((3,), (4,)), nodes=4)
+    with pytest.raises(ValueError, match="no path with ranks below 3"):
+        generate(target, [[5]], proposer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16}, "hidden size is 32; this target's is 16"),
+        ({"vocab_size": 50}, "vocabulary size is 96; this target's is 50"),
+        ({"num_hidden_layers": 3}, "number of layers is 2; this target's is 3"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_a_head_for_another_target_is_refused(target: Target, kind: str, changes: dict[str, int], message: str) -> None:
+    other = Target(tiny("llama", **changes))
+    with pytest.raises(ValueError, match=message):
+        generate(other, [[5]], make(kind, target))
