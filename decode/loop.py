@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from decode.accept import Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Row
+from decode.lossy import accept_typically, check_typical
 from decode.proposer import Plain, Proposer, Step
 from decode.sampling import Sampling
 from decode.session import Session, Verdict
@@ -19,6 +20,8 @@ from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.text import Prompt, TextStream, encode
 from decode.tree import Tree
+
+Rule: TypeAlias = Callable[[Tree, Tensor, Sampling, Sequence[int], Sequence[Sequence[int]]], Accepted]
 
 
 def generate(
@@ -45,6 +48,7 @@ def stream(
     chat: bool | None = None,
     nodes: int = 64,
     text: bool = True,
+    lossy_typical_acceptance: bool = False,
 ) -> Iterator[Chunk]:
     """Answer the prompts, `batch_size` at a time (None: all together); yield what each step adds to each answer.
 
@@ -54,6 +58,7 @@ def stream(
     answered as in the whole list. Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own),
     before one of the strings `stop`, where `criterion(number, tokens)` says so, or at the end of the model's context.
     nodes: the most tree nodes a step and row, root included. text: whether chunks carry text as well as tokens.
+    lossy_typical_acceptance: change the answers at temperatures above 0, for speed (`decode.lossy`).
 
     Neither the proposer nor the batch size changes an answer; a proposer that draws its drafts at random keeps the
     law of the answer, not its letters. Raises ValueError for settings out of range and prompts that do not fit,
@@ -65,22 +70,26 @@ def stream(
         raise ValueError(f"nodes is {nodes}; a tree has at least its root")
     limits = Limits(max_new_tokens, target.stop_ids if stop_ids is None else frozenset(stop_ids), stop, criterion)
     waiting = deque(_make_rows(target, prompts, numbers, limits, chat, text or bool(stop)))
-    return _decode_all(target, waiting, batch_size or len(waiting), proposer or Plain(), sampling or Sampling(), nodes)
+    sampling = sampling or Sampling()
+    if lossy_typical_acceptance:
+        check_typical(sampling)
+    rule = accept_typically if lossy_typical_acceptance else accept
+    return _decode_all(target, waiting, batch_size or len(waiting), proposer or Plain(), sampling, nodes, rule)
 
 
 def _decode_all(
-    target: Target, waiting: deque[Row], size: int, proposer: Proposer, sampling: Sampling, nodes: int
+    target: Target, waiting: deque[Row], size: int, proposer: Proposer, sampling: Sampling, nodes: int, rule: Rule
 ) -> Iterator[Chunk]:
     """Batch after batch; rows are let go of as they finish."""
     while waiting:
         rows = [waiting.popleft() for _ in range(min(size, len(waiting)))]
         # A proposer observes rows from their prompts on, all together; plain decoding has nothing to observe.
         joining = waiting if isinstance(proposer, Plain) else deque[Row]()
-        yield from _decode(target, rows, joining, proposer, sampling, nodes)
+        yield from _decode(target, rows, joining, proposer, sampling, nodes, rule)
 
 
 def _decode(
-    target: Target, rows: list[Row], waiting: deque[Row], proposer: Proposer, sampling: Sampling, nodes: int
+    target: Target, rows: list[Row], waiting: deque[Row], proposer: Proposer, sampling: Sampling, nodes: int, rule: Rule
 ) -> Iterator[Chunk]:
     """The loop itself, for one batch; rows that finish leave their places to those that wait."""
     session = target.open(len(rows), proposer.layers)
@@ -94,7 +103,7 @@ def _decode(
     while True:
         with seconds.measure("accept"):
             sequences = [row.sequence for row in rows]
-            accepted = accept(tree, verdict.logits, sampling, [row.number for row in rows], sequences)
+            accepted = rule(tree, verdict.logits, sampling, [row.number for row in rows], sequences)
         session.keep(accepted.path)
         if step is not None and verdict.features is not None:
             features = _along(accepted.path, verdict.features)

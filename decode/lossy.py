@@ -17,6 +17,12 @@ from decode.tree import Tree
 HARD, SOFT = 0.09, 0.3  # Medusa's defaults, epsilon and delta
 
 
+def check_typical(sampling: Sampling) -> None:
+    """Raise ValueError for settings that typical acceptance cannot honour."""
+    if sampling.processors:
+        raise ValueError("typical acceptance knows no logits processors; leave them out or accept without loss")
+
+
 def accept_typically(
     tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
 ) -> Accepted:

@@ -21,7 +21,7 @@ from torch import Tensor
 from proposers.trees import Path
 
 FILE = "calibration.json"  # in the head's folder
-LARGEST = 256  # nodes of the largest best tree that is written down
+LARGEST = 256  # nodes of the largest best tree
 CERTAIN = -1e-6  # log-probabilities are taken for at most this: the log-odds of 1 are infinite
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step, Target
-from heads import HydraHead
-from heads.cache import LayerCache
+from heads import HydraHead, LayerCache
 from proposers.packing import Logits
 from proposers.trained import TrainedProposer
 

@@ -26,8 +26,8 @@ class Guesses(Protocol):
     """What a head says of the next tokens of one step, level by level."""
 
     def logits(self, level: int) -> Tensor:
-        """[B, W, D] of the token behind each of the paths last followed, at first [B, 1, D] behind the root; also
-        later [B, 1, D] where they do not depend on the path."""
+        """Of the token behind each path last followed, [B, W, D]; [B, 1, D] at first, behind the root, and where all
+        paths have the same."""
         ...
 
     def tokens(self, drafted: Tensor) -> Tensor:
@@ -61,11 +61,18 @@ class Candidates:
 
     def tree(self, nodes: int) -> Tree:
         """The best `nodes` nodes, root included."""
-        worth = self.scores
-        if self.ordered:
-            worth = -torch.arange(worth.shape[1], device=worth.device).expand_as(worth)
-        tree = Tree.best_first(self.roots, self.tokens, self.parents, worth, nodes)
-        return replace(tree, height=min(tree.height, self.levels))
+        if not self.ordered:
+            tree = Tree.best_first(self.roots, self.tokens, self.parents, self.scores, nodes)
+            return replace(tree, height=min(tree.height, self.levels))
+        tokens, parents, scores = (part[:, : nodes - 1] for part in (self.tokens, self.parents, self.scores))
+        first = torch.zeros_like(self.roots[:, None])
+        return Tree(
+            tokens=torch.cat([self.roots[:, None], tokens], dim=1),
+            parents=torch.cat([first - 1, parents + 1], dim=1),
+            sizes=torch.full_like(self.roots, 1 + tokens.shape[1]),
+            height=min(self.levels, tokens.shape[1]),
+            scores=torch.cat([first, scores], dim=1),
+        )
 
 
 def search(

@@ -17,14 +17,13 @@ from torch import Tensor
 from decode import Step, Target, Tree
 from decode.cost import Cost
 from heads.vocabulary import VocabularyHead
-from proposers.calibration import Calibration, trust_blindly
+from proposers.calibration import LARGEST, Calibration, trust_blindly
 from proposers.pace import Pace
 from proposers.packing import Logits, pack_head
 from proposers.search import Candidates, Guesses, fill_shape, search
 from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
 
 STATIC = "mc_sim_7b_63"
-LARGEST = 256  # nodes of a calibrated tree
 
 
 class TrainedProposer(ABC):

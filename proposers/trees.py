@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -104,20 +105,24 @@ class Shape:
     @classmethod
     def of(cls, paths: Sequence[Path], device: torch.device) -> Shape:
         """Of a checked tree with at least one path."""
-        place = {path: index for index, path in enumerate(paths)}
+        tensor = partial(torch.tensor, dtype=torch.long, device=device)
         inner = {path[:-1] for path in paths}
         listed: list[Path] = []
         levels: list[Level] = []
         before: list[Path] = [()]
         for depth in range(1, max(map(len, paths)) + 1):
             level = [path for path in paths if len(path) == depth]
+            ranks = [path[-1] for path in level]
             above = [before.index(path[:-1]) for path in level]
             followed = [node for node, path in enumerate(level) if path in inner]
-            numbers = (above, [path[-1] for path in level], followed, [above[node] for node in followed])
-            above_, ranks, followed_, origin = (torch.tensor(part, dtype=torch.long, device=device) for part in numbers)
-            levels.append(Level(above_, ranks, followed_, origin, most=1 + max(path[-1] for path in level)))
+            origin = [above[node] for node in followed]
+            levels.append(Level(tensor(above), tensor(ranks), tensor(followed), tensor(origin), most=1 + max(ranks)))
             before = [level[node] for node in followed]
             listed += level
+        place = {path: index for index, path in enumerate(paths)}
         stands = {path: index for index, path in enumerate(listed)}
-        parents = torch.tensor([place.get(path[:-1], -1) for path in paths], device=device)
-        return cls(parents, torch.tensor([stands[path] for path in paths], device=device), levels)
+        return cls(
+            parents=tensor([place.get(path[:-1], -1) for path in paths]),
+            order=tensor([stands[path] for path in paths]),
+            levels=levels,
+        )

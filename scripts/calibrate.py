@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration.save(args.head)
         print(describe(calibration))
         if args.plot is not None:
-            draw_calibration(calibration, f"{args.head.resolve().name} ({head.kind})", args.plot)
+            name = head.config.target_name
+            draw_calibration(calibration, f"{head.kind} head" + (f" for {name}" if name else ""), args.plot)
 
 
 def make_parser() -> Parser:

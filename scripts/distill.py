@@ -40,9 +40,10 @@ tokens repeat with a period under 20) and prompts that leave no room in the cont
 A run that was interrupted or killed goes on where it stopped when it is started again: what is in FILE is not asked
 again. FILE.settings.json keeps what the answers depend on. Lines are in the order in which answers were finished.
 
-Of several temperatures each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two thirds greedy. On a
-CPU with bfloat16 kernels that is the default --dtype here. There, and in float32, batches of other sizes round
-differently: the answers are the model's, but after an interruption not always letter for letter the same ones.
+Of several temperatures each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two thirds greedy.
+
+On a CPU with bfloat16 kernels, bfloat16 is the default --dtype here. In it, and less often in float32, batches of
+other sizes round differently: after an interruption the answers are not always letter for letter the same.
 """
 
 
@@ -87,7 +88,7 @@ def make_parser() -> Parser:
 
 
 def choose_dtype(args: argparse.Namespace) -> str | None:
-    """bfloat16 where a CPU computes in it: at large batches it is much faster than float32."""
+    """bfloat16 where a CPU computes in it, else None: the default of the model options."""
     on_cpu = args.device == "cpu" or (args.device is None and not torch.cuda.is_available())
     fast = on_cpu and args.device_map is None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "bfloat16" if fast else None
@@ -123,7 +124,8 @@ def distil(jobs: Sequence[Job], target: Target, answers: Answers, args: argparse
                 tokens += new
                 if row is not None:
                     answers.append(row)
-                    bar.set_postfix_str(f"{tokens / (perf_counter() - begun):.0f} tokens/s", refresh=False)
+                    speed, dropped = tokens / (perf_counter() - begun), answers.dropped.total()
+                    bar.set_postfix_str(f"{speed:.0f} tokens/s, {dropped} dropped", refresh=False)
                     bar.update()
 
 

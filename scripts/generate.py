@@ -97,6 +97,11 @@ def make_parser() -> Parser:
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest token")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens only")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P only")
+    group.add_argument(
+        "--lossy-typical-acceptance",
+        action="store_true",
+        help="CHANGES THE TEXT at temperatures above 0: accept guesses that are merely plausible (Medusa's rule)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same text (default: %(default)s)")
     group.add_argument("--batch-size", type=at_least(1), default=1, metavar="N", help="prompts at a time (default: 1)")
     return parser
@@ -168,6 +173,7 @@ def answer(
             max_new_tokens=args.max_new_tokens,
             stop=args.stop,
             nodes=args.nodes or NODES,
+            lossy_typical_acceptance=args.lossy_typical_acceptance,
         )
         output = print_json if args.json else print_text
         output(chunks, asked, titled=turns + len(conversations) > 2)

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -83,6 +84,8 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
     args.device = str(state.device)
     if args.dtype is None:
         args.dtype = "bfloat16" if is_fast_in_bfloat16(state.device) else "float32"
+    # torch 2.11 does not know what replaces it: forward_sync_buffers.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     return Accelerator(
         cpu=state.device.type == "cpu",
         mixed_precision="bf16" if args.dtype == "bfloat16" else "no",

@@ -51,7 +51,9 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
 
     torch.testing.assert_close(value, expected)
     assert right.tolist() == (logits.argmax(dim=-1) == labels[:, 0]).tolist()
-    for got, wanted in zip(torch.autograd.grad(value * 3, inputs), torch.autograd.grad(expected * 3, inputs), strict=True):
+    for got, wanted in zip(
+        torch.autograd.grad(value * 3, inputs), torch.autograd.grad(expected * 3, inputs), strict=True
+    ):
         torch.testing.assert_close(got, wanted)
 
 

@@ -1,0 +1,181 @@
+"""Heads on the command line: generate.py and bench.py with --head, and calibrate.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target
+from heads.folder import save_head
+from proposers.calibration import FILE, Calibration, load_calibration
+from scripts import bench, calibrate, generate, options
+from scripts.calibrate_plot import draw_calibration
+from tests.drafting import make_head
+from tests.models import tiny
+
+Call = Callable[..., tuple[Any, str, str]]
+PROMPTS = ["ab ab ab", "Tell me.", "one two"]
+BASE = ["--model", "target", "--dtype", "float64"]
+ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--json"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
+    """A model, heads for it and for others, and prompts."""
+    root = tmp_path_factory.mktemp("heads")
+    (root / "target").symlink_to(save_model())
+    target = Target(tiny("llama"))
+    save_head(make_head("medusa", target, output="own"), root / "medusa")
+    save_head(make_head("hydra", target, prefix=True), root / "hydra")
+    for name, changes in {
+        "wide": {"hidden_size": 48},
+        "wordy": {"vocab_size": 200},
+        "deep": {"num_hidden_layers": 3},
+    }.items():
+        save_head(make_head("medusa", Target(tiny("llama", **changes))), root / name)
+    save_head(make_head("medusa", target), root / "spoilt")
+    (root / "spoilt" / FILE).write_text("{}")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (root / "questions.jsonl").write_text(
+        "".join(
+            json.dumps({"question_id": number, "category": "qa", "turns": [prompt]}) + "\n"
+            for number, prompt in enumerate(PROMPTS)
+        )
+    )
+    return root
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a script's `main` in this process and the heads' folder."""
+    monkeypatch.chdir(folder)
+
+    def run(script: Any, *arguments: str) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            script.main(arguments)
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def read_tokens(run: tuple[Any, str, str]) -> list[list[int]]:
+    assert (run[0], run[2]) == (0, "")
+    return [json.loads(line)["tokens"] for line in run[1].splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("settings", [[], ["--nodes", "9"], ["--tree", "static"], ["--tree", "zephyr_stage2"]])
+def test_a_head_does_not_change_the_text(call: Call, kind: str, settings: list[str]) -> None:
+    plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
+    for size in ("1", "3"):
+        drafted = call(generate, *ASK, "--proposer", kind, "--head", kind, "--batch-size", size, *settings)
+        assert read_tokens(drafted) == plain
+
+
+def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
+    ask = [*ASK, "--temperature", "1", "--seed", "3", "--proposer", "medusa", "--head", "medusa"]
+    assert read_tokens(call(generate, *ask, "--lossy-typical-acceptance")) != read_tokens(call(generate, *ask))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--proposer", "medusa"], "medusa needs --head, the folder of a medusa head that was trained for --model"),
+        (["--proposer", "medusa", "--head", "nowhere"], "nowhere"),
+        (["--proposer", "medusa", "--head", "target"], "target"),
+        (["--proposer", "medusa", "--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
+        (["--proposer", "hydra", "--head", "medusa"], "the head in medusa is of kind medusa, not hydra"),
+        (["--proposer", "medusa", "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--proposer", "medusa", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
+        (["--proposer", "medusa", "--head", "deep"], "number of layers is 3; this target's is 2"),
+        (["--proposer", "medusa", "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
+        (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
+        (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
+        (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
+        (["--head", "medusa"], "--head is for --proposer medusa and hydra, not for ngram"),
+        (["--tree", "static"], "--tree is for --proposer medusa and hydra, not for ngram"),
+        (["--nodes", "5"], "--nodes is for --proposer medusa and hydra, not for ngram"),
+    ],
+)
+def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    status, out, err = call(generate, *BASE, "--prompt", "x", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: error: ")
+    assert message in err
+
+
+def test_the_default_model_brings_its_heads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(options, "PRETRAINED", folder)
+    assert options.find_head("medusa", None, None) == folder / "medusa"
+    with pytest.raises(ValueError, match="there is no pretrained head in"):
+        options.find_head("eagle", None, None)
+
+
+def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
+    ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
+    heads = ["--head", "medusa=medusa", "--head", "hydra=hydra"]
+    status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--nodes", "4")
+    report = json.loads((folder / "report.json").read_text())
+    assert status == 0 and "| medusa" in out and "| hydra" in out
+    assert report["settings"]["heads"] == {"medusa": "medusa", "hydra": "hydra"} and report["settings"]["nodes"] == 4
+    assert report["settings"]["methods"] == ["none", "ngram", "medusa", "hydra"] and not report["differences"]
+    for arguments, message in (
+        (["--methods", "medusa"], "medusa needs --head"),
+        (["--head", "medusa"], "'medusa' is not KIND=DIR"),
+        (["--head", "eagle=x"], "KIND of medusa, hydra"),
+        (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),
+    ):
+        status, _, err = call(bench, *ask, *arguments)
+        assert status == 2 and message in err
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_calibrate_writes_into_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
+    ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
+    status, out, _ = call(calibrate, *ask, "--plot", str(tmp_path / "plot.png"), "--limit", "2")
+    assert status == 0 and (tmp_path / "plot.png").stat().st_size > 5000
+    calibration = load_calibration(kind)
+    assert calibration is not None and calibration.positions[0] in range(2, 39)
+    rows = re.findall(r"^\| +(\d) \| +(\d+) \|((?: +[\d.]+% \|){10})$", out, re.M)
+    assert [int(row[1]) for row in rows] == list(calibration.positions)
+    taus = re.findall(r"^\| +(\d+) \| +([\d.]+) \| +\d \|$", out, re.M)
+    expected = calibration.expect_tau(64)
+    assert [(int(nodes), float(tau)) for nodes, tau in taus] == [
+        (nodes, pytest.approx(expected[nodes - 1], abs=0.006)) for nodes in calibrate.SHOWN
+    ]
+    plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
+    for tree in ("calibrated", "dynamic"):
+        assert read_tokens(call(generate, *ASK, "--proposer", kind, "--head", kind, "--tree", tree)) == plain
+    (folder / kind / FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head", "nowhere"], "nowhere"),
+        (["--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--head", "medusa", "--plot", "plot.txt"], "must end in .png or .svg"),
+        (["--head", "medusa", "--limit", "0"], "not a whole number from 1 on"),
+        (["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
+    ],
+)
+def test_calibrate_refuses_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    status, out, err = call(calibrate, *BASE, "--prompt-file", "prompts.jsonl", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert not list(Path("medusa").glob("*calibration*"))
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    table = tuple(tuple(sorted(torch.rand(10).tolist(), reverse=True)) for _ in range(4))
+    draw_calibration(Calibration(table, ((0.0, 1.0, 0.0),) * 4, (9,) * 4), "a head", tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

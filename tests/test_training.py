@@ -1,0 +1,234 @@
+"""The trainer: that heads learn, and that neither stops nor kills nor more processes change what becomes of them."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import HEADS, load_head
+from tests.training_runs import (
+    assert_same,
+    losses,
+    save_predictable,
+    start,
+    stop_at,
+    train,
+    train_together,
+    train_until,
+)
+from training.batches import padding_share, plan_batches
+from training.checkpoint import CHECKPOINT, read_metrics
+from training.data import Example
+from training.objective import HeadObjective
+from training.schedule import Schedule
+from training.teacher import View, make_lesson
+from training.trainer import Trainer
+from training.vocabulary import choose_tokens
+
+SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", "1e-2"]  # 22 steps
+
+
+@pytest.fixture(scope="module")
+def place(save_model: Callable[..., Path]) -> Path:
+    """The predictable target, and 200 answers of it."""
+    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short training, `out`, with a `cache` beside it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert train(place, folder / "out", *SHORT, "--cache", str(folder / "cache")) == 0
+    return folder
+
+
+@pytest.mark.parametrize("head", ["medusa", "hydra"])
+def test_a_head_learns_to_guess(place: Path, tmp_path: Path, head: str) -> None:
+    assert train(place, tmp_path, "--epochs", "12", "--lr", "1e-2", head=head) == 0
+    assert read_metrics(tmp_path)[-1]["tau"] > 0.9 * (3 + 1)
+    assert losses(tmp_path)[-1]["agreement"] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("loss", ["ce", "tv", "lk", "lk-alpha"])
+def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str) -> None:
+    assert train(place, tmp_path, "--epochs", "6", "--lr", "1e-2", "--loss", loss) == 0
+    first, *_, last = losses(tmp_path)
+    print(loss, first, last)
+    assert last["loss"] < first["loss"]
+    assert min(last["agreement"]) > 0.5
+
+
+def test_half_precision_and_few_tokens(place: Path, tmp_path: Path) -> None:
+    options = ["--max-steps", "12", "--dtype", "bfloat16", "--draft-vocab", "40"]
+    assert train(place, tmp_path, *options) == 0
+    head = load_head(tmp_path)
+    assert head.token_map is not None and len(head.token_map) == head.draft_size == 40
+
+
+@pytest.mark.parametrize("step", [1, 6, 11])  # of which 6 is one that is saved anyway, and 11 the end of an epoch
+def test_stopped_and_resumed(
+    place: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    options = [*SHORT, "--cache", str(undisturbed / "cache")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(step))
+        assert train(place, tmp_path, *options) == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == step
+    assert train(place, tmp_path, *options, "--resume") == 0
+    assert_same(tmp_path, undisturbed / "out")
+
+
+def test_resuming_before_anything_was_saved_begins_at_the_beginning(
+    place: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "loss": 3.0}\n{"st')
+    assert train(place, tmp_path, *SHORT, "--cache", str(undisturbed / "cache"), "--resume") == 0
+    assert_same(tmp_path, undisturbed / "out")
+
+
+def test_training_ends_where_tau_stops_growing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--lr", "1e-9", "--epochs", "2", "--validate-every", "2", "--patience", "3"]
+    assert train(place, tmp_path / "whole", *options) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "whole") if "tau" in row] == [2, 4, 6, 8]
+    assert "8 of 22 steps, tau 1.00 at best, then 3 validations without a better one" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(5))
+        assert train(place, tmp_path / "stopped", *options) == 128 + signal.SIGTERM
+    assert train(place, tmp_path / "stopped", *options, "--resume") == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    assert train(place, tmp_path / "stopped", *options, "--resume") == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    assert "it was finished already, and nothing was done" in capsys.readouterr().out
+
+
+def test_a_finished_training_is_left_alone(
+    place: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_step", "_validate", "_save"):
+        monkeypatch.setattr(Trainer, name, lambda *_: pytest.fail("something was done"))
+    before = {file: file.read_bytes() for file in (undisturbed / "out").iterdir()}
+    assert train(place, undisturbed / "out", *SHORT, "--cache", str(undisturbed / "cache"), "--resume") == 0
+    assert before == {file: file.read_bytes() for file in (undisturbed / "out").iterdir()}
+    run = capsys.readouterr()
+    assert "22 of 22 steps" in run.out and "it was finished already, and nothing was done" in run.out
+    assert run.err == ""
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_any_moment(place: Path, undisturbed: Path, tmp_path: Path, kills: int) -> None:
+    """While features are cached, in training, and in the middle of every file that is written."""
+    options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
+    choose = random.Random(kills)
+    statuses = []
+    for _ in range(kills):
+        process = start(train_until, choose.randint(1, 60), place, tmp_path / "out", *options)
+        process.join(300)
+        statuses.append(process.exitcode)
+    assert set(statuses) <= {0, -signal.SIGKILL} and -signal.SIGKILL in statuses
+    assert train(place, tmp_path / "out", *options) == 0
+    assert_same(tmp_path / "out", undisturbed / "out")
+    for shard in (undisturbed / "cache").glob("*.safetensors"):
+        assert (tmp_path / "cache" / shard.name).read_bytes() == shard.read_bytes()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> None:
+    options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
+    choose = random.Random(0)
+    for _ in range(10):
+        process = start(train_until, 0, place, tmp_path / "out", *options)
+        process.join(choose.uniform(0, 2))
+        process.kill()
+        process.join()
+    assert train(place, tmp_path / "out", *options) == 0
+    assert_same(tmp_path / "out", undisturbed / "out")
+
+
+# With 30 tokens a batch has one example, and the other process none.
+@pytest.mark.parametrize("options", [["--accumulate", "2"], ["--batch-tokens", "30", "--max-steps", "12"]])
+def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: list[str]) -> None:
+    options = [*SHORT, *options]
+    assert train(place, tmp_path / "one", *options) == 0
+    assert train_together(place, tmp_path / "two", *options, "--cache", str(tmp_path / "cache")) == [0, 0]
+    assert_close(tmp_path / "one", tmp_path / "two")
+
+
+def test_two_processes_stop_together_and_one_goes_on(place: Path, tmp_path: Path) -> None:
+    assert train(place, tmp_path / "one", *SHORT) == 0
+    assert train_together(place, tmp_path / "two", *SHORT, stop=5) == [128 + signal.SIGTERM] * 2
+    assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
+    assert train(place, tmp_path / "two", *SHORT, "--resume") == 0
+    assert_close(tmp_path / "one", tmp_path / "two")
+
+
+def assert_close(out: Path, other: Path) -> None:
+    """Two trainings came to the same but for rounding."""
+    for row, twin in zip(read_metrics(out), read_metrics(other), strict=True):
+        assert row.keys() == twin.keys()
+        assert row == pytest.approx(twin, rel=1e-3) if "loss" in row else row["step"] == twin["step"]
+    weights, others = (load_file(folder / "model.safetensors") for folder in (out, other))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-2, atol=1e-2)
+
+
+def test_batches_hold_every_example_once() -> None:
+    lengths = [3 + number % 17 for number in range(200)] + [500]
+    for epoch in range(3):
+        batches = plan_batches(lengths, 60, seed=1, epoch=epoch)
+        assert sorted(number for batch in batches for number in batch) == list(range(201))
+        assert all(len(batch) * max(lengths[number] for number in batch) <= 60 for batch in batches if 200 not in batch)
+        assert [200] in batches  # too long for any company
+        assert padding_share(lengths, batches) < 0.05
+    assert plan_batches(lengths, 60, seed=1, epoch=0) == plan_batches(lengths, 60, seed=1, epoch=0)
+    assert plan_batches(lengths, 60, seed=1, epoch=0) != plan_batches(lengths, 60, seed=2, epoch=0)
+
+
+def test_a_schedule_ends_epochs_with_what_is_left() -> None:
+    lengths = [10] * 7
+    steps = list(Schedule(epochs=2, batch_tokens=20, accumulate=3).plan(lengths))
+    assert [len(step) for step in steps] == [3, 1, 3, 1]
+    assert list(Schedule(epochs=2, batch_tokens=20, accumulate=3, max_steps=3).plan(lengths)) == steps[:3]
+
+
+@pytest.mark.parametrize("name", ["epochs", "max_steps", "batch_tokens", "accumulate", "patience", "lr"])
+def test_a_schedule_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be"):
+        Schedule(**{name: 0})
+
+
+def test_a_lesson_with_few_labels_and_no_anchor_for_the_deepest_head() -> None:
+    """Answers of 2 tokens: the first head has an anchor in each, the others have none."""
+    examples = [Example((1, 2, 3, 4), ((2, 4),)), Example((1, 2), ((1, 2),))]
+    generator = torch.Generator().manual_seed(0)
+    views = [
+        View(
+            torch.randn(len(example.tokens), 8, generator=generator),
+            torch.arange(5).repeat(count, 1),
+            torch.full((count, 5), 0.2),
+        )
+        for example, count in zip(examples, (2, 1), strict=True)
+    ]
+    for network, shape in HEADS.values():
+        head = network(shape(8, 5, heads=3))
+        loss = HeadObjective(head, "kl", torch.randn(5, 8, generator=generator))(make_lesson(examples, views))
+        loss.total.backward()
+        assert loss.anchors.tolist() == [1, 0, 0]
+        assert all(torch.isfinite(parameter.grad).all() for parameter in head.parameters())
+
+
+def test_the_most_frequent_answer_tokens_are_chosen() -> None:
+    examples = [Example((9, 9, 9, 4, 4, 2), ((3, 6),)), Example((4, 7, 7), ((1, 3),))]
+    tokens, covered = choose_tokens(examples, vocab_size=10, size=3)
+    assert tokens.tolist() == [2, 4, 7] and covered == 1.0
+    tokens, covered = choose_tokens(examples, vocab_size=10, size=1)
+    assert tokens.tolist() == [4] and covered == 2 / 5
+    assert choose_tokens(examples, vocab_size=10, size=5)[0].tolist() == [0, 1, 2, 4, 7]
