@@ -36,7 +36,10 @@ SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that little data makes several shard
 
 def save_predictable(folder: Path, rows: int) -> Path:
     """Turn a folder of `save_model` into the predictable target, without a chat template, and some answers of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     train_predictable().save_pretrained(folder)
+    torch.set_num_threads(threads)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -159,10 +162,14 @@ def train_as_one_of(process: int, processes: int, port: int, stop: int, *argumen
     os.environ |= {name: str(process) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if process > 0:
-        training.checkpoint.write_aside = scripts.train.save_head = Metrics.add = None
+        training.checkpoint.write_aside = scripts.train.save_head = Metrics.add = _refuse
     if process == processes - 1:
         Trainer._step = stop_at(stop)
     raise SystemExit(train(*arguments))
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("only the first process may write")
 
 
 def start(task: Callable[..., None], *arguments: Any) -> Any:

@@ -86,8 +86,8 @@ def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, end
     ends = {tokenizer.eos_token_id, *ends}
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for turn in range(len(messages)):
+        if not _is_answer(messages, turn):
             continue
         last = turn == len(messages) - 1
         before = _render(messages[:turn], tokenizer, place, answer_next=True)
@@ -114,9 +114,14 @@ def has_looped(tokens: Sequence[int]) -> bool:
     return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
 
 
+def _is_answer(messages: Messages, turn: int) -> bool:
+    """Whether the model says this, and was asked."""
+    return turn > 0 and messages[turn]["role"] == "assistant"
+
+
 def _digest(messages: Messages) -> bytes:
     """Tells prompts apart: all that was said before the first answer."""
-    first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
+    first = next(turn for turn in range(len(messages)) if _is_answer(messages, turn))
     return hashlib.sha256("\n".join(message["content"] for message in messages[:first]).encode()).digest()
 
 
@@ -181,8 +186,8 @@ def _messages(row: dict[str, Any], place: str) -> Messages:
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
     )
-    if not fits or not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f'{place}: a conversation has texts with roles, of which one is an "assistant" answer')
+    if not fits or not any(_is_answer(messages, turn) for turn in range(len(messages))):
+        raise ValueError(f'{place}: a conversation has texts with roles, of which one is the "assistant"\'s answer')
     while messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     try:
