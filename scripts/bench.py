@@ -18,7 +18,7 @@ from proposers import PROPOSERS, TRAINED
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
 from scripts.bench_methods import PEERS, Method
-from scripts.bench_models import load_ours, make_loops, make_peers
+from scripts.bench_models import load_ours, make_loops, make_peers, split_method
 from scripts.bench_plot import check_plot, draw_plot
 from scripts.bench_questions import Question, digest_questions, form_groups, load_questions, take_evenly
 from scripts.bench_rows import format_tables, make_rows
@@ -27,7 +27,6 @@ from scripts.options import (
     PRETRAINED,
     Parser,
     add_model_options,
-    add_tree_options,
     at_least,
     check_proposer,
     failing_clearly,
@@ -71,7 +70,8 @@ def make_parser() -> Parser:
     source.add_argument("--from", dest="report", type=Path, metavar="JSON", help="show an earlier run's, run nothing")
     parser.add_argument(
         "--methods",
-        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them (default: all that the models allow)",
+        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {' and '.join(TRAINED)} can name "
+        "nodes and tree: hydra-16, hydra-static-64 (default: all that the models allow)",
     )
     parser.add_argument(
         "--peers",
@@ -106,7 +106,6 @@ def make_parser() -> Parser:
         help=f"for {' and '.join(TRAINED)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
         "(default, with the default model only: its pretrained ones)",
     )
-    add_tree_options(parser)
     parser.add_argument(
         "--no-prepare", dest="prepare", action="store_false", help="leave the model's weights unpacked in our loop, too"
     )
@@ -180,14 +179,17 @@ def choose_methods(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The proposers and the peers to be measured, baselines first. Raises ValueError for those that cannot be."""
     check_proposer("none", args)
     fits = args.model is None or args.draft_model is not None
-    names = _split(args.methods, PROPOSERS, "method", [name for name in PROPOSERS if _has_models(name, args, fits)])
+    names = _split(args.methods, [name for name in PROPOSERS if _has_models(name, args, fits)])
     default = [name for name in PEERS if fits or name != "hf-assistant"] if args.batch_size == 1 else []
-    peers = _split(args.peers, PEERS, "peer", default)
+    peers = _split(args.peers, default)
+    unknown = next((name for name in peers if name not in PEERS), None)
+    if unknown is not None:
+        raise ValueError(f"unknown peer {unknown!r}; choose from {', '.join(PEERS)}")
     lacking = [name for name in ("draft", "hf-assistant") if name in (*names, *peers) and not fits]
     if lacking:
         raise ValueError(f"{lacking[0]} needs --draft-model, a smaller model with the vocabulary of --model")
-    for name in {*names} & {*TRAINED}:
-        find_head(name, dict(args.head).get(name), args.model)
+    for kind in {split_method(name)[0] for name in names} & {*TRAINED}:
+        find_head(kind, dict(args.head).get(kind), args.model)
     if peers and args.batch_size > 1:
         raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
     return list(dict.fromkeys(["none", *names])), list(dict.fromkeys(["hf", *peers])) if peers else []
@@ -200,14 +202,8 @@ def _has_models(name: str, args: argparse.Namespace, fits: bool) -> bool:
     return fits or name != "draft"
 
 
-def _split(given: str | None, choices: Sequence[str] | dict[str, Any], kind: str, default: list[str]) -> list[str]:
-    if given is None:
-        return default
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
-        if name not in choices:
-            raise ValueError(f"unknown {kind} {name!r}; choose from {', '.join(choices)}")
-    return names
+def _split(given: str | None, default: list[str]) -> list[str]:
+    return default if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def describe_settings(
@@ -221,8 +217,6 @@ def describe_settings(
         "model": _base(args.model) if args.model else DEFAULT_MODEL,
         "draft_model": draft,
         "heads": {kind: _base(folder) for kind, folder in args.head},
-        "tree": args.tree,
-        "nodes": args.nodes,
         "methods": list(names),
         "peers": list(peers),
         "questions": args.questions.name,

@@ -12,9 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Target
 from decode.loading import first_layers
-from proposers import PROPOSERS, TRAINED, DraftProposer
+from proposers import PROPOSERS, TRAINED, DraftProposer, load_proposer
 from scripts.bench_methods import PEERS, Loop, Method, Peer
-from scripts.options import DRAFT_LAYERS, load_checkpoint, load_head_proposer
+from scripts.options import DRAFT_LAYERS, TREES, find_head, load_checkpoint
 
 NODES = 64  # the most of a tree
 
@@ -28,13 +28,34 @@ def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -
     """The project's loop with each proposer."""
     loops: dict[str, Method] = {}
     for name in names:
-        make: Any = PROPOSERS[name]
-        if name == "draft":
+        kind, tree, nodes = split_method(name)
+        make: Any = PROPOSERS[kind]
+        if kind == "draft":
             make = partial(make, _load_draft(target, args))
-        elif name in TRAINED:
-            make = load_head_proposer(name, dict(args.head).get(name), target, args).renew
-        loops[name] = Loop(target, make, args.temperature, args.nodes or NODES)
+        elif kind in TRAINED:
+            folder = find_head(kind, dict(args.head).get(kind), args.model)
+            make = load_proposer(folder, target, kind, tree=tree, nodes=nodes).renew
+        loops[name] = Loop(target, make, args.temperature, nodes or NODES)
     return loops
+
+
+def split_method(name: str) -> tuple[str, str, int | None]:
+    """The proposer, the tree and the number of nodes that a method's name stands for.
+
+    "hydra" chooses its nodes itself, "hydra-16" has trees of 16, "hydra-static-16" has 16 nodes of the static tree.
+    Raises ValueError where there is no such method.
+    """
+    kind, *rest = name.split("-")
+    number = rest.pop() if rest and rest[-1].isdecimal() else None
+    tree = rest.pop() if rest else "dynamic"
+    if kind not in PROPOSERS:
+        raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
+    if rest or tree not in TREES or number == "0" or (name != kind and kind not in TRAINED):
+        raise ValueError(
+            f"unknown method {name!r}; trees and numbers of nodes are for {' and '.join(TRAINED)}, as in hydra-16 or "
+            f"hydra-static-16, with one of {', '.join(TREES)}"
+        )
+    return kind, tree, None if number is None else int(number)
 
 
 def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from decode import Proposer, Target
 from decode.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
-from proposers import PROPOSERS, TRAINED, TrainedProposer, load_proposer
+from proposers import PROPOSERS, TRAINED, load_proposer
 from proposers.trees import PUBLISHED
 
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
@@ -68,11 +68,6 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         help="for --proposer medusa and hydra: the folder of a head trained for the model (default, with the default "
         "model only: its pretrained one)",
     )
-    add_tree_options(group)
-
-
-def add_tree_options(group: argparse._ActionsContainer) -> None:
-    """The options that say what trees are drafted with a trained head."""
     group.add_argument(
         "--tree",
         choices=TREES,
@@ -109,12 +104,6 @@ def find_head(kind: str, folder: str | None, model: str | None) -> Path:
     return PRETRAINED / kind
 
 
-def load_head_proposer(kind: str, folder: str | None, target: Target, args: argparse.Namespace) -> TrainedProposer:
-    """The proposer that drafts with a trained head, by `--tree` and `--nodes`."""
-    place = find_head(kind, folder, args.model)
-    return load_proposer(place, target, kind, tree=args.tree or "dynamic", nodes=args.nodes)
-
-
 def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
     """The model of `--model`, or another one in its place, as a target."""
     return Target(*load_checkpoint(args, name or args.model))
@@ -134,7 +123,8 @@ def load_checkpoint(
 def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Proposer:
     """A proposer from `PROPOSERS` by its name; loads the draft model or the head where it needs one."""
     if name in TRAINED:
-        return load_head_proposer(name, args.head, target, args)
+        folder = find_head(name, args.head, args.model)
+        return load_proposer(folder, target, name, tree=args.tree or "dynamic", nodes=args.nodes)
     kind: Any = PROPOSERS[name]
     if name != "draft":
         return kind()

@@ -120,16 +120,21 @@ def test_the_default_model_brings_its_heads(monkeypatch: pytest.MonkeyPatch, fol
         options.find_head("eagle", None, None)
 
 
+METHODS = "ngram,medusa,medusa-4,hydra-static-3"
+
+
 def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
     ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
     heads = ["--head", "medusa=medusa", "--head", "hydra=hydra"]
-    status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--nodes", "4")
+    status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--methods", METHODS)
     report = json.loads((folder / "report.json").read_text())
     assert status == 0 and "| medusa" in out and "| hydra" in out
-    assert report["settings"]["heads"] == {"medusa": "medusa", "hydra": "hydra"} and report["settings"]["nodes"] == 4
-    assert report["settings"]["methods"] == ["none", "ngram", "medusa", "hydra"] and not report["differences"]
+    assert report["settings"]["heads"] == {"medusa": "medusa", "hydra": "hydra"} and not report["differences"]
+    assert report["settings"]["methods"] == ["none", *METHODS.split(",")]
     for arguments, message in (
         (["--methods", "medusa"], "medusa needs --head"),
+        (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; trees and numbers of nodes are for"),
+        (["--methods", "ngram-4"], "unknown method 'ngram-4'"),
         (["--head", "medusa"], "'medusa' is not KIND=DIR"),
         (["--head", "eagle=x"], "KIND of medusa, hydra"),
         (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),

@@ -179,11 +179,12 @@ def _plan_shards(folder: Path, examples: Sequence[Example]) -> Iterator[tuple[Pa
 
 
 def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
-    """What a shard of these takes, but for its header."""
+    """What a shard of these takes at most."""
     target = teacher.target
     rows, answers = sum(len(example.tokens) for example in examples), sum(e.answer_tokens for e in examples)
     width = target.config.hidden_size * len(teacher.layers) * target.dtype.itemsize
-    return rows * width + answers * min(LABELS, target.vocabulary) * (4 + 2)
+    labels = min(LABELS, target.vocabulary) * (torch.int32.itemsize + torch.half.itemsize)
+    return rows * width + answers * labels + 24 * len(examples) + 1024  # where each example is, and the file's header
 
 
 def _show(groups: Iterable[list[list[int]]], examples: Sequence[Example], silent: bool) -> Any:

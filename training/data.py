@@ -86,9 +86,7 @@ def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, end
     ends = {tokenizer.eos_token_id, *ends}
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
-    for turn in range(len(messages)):
-        if not _is_answer(messages, turn):
-            continue
+    for turn in _answers(messages):
         last = turn == len(messages) - 1
         before = _render(messages[:turn], tokenizer, place, answer_next=True)
         whole = _render(messages[: turn + 1], tokenizer, place, answer_next=False)
@@ -114,15 +112,15 @@ def has_looped(tokens: Sequence[int]) -> bool:
     return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
 
 
-def _is_answer(messages: Messages, turn: int) -> bool:
-    """Whether the model says this, and was asked."""
-    return turn > 0 and messages[turn]["role"] == "assistant"
+def _answers(messages: Messages) -> list[int]:
+    """Which messages are the model's answers; one that nobody asked for is none."""
+    return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
 
 
 def _digest(messages: Messages) -> bytes:
     """Tells prompts apart: all that was said before the first answer."""
-    first = next(turn for turn in range(len(messages)) if _is_answer(messages, turn))
-    return hashlib.sha256("\n".join(message["content"] for message in messages[:first]).encode()).digest()
+    asked = messages[: _answers(messages)[0]]
+    return hashlib.sha256("\n".join(message["content"] for message in asked).encode()).digest()
 
 
 def _render(messages: Messages, tokenizer: Any, place: str, answer_next: bool) -> list[int]:
@@ -186,10 +184,9 @@ def _messages(row: dict[str, Any], place: str) -> Messages:
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
     )
-    if not fits or not any(_is_answer(messages, turn) for turn in range(len(messages))):
+    if not fits or not _answers(messages):
         raise ValueError(f'{place}: a conversation has texts with roles, of which one is the "assistant"\'s answer')
-    while messages[-1]["role"] != "assistant":
-        messages = messages[:-1]
+    messages = messages[: _answers(messages)[-1] + 1]
     try:
         "".join(message["content"] for message in messages).encode()
     except UnicodeEncodeError as error:
