@@ -24,11 +24,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
-from heads import HEADS
+from heads import HEADS, LayerConfig
 from heads.folder import load_head, save_head
 from scripts.options import failing_clearly, load_checkpoint
 from scripts.train_joint import join
-from scripts.train_options import check_files, make_parser, make_schedule
+from scripts.train_options import check_options, make_parser, make_schedule
 from scripts.train_plan import print_plan
 from scripts.train_plot import plot_training
 from scripts.train_validation import Validator
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         schedule = make_schedule(args)
-        check_files(args)
+        check_options(args)
         accelerator = make_accelerator(args)
         target = Target(*load_checkpoint(args, args.model, prepare=not args.joint))  # packed layers cannot learn
         dataset = read_data(args, target)
@@ -119,16 +119,38 @@ def make_head(args: argparse.Namespace, target: Target, dataset: Dataset) -> Any
     size, vocab = target.config.hidden_size, target.vocabulary
     draft_size = min(args.draft_vocab or vocab, vocab)
     given = {name: getattr(args, name) for name in ("heads", "layers") if getattr(args, name) is not None}
+    if args.prefix:
+        given["prefix"] = shape_prefix(target)
     head = network(shape(size, vocab, draft_size=draft_size, **given, **_origin(target)))
     if draft_size < vocab:
         chosen, _ = choose_tokens(dataset.examples, vocab, draft_size)
         head.token_map.copy_(chosen)
     head.borrow(target.output_matrix)
+    if args.prefix:  # at first it changes nothing: its layer adds nothing, its norm keeps the features' size
+        features = Teacher(target, head.features).view(dataset.examples[:1])[0].features
+        head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
     return head
 
 
+def shape_prefix(target: Target) -> LayerConfig:
+    """A decoder layer of the target's own sizes, as far as it has ordinary ones."""
+    config = target.config
+    heads = config.num_attention_heads
+    return LayerConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+    )
+
+
 def _origin(target: Target) -> dict[str, Any]:
-    return {"target_layers": target.config.num_hidden_layers, "target_name": target.model.config.name_or_path or None}
+    """What the head's folder says of its target: of a model that lies here, the folder's name alone."""
+    name = target.model.config.name_or_path
+    return {
+        "target_layers": target.config.num_hidden_layers,
+        "target_name": (Path(name).name if Path(name).exists() else name) or None,
+    }
 
 
 def load_init(args: argparse.Namespace, target: Target) -> Any:

@@ -53,6 +53,9 @@ def make_parser() -> Parser:
     group.add_argument("--heads", type=at_least(1), metavar="N", help="tokens ahead (default: 4)")
     group.add_argument("--layers", type=at_least(1), metavar="N", help="blocks a head (default: 1)")
     group.add_argument(
+        "--prefix", action="store_true", help="for hydra: look back over the text with a decoder layer first (Hydra++)"
+    )
+    group.add_argument(
         "--draft-vocab",
         type=at_least(1),
         metavar="N",
@@ -112,8 +115,10 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
     )
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Raise ValueError where files are missing, or would be overwritten, or could not be written."""
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError where options exclude each other, or files are missing, would be overwritten or not written."""
+    if args.prefix and (args.head != "hydra" or args.init is not None):
+        raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
     for file in args.data:
         if not file.is_file():
             raise ValueError(f"--data {file}: there is no such file")

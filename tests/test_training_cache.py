@@ -37,7 +37,8 @@ def make_examples(count: int, seed: int = 0) -> list[Example]:
     for _ in range(count):
         tokens = tuple(choose.choices(range(VOCABULARY), k=choose.randint(6, 40)))
         middle = choose.randint(2, len(tokens) - 2)
-        examples.append(Example(tokens, ((1, middle - 1), (middle, len(tokens)))[middle % 2 * (middle > 2) - 1 :]))
+        first = ((1, middle - 1),) if middle % 2 else ()
+        examples.append(Example(tokens, (*first, (middle, len(tokens)))))
     return examples
 
 
