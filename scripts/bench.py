@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Sampling, Target
+from heads import PRETRAINED
 from proposers import PROPOSERS, TRAINED
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
@@ -24,7 +25,6 @@ from scripts.bench_questions import Question, digest_questions, form_groups, loa
 from scripts.bench_rows import format_tables, make_rows
 from scripts.options import (
     DRAFT_LAYERS,
-    PRETRAINED,
     Parser,
     add_model_options,
     at_least,

@@ -21,6 +21,8 @@ LABELS = {
     "none": "Draftless, no guessing",
     "ngram": "Draftless, n-grams",
     "draft": "Draftless, draft model",
+    "medusa": "Draftless, Medusa head",
+    "hydra": "Draftless, Hydra head",
     "hf": "Hugging Face generate",
     "hf-prompt-lookup": "Hugging Face, prompt lookup",
     "hf-assistant": "Hugging Face, assistant",

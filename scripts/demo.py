@@ -23,7 +23,17 @@ from scripts.painting import paints, show
 
 MAX_NEW_TOKENS = 96
 ROUNDS = 2  # the methods take turns; the median counts
-METHODS = ("none", "ngram", "draft")
+METHODS = ("none", "ngram", "medusa", "hydra", "draft")
+OPTIONS = (
+    "model",
+    "dtype",
+    "device",
+    "device_map",
+    "draft_model",
+    "head",
+    "tree",
+    "nodes",
+)  # all left at their defaults
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "
     "winter. The lighthouse was lit by oil until 1932, when it was given electric light. Its last keeper, Anna "
@@ -34,8 +44,9 @@ PROMPTS = (
 )
 NOTES = f"""\
 tau: new tokens per forward pass of the model. none: this project's own loop without guessing; against hf it shows what
-packed weights and the KV cache bring, the others against it show what guessing brings. draft: the model's own first
-{DRAFT_LAYERS} of 30 layers, for want of a small sibling; it shows the mechanism and is no speed-up."""
+packed weights and the KV cache bring, the others against it show what guessing brings. medusa, hydra: heads trained for
+this model. draft: the model's own first {DRAFT_LAYERS} of 30 layers, for want of a small sibling; it shows the
+mechanism and is no speed-up."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.parse_args(argv)
     with failing_clearly(parser):
         folder = str(default_model())
-        options = argparse.Namespace(model=None, dtype=None, device=None, device_map=None, draft_model=None)
+        options = argparse.Namespace(**dict.fromkeys(OPTIONS))
         print("loading the model", file=sys.stderr)
         target = load_target(options)
         target.cost()

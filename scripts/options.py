@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from decode import Proposer, Target
 from decode.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
+from heads import PRETRAINED
 from proposers import PROPOSERS, TRAINED, load_proposer
 from proposers.trees import PUBLISHED
 
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
-PRETRAINED = Path(__file__).resolve().parent.parent / "heads" / "pretrained" / "smollm2-135m-instruct"
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what a shell reports of programs that SIGINT or SIGPIPE ended
 

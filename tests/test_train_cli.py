@@ -1,0 +1,295 @@
+"""The script `train.py`: plans and pictures, heads to start from, and what it says of bad input and bad luck."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import MedusaConfig, MedusaHead, load_head, save_head
+from tests.training_runs import OPTIONS, assert_same, losses, save_predictable, train
+from training.checkpoint import CHECKPOINT, METRICS, read_metrics
+from training.objective import HeadObjective
+from training.teacher import Lesson
+
+SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    def refused(self, *messages: str) -> None:
+        """One clear line at the end of stderr, and nothing on stdout."""
+        *bars, last = self.err.splitlines()
+        assert self.status == 2 and self.out == ""
+        assert all(" steps/s" in bar or " steps" in bar or not bar for bar in bars), bars
+        assert last.startswith("train.py: error: ")
+        assert all(message in last for message in messages), last
+
+
+Call = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def place(save_model: Callable[..., Path]) -> Path:
+    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished short training. Tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(place, folder, *SHORT) == 0
+    return folder
+
+
+@pytest.fixture
+def call(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*options: str, out: Path = tmp_path / "out", **settings: Any) -> Run:
+        capsys.readouterr()
+        status = train(settings.pop("place", place), out, *options, **settings)
+        return Run(status, *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp_path: Path) -> None:
+    run = call(*SHORT, "--plan", "--cache", str(tmp_path / "cache"))
+    assert (run.status, run.err) == (0, "")
+    rows = {line[:21].strip(): line[22:] for line in run.out.splitlines()}
+    assert [*rows] == [
+        *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "time", "with features cached")
+    ]
+    head = load_head(trained)
+    assert rows["parameters"].startswith(f"{sum(parameter.numel() for parameter in head.parameters()):,} (")
+    assert rows["steps"].startswith("9,") and rows["time"].startswith("1 min")
+    assert list(tmp_path.iterdir()) == []
+
+    before = {file: file.read_bytes() for file in trained.iterdir()}
+    assert call(*SHORT, "--plan", out=trained).status == 0
+    assert before == {file: file.read_bytes() for file in trained.iterdir()}
+
+
+def test_a_plot_is_drawn(call: Call, trained: Path, tmp_path: Path) -> None:
+    run = call(*SHORT, "--plot", str(tmp_path / "new.png"))
+    assert run.status == 0 and (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
+    run = call(*SHORT, "--resume", "--plot", str(tmp_path / "old.svg"), out=trained)
+    assert run.status == 0 and "<svg" in (tmp_path / "old.svg").read_text()
+
+
+def test_what_a_training_leaves(trained: Path) -> None:
+    assert sorted(file.name for file in trained.iterdir()) == sorted(
+        ["config.json", "model.safetensors", CHECKPOINT, METRICS]
+    )
+    rows = read_metrics(trained)
+    assert [row["step"] for row in rows] == [3, 6, 9, 9]
+    assert [*losses(trained)[0]] == ["step", "tokens", "loss", "agreement"]
+    assert [*rows[0]] == ["step", "tokens", "tau", "acceptance"]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(trained / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("output", ["own", "target"])
+def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: Path, output: Any) -> None:
+    torch.manual_seed(0)
+    head = MedusaHead(MedusaConfig(32, 96, heads=3, layers=2, output=output, draft_size=60))
+    head.borrow(torch.randn(96, 32))
+    save_head(head, tmp_path / "head")
+    assert call(*SHORT, "--init", str(tmp_path / "head"), "--draft-vocab", "60").status == 0
+    after = load_head(tmp_path / "out")
+    assert after.output == output and after.token_map is not None and len(after.token_map) == 60
+
+    assert call(*SHORT, "--init", str(trained), out=tmp_path / "more").status == 0
+    assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "--data nowhere.jsonl: there is no such file"),
+        (["--lr", "0"], "lr is 0.0; it must be a positive number"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--epochs", "0"], "--epochs: '0' is not a whole number from 1 on"),
+        (["--loss", "magic"], "invalid choice: 'magic'"),
+        (["--device", "abacus"], "invalid choice: 'abacus'"),
+        (["--plot", "loss.abc"], "--plot loss.abc: give a name that ends in one of .eps"),
+        (["--plot", "nowhere/loss.png"], "--plot nowhere/loss.png: there is no folder nowhere"),
+        (["--target", "nowhere/at/all"], "there is no such folder"),
+        (["--init", "nowhere"], "cannot load a head from 'nowhere': there is no such local folder"),
+    ],
+)
+def test_bad_options_are_refused(call: Call, tmp_path: Path, options: list[str], message: str) -> None:
+    call(*options).refused(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(call: Call) -> None:
+    call("--device", "cuda").refused("--device cuda: torch sees no GPU")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n", "data.jsonl is empty"),
+        ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}', 'data.jsonl, line 2: a line needs "prompt"'),
+        ('{"prompt": "a", "response": "", "finished": false}', "data.jsonl, line 1: the answer has no tokens"),
+        ('{"prompt": "a", "response": "b"}', "no prompt is held out for validation"),
+    ],
+)
+def test_bad_data_is_refused(call: Call, tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    call("--data", str(file), "--cache", str(tmp_path / "cache")).refused(message)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_model: Callable[..., Path]) -> None:
+    other = save_model(vocab_size=50, dtype=torch.float32)
+    options = ["--target", str(other), "--data", str(place / "answers.jsonl")]
+    call(*options).refused("the tokenizer makes token 95", "but the model's vocabulary is 50")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (MedusaConfig(48, 96, heads=3), [], "whose hidden size is 48; this target's is 32"),
+        (MedusaConfig(32, 60, heads=3), [], "whose vocabulary size is 60; this target's is 96"),
+        (MedusaConfig(32, 96, heads=3, target_layers=7), [], "whose number of layers is 7; this target's is 1"),
+        (MedusaConfig(32, 96, heads=4), [], "--heads is 3, and the head of --init {} has 4"),
+        (MedusaConfig(32, 96, heads=3, layers=2), ["--draft-vocab", "9"], "--draft-vocab is 9, and the head"),
+        (
+            MedusaConfig(32, 96, heads=3, layers=2),
+            ["--head", "hydra"],
+            "--init {} holds a head of kind medusa, not hydra",
+        ),
+    ],
+)
+def test_a_head_for_something_else_is_refused(
+    call: Call, tmp_path: Path, config: MedusaConfig, options: list[str], message: str
+) -> None:
+    head = tmp_path / "head"
+    save_head(MedusaHead(config), head)
+    if config.layers == 1:
+        options = ["--layers", "1", *options]
+    call("--init", str(head), *options).refused("--init", message.format(head))
+
+
+def test_a_head_that_is_cut_short_is_refused(call: Call, trained: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_bytes((trained / "config.json").read_bytes())
+    (head / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    call("--init", str(head)).refused(f"cannot load a head from '{head}': model.safetensors is damaged or cut short")
+
+
+def test_a_folder_that_holds_something_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
+    call(*SHORT, out=trained).refused(f"--out {trained} is not empty; give --resume to go on there")
+    call(*SHORT, "--resume", out=place).refused(f"--out {place} holds a model and no training to resume")
+    (tmp_path / "out").write_text("")
+    call(*SHORT).refused("out is a file; give a folder")
+
+
+def test_other_settings_are_all_named(call: Call, trained: Path) -> None:
+    changes = ["--lr", "0.02", "--epochs", "3", "--loss", "lk", "--layers", "1", "--validation", "3", "--patience", "4"]
+    call(*SHORT, "--resume", *changes, out=trained).refused(
+        f"the training in {trained} was begun with other settings: ",
+        "epochs was 2, now 3",
+        "lr was 0.01, now 0.02",
+        "loss was 'kl', now 'lk'",
+        "validation was 16, now 3",
+        "patience was 10, now 4",
+        "'layers': 2",
+        "'layers': 1",
+    )
+    assert call(*SHORT, "--resume", "--save-every", "5", "--validate-every", "7", out=trained).status == 0
+
+
+@pytest.mark.parametrize("size", [0, 40, -1000, None])
+def test_a_damaged_checkpoint_is_named(call: Call, trained: Path, tmp_path: Path, size: int | None) -> None:
+    whole = (trained / CHECKPOINT).read_bytes()
+    (tmp_path / "out").mkdir()
+    if size is None:
+        torch.save([1, 2, 3], tmp_path / "out" / CHECKPOINT)
+    else:
+        (tmp_path / "out" / CHECKPOINT).write_bytes(whole[:size])
+    call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / CHECKPOINT} is damaged, or no checkpoint of a training")
+
+
+def test_damaged_metrics_are_named(call: Call, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / CHECKPOINT).write_bytes((trained / CHECKPOINT).read_bytes())
+    (tmp_path / "out" / METRICS).write_text('{"step": 1}\n\0\0\0\n')
+    call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / METRICS} is damaged")
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf"), 1e4])
+def test_an_exploding_loss_ends_the_training(
+    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: float
+) -> None:
+    forward, steps = HeadObjective.forward, 0
+
+    def explode(self: HeadObjective, lesson: Lesson) -> Any:
+        nonlocal steps
+        steps += 1
+        loss = forward(self, lesson)
+        return type(loss)(loss.total * (damage if steps == 8 else 1), loss.anchors, loss.agreed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadObjective, "forward", explode)
+        run = call(*SHORT)
+    run.refused("the loss exploded at step 8 (", f"{tmp_path / 'out'} keeps what was saved before", "a lower --lr")
+    assert torch.load(tmp_path / "out" / CHECKPOINT, weights_only=True)["progress"]["step"] == 6
+    assert load_head(tmp_path / "out").depth == 3
+    assert call(*SHORT, "--resume").status == 0  # it was bad luck
+    assert_same(tmp_path / "out", trained)
+
+
+def test_a_learning_rate_that_is_far_too_high(call: Call) -> None:
+    call(*SHORT, "--lr", "1e6").refused("the loss exploded at step ", "begin anew with a lower --lr")
+
+
+def test_a_disk_that_is_full_at_any_file(
+    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics, checkpoint, weights, config: each once cannot be written; a later run goes on from what is there."""
+    flush, left = os.fsync, 0
+
+    def fill_up(file: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.truncate(file, 10)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", fill_up)
+    for left in (1, 2, 3, 4, 3):
+        call(*SHORT, "--resume").refused("No space left on device")
+        assert not list((tmp_path / "out").glob("*.tmp"))
+    assert call(*SHORT, "--resume").status == 0
+    assert_same(tmp_path / "out", trained)
+
+
+@pytest.mark.slow
+def test_launched_by_accelerate(place: Path, trained: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    script = str(Path(__file__).parent.parent / "scripts" / "train.py")
+    files = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(tmp_path / "out")]
+    command = [*launch, script, *files, "--head", "medusa", *OPTIONS, *SHORT, "--cache", str(tmp_path / "cache")]
+    result = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("9 of 9 steps") == 1
+    assert "Warning" not in result.stderr
+    rows = [json.dumps(row["loss"]) for row in losses(tmp_path / "out")]
+    assert [float(row) for row in rows] == pytest.approx([row["loss"] for row in losses(trained)], rel=1e-4)
