@@ -4,22 +4,33 @@ from pathlib import Path
 
 from heads.cache import LayerCache
 from heads.decoder_layer import LayerConfig
+from heads.eagle import EagleConfig, EagleHead
+from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
 from heads.folder import load_head, save_head
 from heads.hydra import HydraConfig, HydraHead
 from heads.medusa import MedusaConfig, MedusaHead
+from heads.rope import RopeScaling
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder a kind, for the default model
-HEADS = {"medusa": (MedusaHead, MedusaConfig), "hydra": (HydraHead, HydraConfig)}
+HEADS = {"medusa": (MedusaHead, MedusaConfig), "hydra": (HydraHead, HydraConfig)}  # what can be trained
+EAGLES = {"eagle": (EagleHead, EagleConfig), "eagle3": (Eagle3Head, Eagle3Config)}
 
 __all__ = [
+    "EAGLES",
     "HEADS",
     "PRETRAINED",
+    "Eagle3Config",
+    "Eagle3Head",
+    "EagleConfig",
+    "EagleHead",
     "HydraConfig",
     "HydraHead",
     "LayerCache",
     "LayerConfig",
     "MedusaConfig",
     "MedusaHead",
+    "RopeScaling",
+    "choose_features",
     "load_head",
     "save_head",
 ]

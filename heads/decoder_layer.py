@@ -1,4 +1,4 @@
-"""One Llama-style decoder layer: what Hydra++ looks back with.
+"""One Llama-style decoder layer: what Hydra++ looks back with, and EAGLE drafts with.
 
 Parameters are named as transformers names them. Shapes: B rows, T tokens, S slots, H hidden size, D head size.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from heads.cache import LayerCache
+from heads.rope import RopeScaling, rotate
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class LayerConfig:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     input_norm: bool = True  # before attention; a layer whose input is normed already can do without
+    qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # of each head's queries and keys before they are turned, as in Qwen3
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -61,24 +64,34 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose query heads share keys and values in groups (Ainslie et al., 2023), with rotary positions."""
+    """Attention whose query heads share keys and values in groups (Ainslie et al., 2023), with rotary positions.
 
-    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
+    inputs: how many tensors of the hidden size lie side by side in what it reads.
+    """
+
+    def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
         super().__init__()
-        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.config = config
         wide, narrow = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(hidden_size, wide, bias=False)
-        self.k_proj = nn.Linear(hidden_size, narrow, bias=False)
-        self.v_proj = nn.Linear(hidden_size, narrow, bias=False)
+        self.q_proj = nn.Linear(inputs * hidden_size, wide, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs * hidden_size, narrow, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs * hidden_size, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+        )
         nn.init.zeros_(self.o_proj.weight)
 
     def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
         queries, keys, values = (
-            project(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+            project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        queries, keys = (rotate(part, positions, self.rope_theta) for part in (queries, keys))
+        queries, keys = (
+            rotate(part, positions, self.config.rope_theta, self.config.rope_scaling)
+            for part in (self.q_norm(queries), self.k_norm(keys))
+        )
         if cache is not None:
             mask = cache.mask(states.shape[1], states.device) if mask is None else mask
             keys, values = cache.write(keys, values)  # [B, heads, S, D]
@@ -100,17 +113,3 @@ class FeedForward(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
-
-
-def rotate(states: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn states [B, heads, T, D] by their positions [B, T] or [1, T] (RoPE; Su et al., 2021).
-
-    Numbers i and i + D/2 of a head are a pair, as in Llama. Angles are in float32 at least: bfloat16 has no 257.
-    """
-    half = states.shape[-1] // 2
-    dtype = torch.promote_types(states.dtype, torch.float32)
-    rates = theta ** -(torch.arange(half, dtype=dtype, device=states.device) / half)
-    angles = positions[:, None, :, None] * rates  # [B, 1, T, D/2]
-    cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-    first, second = states[..., :half], states[..., half:]
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)

@@ -1,6 +1,7 @@
 """Heads as folders: every published layout read strictly, one layout written.
 
-A folder that we write holds `config.json` and `model.safetensors`. A Medusa head's loads in vLLM (<= 0.32) too.
+A folder that we write holds `config.json` and `model.safetensors`. A Medusa head's loads in vLLM (<= 0.32) too, and
+an EAGLE head's in vLLM 0.33 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -16,24 +17,32 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from heads.hydra import HydraHead
+from heads.eagle import EagleHead
+from heads.eagle3 import Eagle3Head
+from heads.eagle3_layouts import export_eagle3, read_eagle3
+from heads.eagle_layouts import export_eagle, read_eagle
 from heads.hydra_layouts import read_hydra
-from heads.layout import OWN, Layout
+from heads.layout import OWN, Head, Layout
 from heads.medusa import MedusaHead
-from heads.medusa_layouts import read_medusa, vllm_config
+from heads.medusa_layouts import export_medusa, read_medusa
+from heads.token_maps import MAP, order_vocabulary, read_token_map
 from heads.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
 SHOWN = 4  # names of each sort in an error
 
 
 def load_head(
-    folder: str | Path, dtype: torch.dtype | None = None, vocab_size: int | None = None
-) -> MedusaHead | HydraHead:
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    layers: int | None = None,
+) -> Head:
     """Load a head from a local folder, ours or a published one, onto the CPU.
 
     dtype: of its weights; None keeps the file's. vocab_size: how many tokens its target has, for the files that do
-    not say it (heads without an output matrix of their own). A head out of a whole Medusa-2 model fits that model
-    only. Raises ValueError where there is no head, where it is damaged, and with the names of tensors that are
+    not say it (heads without an output matrix of their own). layers: how many layers its target has, for EAGLE-3
+    files that do not say which of them they read (the authors' own). A head out of a whole Medusa-2 model fits that
+    model only. Raises ValueError where there is no head, where it is damaged, and with the names of tensors that are
     missing, unexpected or of the wrong shape.
     """
     place = Path(folder)
@@ -42,13 +51,14 @@ def load_head(
     try:
         tensors, notes = read_weights(place)
         said = _read_config(place, notes)
-        layout = recognise(tensors, said, vocab_size)
+        tensors = read_token_map(tensors, said)
+        layout = recognise(tensors, said, vocab_size, layers)
         return _assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
-def save_head(head: MedusaHead | HydraHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write a head's folder; made where it is missing, and replaced where it holds a head that we wrote.
 
     dtype: of the weights in the file; None keeps the head's. Each file is replaced whole, and the weights carry
@@ -57,16 +67,26 @@ def save_head(head: MedusaHead | HydraHead, folder: str | Path, dtype: torch.dty
     """
     place = Path(folder)
     check_folder(place)
-    states = dict(head.state_dict())
-    described: dict[str, Any] = {"model_type": head.kind, OWN: {"kind": head.kind, **asdict(head.config)}}
-    if isinstance(head, MedusaHead):
-        described |= vllm_config(head.config)
-        if head.output == "target":  # vLLM knows no such thing: write the rows
-            states["lm_head.weight"] = head.vocabulary(0)[0]
+    states, described = _export(head)
     stored = {name: _store(tensor, dtype) for name, tensor in states.items()}
+    kept = dtype or next(head.parameters()).dtype
+    described["torch_dtype"] = str(kept).removeprefix("torch.")  # servers take theirs for granted where none is said
     place.mkdir(parents=True, exist_ok=True)
     _replace(place / WEIGHTS, save(stored, {"format": "pt", OWN: json.dumps(described)}))
     _replace(place / CONFIG, json.dumps(described, indent=2).encode())
+
+
+def _export(head: Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a head's file and its config hold: as servers want them, and in our own words beside."""
+    states: dict[str, Tensor] = dict(head.state_dict())
+    described: dict[str, Any] = {"model_type": head.kind}
+    if isinstance(head, MedusaHead):
+        states, described = export_medusa(head)
+    elif isinstance(head, EagleHead):
+        states, described = export_eagle(head)
+    elif isinstance(head, Eagle3Head):
+        states, described = export_eagle3(head)
+    return states, described | {OWN: {"kind": head.kind, **asdict(head.config), **described.get(OWN, {})}}
 
 
 def check_folder(folder: str | Path) -> None:
@@ -83,14 +103,19 @@ def check_folder(folder: str | Path) -> None:
         raise ValueError(f"cannot save a head in {str(folder)!r}: it holds something else ({_list(held)})")
 
 
-def recognise(tensors: Mapping[str, Tensor], said: Mapping[str, Any], vocab_size: int | None = None) -> Layout:
+def recognise(
+    tensors: Mapping[str, Tensor], said: Mapping[str, Any], vocab_size: int | None = None, layers: int | None = None
+) -> Layout:
     """The layout of a head's tensors. Raises ValueError where they are no head's that we know."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = read_hydra(shapes, said, vocab_size) or read_medusa(shapes, said, vocab_size)
+    layout = layout or read_eagle3(shapes, said, vocab_size, layers) or read_eagle(shapes, said, vocab_size)
     if layout is not None:
         return layout
     if "fc.weight" in shapes:
-        raise ValueError("it seems to be an EAGLE head; Medusa and Hydra heads can be loaded")
+        raise ValueError(
+            "it seems to be an EAGLE head, but has no attention (layers.0.self_attn or midlayer.self_attn)"
+        )
     if any(name.startswith("model.layers.") for name in shapes):
         raise ValueError("it seems to be a whole model without heads")
     raise ValueError(f"its tensors are no head's that is known: {_list(sorted(shapes))}")
@@ -103,10 +128,10 @@ def _read_config(folder: Path, notes: Mapping[str, str]) -> dict[str, Any]:
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
-def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> MedusaHead | HydraHead:
+def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
     states = {ours: tensors[name] for name, ours in layout.names.items() if name in tensors}
-    if "token_map" in states:
-        _order_vocabulary(states, layout.config.vocab_size)
+    if MAP in states:
+        order_vocabulary(states, layout.config.vocab_size)
     with torch.device("meta"):
         head = layout.build()
     expected = {name: state.shape for name, state in head.state_dict().items()}
@@ -121,23 +146,6 @@ def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     return head
 
 
-def _order_vocabulary(states: dict[str, Tensor], vocab_size: int) -> None:
-    """Bring the token map into ascending order, and the matrices' rows into its own.
-
-    vLLM lets a matrix have a row for each of the target's tokens; the map then says which are used.
-    """
-    tokens = states.pop("token_map")
-    whole = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
-    if not whole or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
-    tokens, order = tokens.long().sort()
-    for name, rows in states.items():
-        if name.startswith(("lm_head", "borrowed")) and rows.shape[:1] in ((len(tokens),), (vocab_size,)):
-            states[name] = rows[order if len(rows) == len(tokens) else tokens]
-    if len(tokens) < vocab_size:
-        states["token_map"] = tokens
-
-
 def _refuse_misfits(
     layout: Layout, tensors: Mapping[str, Tensor], states: Mapping[str, Tensor], expected: Mapping[str, torch.Size]
 ) -> None:
@@ -147,7 +155,7 @@ def _refuse_misfits(
         state = states.get(ours)
         if state is not None and state.shape != expected[ours]:
             wrong.append(f"{name} is {list(tensors[name].shape)}, not {list(expected[ours])}")
-        elif state is not None and not state.is_floating_point() and ours != "token_map":
+        elif state is not None and not state.is_floating_point() and ours != MAP:
             wrong.append(f"{name} is of {state.dtype}, not of a floating-point type")
     faults = {
         "missing": [name for name in layout.names if name not in tensors],

@@ -10,7 +10,8 @@ import torch
 
 from heads.decoder_layer import LayerConfig
 from heads.hydra import HydraConfig, HydraHead
-from heads.layout import Layout, Said, Shapes, count, extent, read_layer, read_origin, read_vocabulary
+from heads.layer_layout import read_layer
+from heads.layout import OWN, Layout, Said, Shapes, count, extent, read_origin, read_vocabulary, section
 from heads.vocabulary import Output
 
 PREFIX = "prefix_embeding_layer."  # spelled so
@@ -91,7 +92,8 @@ def _read_published(shapes: Shapes, said: Said) -> Layout:
 
 
 def _read_prefix(shapes: Shapes, prefix: str, layer: str, said: Said) -> LayerConfig | None:
-    return read_layer(shapes, prefix + layer, said) if any(name.startswith(prefix) for name in shapes) else None
+    words = section(section(said, OWN), "prefix") or said
+    return read_layer(shapes, prefix + layer, words) if any(name.startswith(prefix) for name in shapes) else None
 
 
 def _rename(ours: str, theirs: dict[str, str]) -> str:

@@ -8,30 +8,41 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from heads.decoder_layer import LayerConfig
+from heads.eagle import EagleConfig, EagleHead
+from heads.eagle3 import Eagle3Config, Eagle3Head
 from heads.hydra import HydraConfig, HydraHead
 from heads.medusa import MedusaConfig, MedusaHead
 
 Shapes = Mapping[str, Sequence[int]]
 Said = Mapping[str, Any]  # the content of config.json
 
+Config: TypeAlias = MedusaConfig | HydraConfig | EagleConfig | Eagle3Config
+Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head
+
 OWN = "draftless"  # what we add to a config, and the weights' note of their own
-VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs do not say it
 
 
 @dataclass(frozen=True)
 class Layout:
     """A head as one file has it."""
 
-    config: MedusaConfig | HydraConfig
+    config: Config
     names: dict[str, str]  # the file's name of each tensor that the head needs -> ours
     passed_over: Set[str] = frozenset()  # what may stand in the file beside them
 
-    def build(self) -> MedusaHead | HydraHead:
+    def build(self) -> Head:
         """The head, its weights still to be loaded."""
-        return MedusaHead(self.config) if isinstance(self.config, MedusaConfig) else HydraHead(self.config)
+        match self.config:
+            case MedusaConfig():
+                return MedusaHead(self.config)
+            case HydraConfig():
+                return HydraHead(self.config)
+            case EagleConfig():
+                return EagleHead(self.config)
+            case Eagle3Config():
+                return Eagle3Head(self.config)
 
 
 def count(form: str, names: Iterable[str]) -> tuple[int, ...]:
@@ -87,31 +98,3 @@ def read_origin(said: Said) -> dict[str, Any]:
     words = section(said, OWN)
     name = words.get("target_name") or said.get("base_model_name_or_path")
     return {"target_layers": number(words, "target_layers"), "target_name": name}
-
-
-def read_layer(shapes: Shapes, prefix: str, said: Said) -> LayerConfig:
-    """The sizes of a decoder layer whose names begin so.
-
-    What shapes do not say is as the config says, in our words or transformers', or as in Vicuna. Raises ValueError
-    where it does not fit the shapes.
-    """
-    words = section(section(said, OWN), "prefix") or said
-    q, k, v = (f"{prefix}self_attn.{name}_proj.weight" for name in "qkv")
-    wide, narrow = (extent(shapes, names, 0, VICUNA_HEAD_DIM) for names in ((q, k), (k, v, q)))
-    heads = number(words, "num_attention_heads")
-    head_dim = number(words, "head_dim") or (wide // heads if heads else VICUNA_HEAD_DIM)
-    if wide % head_dim or narrow % head_dim:
-        raise ValueError(
-            f"{prefix}self_attn's matrices have {wide} and {narrow} rows, no multiples of a head of {head_dim}; "
-            "its config must say the head_dim"
-        )
-    theta = number(words, "rope_theta") or number(section(words, "rope_parameters"), "rope_theta")
-    return LayerConfig(
-        num_attention_heads=wide // head_dim,
-        num_key_value_heads=narrow // head_dim,
-        head_dim=head_dim,
-        intermediate_size=extent(shapes, [f"{prefix}mlp.gate_proj.weight"], 0),
-        rope_theta=theta or LayerConfig.rope_theta,
-        rms_norm_eps=number(words, "rms_norm_eps") or LayerConfig.rms_norm_eps,
-        input_norm=f"{prefix}input_layernorm.weight" in shapes,
-    )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from heads.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, read_vocabulary, section
-from heads.medusa import MedusaConfig
+from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
 WHOLE = "medusa_head."
@@ -81,9 +83,15 @@ def _name_output(shapes: Shapes, said: Said, heads: int, layers: int) -> tuple[O
     return "shared", {"lm_head.weight": "lm_head.weight"}
 
 
-def vllm_config(config: MedusaConfig) -> dict[str, Any]:
-    """What vLLM's Medusa wants its config.json to say."""
-    return {
+def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the config of a folder for vLLM's Medusa, which has no word for the target's own matrix.
+
+    Raises ValueError where a head that uses it has not borrowed it.
+    """
+    states, config = dict(head.state_dict()), head.config
+    if head.output == "target":
+        states["lm_head.weight"] = head.vocabulary(0)[0]
+    described = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": config.hidden_size,
@@ -94,3 +102,4 @@ def vllm_config(config: MedusaConfig) -> dict[str, Any]:
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.output != "own",
     }
+    return states, described

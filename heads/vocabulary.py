@@ -37,6 +37,7 @@ class VocabularyHead(nn.Module):
         if not 1 <= draft_size <= vocab_size:
             raise ValueError(f"a draft vocabulary of {draft_size} tokens does not fit one of {vocab_size}")
         self.hidden_size, self.vocab_size, self.draft_size, self.output = hidden_size, vocab_size, draft_size, output
+        self.target_hidden_size = hidden_size
         if output == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(heads))
         elif output == "shared":
@@ -64,7 +65,7 @@ class VocabularyHead(nn.Module):
         """Raise ValueError where the head was trained for a target of other sizes than these."""
         name = self.config.target_name
         for what, own, given in (
-            ("hidden size", self.hidden_size, hidden_size),
+            ("hidden size", self.target_hidden_size, hidden_size),
             ("vocabulary size", self.vocab_size, vocab_size),
             ("number of layers", self.config.target_layers, layers),
         ):
@@ -82,9 +83,13 @@ class VocabularyHead(nn.Module):
         linear = matrices[index % len(matrices)]
         return linear.weight, linear.bias
 
-    def logits(self, states: Tensor, index: int) -> Tensor:
+    def normalise(self, states: Tensor) -> Tensor:
+        """States [..., H] as the output matrix reads them; most heads' are so already."""
+        return states
+
+    def logits(self, states: Tensor, index: int = 0) -> Tensor:
         """The logits [..., D] of head `index` for its states [..., H]."""
-        return nn.functional.linear(states, *self.vocabulary(index))
+        return nn.functional.linear(self.normalise(states), *self.vocabulary(index))
 
     def tokens(self, drafted: Tensor) -> Tensor:
         """The target's ids of draft ids."""

@@ -1,0 +1,66 @@
+"""Which of the target's tokens a smaller draft vocabulary has: every published form of it as one ascending list.
+
+Shapes: V the target's vocabulary, D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.layout import OWN, Said, section
+
+MAP = "token_map"
+
+
+def read_token_map(tensors: Mapping[str, Tensor], said: Said) -> dict[str, Tensor]:
+    """The tensors with a `token_map` [D] for what a file has: EAGLE-3's `d2t`, or `t2d`, or what our config lists.
+
+    d2t [D] are offsets: draft token i is the target's i + d2t[i]. t2d [V] is true for the target's tokens that are in
+    it; it stays, for its length is the vocabulary. Raises ValueError where the two differ.
+    """
+    found = dict(tensors)
+    listed = section(said, OWN).get(MAP)
+    if listed is not None:
+        if not isinstance(listed, list) or not all(type(token) is int for token in listed):
+            raise ValueError(f"its config's {MAP} must be a list of tokens")
+        found[MAP] = torch.tensor(listed)
+    offsets, mask = found.pop("d2t", None), found.get("t2d")
+    marked = None if mask is None else mask.flatten().nonzero().flatten()
+    if offsets is not None:
+        if offsets.ndim != 1 or offsets.is_floating_point():
+            raise ValueError(f"its d2t is {list(offsets.shape)} of {offsets.dtype}; it must be a list of offsets")
+        found[MAP] = offsets.long() + torch.arange(len(offsets))
+        if marked is not None and not torch.equal(found[MAP].sort().values, marked):
+            raise ValueError("its d2t and t2d are of different tokens; i + d2t[i] must be the tokens that t2d marks")
+    elif marked is not None:
+        found[MAP] = marked
+    return found
+
+
+def write_offsets(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The d2t and t2d of a token map [D]."""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[token_map.cpu()] = True
+    return {"d2t": token_map - torch.arange(len(token_map), device=token_map.device), "t2d": mask}
+
+
+def order_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
+    """Bring the token map into ascending order, and the matrices' rows into its own.
+
+    vLLM lets a matrix have a row for each of the target's tokens; the map then says which are used. Raises ValueError
+    where the map is none.
+    """
+    tokens = states.pop(MAP)
+    whole = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
+    if not whole or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
+    tokens, order = tokens.long().sort()
+    for name, rows in states.items():
+        if name.startswith(("lm_head", "borrowed")) and rows.shape[:1] in ((len(tokens),), (vocab_size,)):
+            states[name] = rows[order if len(rows) == len(tokens) else tokens]
+    if len(tokens) < vocab_size:
+        states[MAP] = tokens
