@@ -2,6 +2,7 @@
 
 from decode import Plain
 from proposers.draft import DraftProposer
+from proposers.eagle import EagleProposer
 from proposers.hydra import HydraProposer
 from proposers.loading import TRAINED, load_proposer
 from proposers.medusa import MedusaProposer
@@ -14,6 +15,7 @@ __all__ = [
     "PROPOSERS",
     "TRAINED",
     "DraftProposer",
+    "EagleProposer",
     "HydraProposer",
     "MedusaProposer",
     "NGramProposer",

@@ -9,41 +9,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step, Target
-from heads import HydraHead, LayerCache
+from heads import HydraHead
 from proposers.packing import Logits
-from proposers.trained import TrainedProposer
+from proposers.trained import LevelwiseProposer, pick_last
 
 
-class HydraProposer(TrainedProposer):
+class HydraProposer(LevelwiseProposer):
     """Drafts with a `HydraHead`, one pass of it a level. A prefix layer (Hydra++) has its own cache, a row a text."""
 
     width = 8
-
-    def observe(self, step: Step) -> None:
-        super().observe(step)
-        if step.first:
-            self._cache, self._new = LayerCache(len(step.rows)), [list[Tensor]() for _ in step.rows]
-        elif len(step.kept) < len(self._new):
-            self._cache.select(step.kept)
-            self._new = [self._new[row] for row in step.kept]
-        if self.head.prefix is not None:
-            assert step.features is not None
-            for new, features, tokens in zip(self._new, step.features, step.committed, strict=True):
-                new.append(features[: len(tokens)])
 
     def features(self) -> Tensor:
         """What the prefix layer, where there is one, makes of all that was committed since it last ran."""
         if self.head.prefix is None:
             return super().features()
-        new = [torch.cat(parts) for parts in self._new]
-        counts = [len(part) for part in new]
-        features = self.head.contextualize(pad_sequence(new, batch_first=True).to(self.dtype), self._cache, counts)
-        self._new = [[] for _ in new]
-        last = torch.tensor(counts, device=features.device) - 1
-        return features[torch.arange(len(last), device=features.device), last]
+        features, counts = self._hand_over()
+        return pick_last(self.head.contextualize(features, self._cache, counts), counts)
 
     def ground(self, features: Tensor) -> Tensor:
         return self.head.contextualize(super().ground(features))
@@ -51,9 +34,9 @@ class HydraProposer(TrainedProposer):
     def guess(self, features: Tensor, roots: Tensor, target: Target) -> HydraGuesses:
         return HydraGuesses(self.head, self.logits, features, roots, target.model.get_input_embeddings())
 
-    def _pays(self, scores: Tensor) -> bool:
-        """A level is a pass of the head: not where the paths that it would go on from are all but surely wrong."""
-        return self.pace.pays(float(scores.exp().sum()) / len(scores))
+    def _collect(self, step: Step) -> None:
+        if self.head.prefix is not None:
+            super()._collect(step)
 
 
 class HydraGuesses:

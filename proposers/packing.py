@@ -25,7 +25,7 @@ def pack_head(head: Head) -> tuple[Head, Logits]:
     """
     tensors = [*head.parameters(), *head.buffers()]
     packed = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
-    readout = Readout(head)
+    readout = Readout(head, packed.normalise)
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the readout has it
@@ -38,12 +38,13 @@ def pack_head(head: Head) -> tuple[Head, Logits]:
 class Readout:
     """A head's logits, by matrices that are packed where there is a kernel for it."""
 
-    def __init__(self, head: VocabularyHead) -> None:
+    def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
+        self.normalise = normalise
         several = head.config.heads if head.output == "own" else 1
         self.matrices = [_layer(*head.vocabulary(index)) for index in range(several)]
 
     def __call__(self, states: Tensor, index: int) -> Tensor:
-        return self.matrices[index % len(self.matrices)](states)
+        return self.matrices[index % len(self.matrices)](self.normalise(states))
 
 
 def _layer(weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -76,9 +76,15 @@ class Candidates:
 
 
 def search(
-    roots: Tensor, guesses: Guesses, levels: int, width: int, confidence: Confidence, pays: Callable[[Tensor], bool]
+    roots: Tensor,
+    guesses: Guesses,
+    levels: int,
+    width: int,
+    confidence: Confidence,
+    pays: Callable[[Tensor], bool],
+    ranks: int = RANKS,
 ) -> Candidates:
-    """Best-first search in waves: at each level the `width` likeliest paths get their `RANKS` likeliest next tokens.
+    """Best-first search in waves: at each level the `width` likeliest paths get their `ranks` likeliest next tokens.
 
     All of these become candidates, not only those that are followed (EAGLE-2, section 4.2). It ends after `levels`, or
     where, given the scores [B, W] of the paths to be followed, one more level no longer `pays`. roots [B].
@@ -87,7 +93,7 @@ def search(
     places = torch.full_like(roots[:, None], -1)  # [B, W]: where the paths followed end among the candidates
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
-        drafted, sure = rank_tokens(guesses.logits(len(found)), RANKS)  # [B, W, R], or [B, 1, R] for all paths
+        drafted, sure = rank_tokens(guesses.logits(len(found)), ranks)  # [B, W, R], or [B, 1, R] for all paths
         before = scores[:, :, None]
         reached = before + confidence(len(found), sure, before)  # [B, W, R]
         tokens = guesses.tokens(drafted).expand_as(reached).flatten(1)

@@ -13,24 +13,24 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step, Target, Tree
 from decode.cost import Cost
+from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration, trust_blindly
 from proposers.pace import Pace
 from proposers.packing import Logits, pack_head
-from proposers.search import Candidates, Guesses, fill_shape, search
+from proposers.search import RANKS, Candidates, Guesses, fill_shape, search
 from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
-
-STATIC = "mc_sim_7b_63"
 
 
 class TrainedProposer(ABC):
     """Drafts with a head, at most as deep as it looks ahead.
 
     tree: "dynamic" takes the nodes that are likeliest in each text; "calibrated" the tree that was best on average
-    when the head was measured; "static" the one that Medusa published, or the name of another in
+    when the head was measured; "static" the one that was published with the method, or the name of another in
     `proposers.trees.PUBLISHED`, or paths of ranks. nodes: exactly so many (root included, as far as budget and tree
     have them); None takes as many as bring most tokens a second on this device, which may be none.
     calibration: what was measured of the head; without it, it is taken at its word.
@@ -39,7 +39,9 @@ class TrainedProposer(ABC):
     target when it meets the target.
     """
 
-    width: ClassVar[int]  # paths followed at each level of a dynamic tree
+    static: ClassVar[str] = "mc_sim_7b_63"  # its name in `PUBLISHED`
+    width: int  # paths followed at each level of a dynamic tree
+    ranks = RANKS  # likeliest next tokens of each of them that may become nodes
 
     def __init__(
         self,
@@ -49,20 +51,25 @@ class TrainedProposer(ABC):
         nodes: int | None = None,
         calibration: Calibration | None = None,
     ) -> None:
+        self.head: Any = head
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-        if calibration is not None and len(calibration.acceptance) != head.depth:
-            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {head.depth}")
-        self.head: Any = head
+        if calibration is not None and len(calibration.acceptance) != self.depth:
+            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {self.depth}")
         self.logits: Logits = head.logits
         self.dtype = next(head.parameters()).dtype
-        self.nodes, self.paths = nodes, choose_paths(tree, calibration)
+        self.nodes, self.paths = nodes, choose_paths(tree, calibration, self.static)
         self.confidence = trust_blindly if calibration is None else calibration.trust
         self.pace = Pace()
         self.step: Step
         self._cost: Cost
         self._handed = 0.0  # when the target got the last tree
         self._shapes: dict[int, Shape] = {}
+
+    @property
+    def depth(self) -> int:
+        """The levels of a tree at most."""
+        return int(self.head.depth)
 
     @property
     def layers(self) -> Sequence[int]:
@@ -125,12 +132,11 @@ class TrainedProposer(ABC):
         return candidates.tree(self.pace.choose(gains, candidates.levels, self._cost))
 
     def _draft(self, roots: Tensor, most: int, pays: Callable[[Tensor], bool]) -> Candidates:
-        step, head = self.step, self.head
-        guesses = self.guess(self.features(), roots, step.target)
+        guesses = self.guess(self.features(), roots, self.step.target)
         if self.paths is None:
-            return search(roots, guesses, head.depth, self.width, self.confidence, pays)
+            return search(roots, guesses, self.depth, self.width, self.confidence, pays, self.ranks)
         if most not in self._shapes:
-            paths = cut_tree(self.paths, head.depth, head.draft_size, most - 1)
+            paths = cut_tree(self.paths, self.depth, self.head.draft_size, most - 1)
             self._shapes[most] = Shape.of(paths, roots.device)
         return fill_shape(roots, guesses, self._shapes[most], self.confidence)
 
@@ -155,13 +161,51 @@ class TrainedProposer(ABC):
         """The features [B, H] of each row's last committed token."""
         features = self.step.features
         assert features is not None
-        last = torch.tensor([len(tokens) - 1 for tokens in self.step.committed], device=features.device)
-        rows = torch.arange(len(last), device=features.device)
-        return features[rows, last].to(self.dtype)
+        return pick_last(features, [len(tokens) for tokens in self.step.committed]).to(self.dtype)
 
 
-def choose_paths(tree: str | Sequence[Path], calibration: Calibration | None) -> tuple[Path, ...] | None:
-    """The paths of a fixed tree, or None for a dynamic one. Raises ValueError where there is no such tree."""
+class LevelwiseProposer(TrainedProposer):
+    """Drafts with a head that runs once a level and looks back on a text's features through a cache of its own.
+
+    Features that it has not run over yet are kept: a step without a draft costs nothing, and nothing is missed.
+    """
+
+    def observe(self, step: Step) -> None:
+        super().observe(step)
+        if step.first:
+            self._cache, self._new = LayerCache(len(step.rows)), [list[Tensor]() for _ in step.rows]
+        elif len(step.kept) < len(self._new):
+            self._cache.select(step.kept)
+            self._new = [self._new[row] for row in step.kept]
+        self._collect(step)
+
+    def _collect(self, step: Step) -> None:
+        assert step.features is not None
+        for new, features, tokens in zip(self._new, step.features, step.committed, strict=True):
+            new.append(features[: len(tokens)])
+
+    def _hand_over(self) -> tuple[Tensor, list[int]]:
+        """The features [B, T, H] that were committed since this was last called, padded, and each row's number."""
+        new = [torch.cat(parts) for parts in self._new]
+        self._new = [[] for _ in new]
+        return pad_sequence(new, batch_first=True).to(self.dtype), [len(part) for part in new]
+
+    def _pays(self, scores: Tensor) -> bool:
+        """A level is a pass of the head: not where the paths that it would go on from are all but surely wrong."""
+        return self.pace.pays(float(scores.exp().sum()) / len(scores))
+
+
+def pick_last(states: Tensor, counts: Sequence[int]) -> Tensor:
+    """The states [B, H] of each row's last token, of states [B, T, H] of `counts` tokens a row."""
+    last = torch.tensor(counts, device=states.device) - 1
+    return states[torch.arange(len(last), device=states.device), last]
+
+
+def choose_paths(tree: str | Sequence[Path], calibration: Calibration | None, static: str) -> tuple[Path, ...] | None:
+    """The paths of a fixed tree, or None for a dynamic one. Raises ValueError where there is no such tree.
+
+    static: the name of the tree that was published with the method.
+    """
     if not isinstance(tree, str):
         return check_tree(tree)
     if tree == "dynamic":
@@ -172,4 +216,4 @@ def choose_paths(tree: str | Sequence[Path], calibration: Calibration | None) ->
         return calibration.best_tree(LARGEST)
     if tree != "static" and tree not in PUBLISHED:
         raise ValueError(f"there is no tree {tree!r}; choose from dynamic, calibrated, static, {', '.join(PUBLISHED)}")
-    return PUBLISHED[STATIC if tree == "static" else tree]
+    return PUBLISHED[static if tree == "static" else tree]

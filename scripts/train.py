@@ -103,7 +103,8 @@ def read_data(args: argparse.Namespace, target: Target) -> Dataset:
     """The conversations of --data. Raises ValueError where their tokens are not the target's."""
     length = min(args.max_length, target.context)
     dataset = load_dataset(args.data, target.tokenizer, length, args.validation, target.stop_ids)
-    highest = max(max(example.tokens) for example in dataset.examples)
+    texts = [*(example.tokens for example in dataset.examples), *dataset.prompts]
+    highest = max(map(max, texts))
     if highest >= target.vocabulary:
         raise ValueError(
             f"the tokenizer makes token {highest} of the data, but the model's vocabulary is {target.vocabulary}: "
@@ -173,6 +174,8 @@ def load_init(args: argparse.Namespace, target: Target) -> Any:
 
 
 def make_objective(args: argparse.Namespace, target: Target, head: Any) -> HeadObjective:
+    if args.head == "medusa":
+        return HeadObjective(head, args.loss, None)
     embeddings = target.model.get_input_embeddings()
     with torch.no_grad():
         table = embeddings(torch.arange(target.vocabulary, device=target.device))  # scaled, where the model scales

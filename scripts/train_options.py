@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 from heads import HEADS
+from scripts.bench_files import check_folder
+from scripts.bench_plot import check_plot
 from scripts.options import Parser, at_least
 from scripts.train_joint import EPILOG as JOINT_EPILOG
 from scripts.train_joint import add_joint_options
-from scripts.train_plot import check_plot
 from training.checkpoint import METRICS
 from training.losses import LOSSES
 from training.schedule import Schedule
@@ -48,7 +49,7 @@ def make_parser() -> Parser:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     parser.add_argument("--init", type=Path, metavar="DIR", help="start from the head in this folder")
     parser.add_argument("--plan", action="store_true", help="print sizes and expected time, and do nothing else")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and tau over the tokens seen")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and tau: a .png or .svg file")
     group = parser.add_argument_group("the head (with --init, that head's own)")
     group.add_argument("--heads", type=at_least(1), metavar="N", help="tokens ahead (default: 4)")
     group.add_argument("--layers", type=at_least(1), metavar="N", help="blocks a head (default: 1)")
@@ -119,10 +120,13 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError where options exclude each other, or files are missing, would be overwritten or not written."""
     if args.prefix and (args.head != "hydra" or args.init is not None):
         raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
+    if not args.cache_gib >= 0:
+        raise ValueError(f"--cache-gib is {args.cache_gib}; it must be a number from 0 on")
     for file in args.data:
         if not file.is_file():
             raise ValueError(f"--data {file}: there is no such file")
     if args.plot is not None:
+        check_folder(args.plot, "--plot")
         check_plot(args.plot)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file; give a folder")

@@ -7,19 +7,6 @@ from pathlib import Path
 from training.checkpoint import read_metrics
 
 
-def check_plot(file: Path) -> None:
-    """Raise ValueError where no picture could be written: before a training, not after it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
-    known = Figure().canvas.get_supported_filetypes()
-    if file.suffix[1:] not in known:
-        raise ValueError(f"--plot {file}: give a name that ends in one of .{', .'.join(sorted(known))}")
-    if not file.parent.is_dir():
-        raise ValueError(f"--plot {file}: there is no folder {file.parent}")
-
-
 def plot_training(folder: Path, file: Path) -> None:
     """Draw the folder's metrics."""
     from matplotlib.figure import Figure

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from decode import Proposer, Step, Target, Tree
-from heads import HydraConfig, HydraHead, LayerConfig, MedusaConfig, MedusaHead
+from heads import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    HydraConfig,
+    HydraHead,
+    LayerConfig,
+    MedusaConfig,
+    MedusaHead,
+    choose_features,
+)
 
-PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
+LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 Paths = dict[tuple[int, ...], float]
 
 
 def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False, **settings: Any) -> Any:
-    """A head of 3 with random weights, in the target's sizes and number format."""
-    sizes = {"heads": 3, "target_layers": target.config.num_hidden_layers, **settings}
-    width = target.config.hidden_size
+    """A head with random weights, in the target's sizes and number format; one of 3 where it is several."""
+    width, layers = target.config.hidden_size, target.config.num_hidden_layers
+    settings = {"target_layers": layers, **settings}
+    head: Any
     if kind == "medusa":
-        head: Any = MedusaHead(MedusaConfig(width, target.vocabulary, **sizes))
+        head = MedusaHead(MedusaConfig(width, target.vocabulary, **{"heads": 3, **settings}))
+    elif kind == "hydra":
+        layer = LAYER if prefix else None
+        head = HydraHead(HydraConfig(width, target.vocabulary, prefix=layer, **{"heads": 3, **settings}))
+    elif kind == "eagle":
+        head = EagleHead(EagleConfig(width, target.vocabulary, replace(LAYER, input_norm=False), **settings))
     else:
-        head = HydraHead(HydraConfig(width, target.vocabulary, prefix=PREFIX if prefix else None, **sizes))
+        settings = {"features": choose_features(layers), **settings}
+        head = Eagle3Head(Eagle3Config(width, target.vocabulary, LAYER, **settings))
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.to(target.dtype).parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
@@ -47,10 +66,12 @@ class Recorder:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.layers = proposer, proposer.layers
         self.trees: list[Tree] = []
+        self.accepted: list[list[int]] = []  # guesses, of each row at each step
         self.drafted: dict[tuple[int, ...], Paths] = {}
 
     def observe(self, step: Step) -> None:
         self.step = step
+        self.accepted.append([len(path) - 1 for path in step.path])
         self.proposer.observe(step)
 
     def propose(self, budget: int) -> Tree:

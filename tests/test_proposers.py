@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from decode import Plain, Sampling, Step, Target, Tree, generate
 from decode.cost import Cost
 from decode.loading import first_layers
-from proposers import PROPOSERS, DraftProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.models import tiny
 
 
@@ -171,6 +171,7 @@ def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
 
 def test_every_proposer_has_a_name() -> None:
     drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
+    drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
     assert {"none": Plain, "ngram": NGramProposer, **drafters} == PROPOSERS
 
 

@@ -49,11 +49,11 @@ def undisturbed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("head", ["medusa", "hydra"])
-def test_a_head_learns_to_guess(place: Path, tmp_path: Path, head: str) -> None:
+@pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"]])
+def test_a_head_learns_to_guess(place: Path, tmp_path: Path, head: list[str]) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
-    assert train(place, tmp_path / "out", *options, head=head) == 0
+    assert train(place, tmp_path / "out", *options, "--head", *head) == 0
     assert read_metrics(tmp_path / "out")[-1]["tau"] > 0.9 * (3 + 1)
     assert min(losses(tmp_path / "out")[-1]["agreement"]) > 0.95
 
@@ -74,7 +74,7 @@ def test_half_precision_and_few_tokens(place: Path, tmp_path: Path) -> None:
     assert head.token_map is not None and len(head.token_map) == head.draft_size == 40
 
 
-@pytest.mark.parametrize("step", [1, 6, 11])  # of which 6 is one that is saved anyway, and 11 the end of an epoch
+@pytest.mark.parametrize("step", [6, 11])  # of which 6 is one that is saved anyway, and 11 the end of an epoch
 def test_stopped_and_resumed(
     place: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -156,8 +156,13 @@ def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> N
     assert_same(tmp_path / "out", undisturbed / "out")
 
 
-# With 30 tokens a batch has one example, and the other process none.
-@pytest.mark.parametrize("options", [["--accumulate", "2"], ["--batch-tokens", "30", "--max-steps", "12"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--accumulate", "2"],
+        ["--head", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example: for one process
+    ],
+)
 def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: list[str]) -> None:
     options = [*SHORT, *options]
     assert train(place, tmp_path / "one", *options) == 0
@@ -165,12 +170,12 @@ def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: li
     assert_close(tmp_path / "one", tmp_path / "two")
 
 
-def test_two_processes_stop_together_and_one_goes_on(place: Path, tmp_path: Path) -> None:
-    assert train(place, tmp_path / "one", *SHORT) == 0
-    assert train_together(place, tmp_path / "two", *SHORT, stop=5) == [128 + signal.SIGTERM] * 2
-    assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
-    assert train(place, tmp_path / "two", *SHORT, "--resume") == 0
-    assert_close(tmp_path / "one", tmp_path / "two")
+def test_two_processes_stop_together_and_one_goes_on(place: Path, undisturbed: Path, tmp_path: Path) -> None:
+    options = [*SHORT, "--cache", str(undisturbed / "cache")]
+    assert train_together(place, tmp_path, *options, stop=5) == [128 + signal.SIGTERM] * 2
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
+    assert train(place, tmp_path, *options, "--resume") == 0
+    assert_close(tmp_path, undisturbed / "out")
 
 
 def assert_close(out: Path, other: Path) -> None:

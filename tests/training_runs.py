@@ -29,7 +29,8 @@ from training.files import write_aside
 from training.teacher import Teacher
 from training.trainer import Trainer
 
-OPTIONS = ["--device", "cpu", "--dtype", "float32", "--heads", "3", "--layers", "2", "--batch-tokens", "512"]
+OPTIONS = ["--head", "medusa", "--heads", "3", "--layers", "2", "--batch-tokens", "512"]
+OPTIONS += ["--device", "cpu", "--dtype", "float32"]
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
 SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that little data makes several shards
 
@@ -48,10 +49,10 @@ def save_predictable(folder: Path, rows: int) -> Path:
     return folder
 
 
-def train(place: Path, out: Path, *options: str, head: str = "medusa") -> int:
+def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), "--head", head]
+    given = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_validation, "NEW_TOKENS", NEW_TOKENS)
         patch.setattr(training.cache, "SHARD_TOKENS", SHARD_TOKENS)

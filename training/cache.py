@@ -42,9 +42,7 @@ class FeatureCache:
         self._shards: dict[Path, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / SETTINGS).exists():
-            if any(not entry.name.startswith(".") for entry in folder.iterdir()):
-                raise ValueError(f"{folder} holds other things than cached features; choose a new folder")
-            write_aside(folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
+            self._begin(settings)
         self._check_settings(settings)
         self.scan()
 
@@ -86,12 +84,12 @@ class FeatureCache:
         missing = {path: group for path, group in shards.items() if path not in self._shards}
         with _show(missing.values(), examples, silent=process > 0) as bar:
             for path, group in missing.items():
-                told = [examples[number] for number in chain(group)]
+                told = [examples[number] for number in _flatten(group)]
                 left -= _count_bytes(told, teacher)
                 if left < 0:
                     return
                 views = [view for batch in group for view in teacher.view([examples[number] for number in batch])]
-                self._write(path, chain(group), views)
+                self._write(path, _flatten(group), views)
                 bar.update(sum(len(example.tokens) for example in told))
 
     def view(self, number: int) -> View:
@@ -105,6 +103,12 @@ class FeatureCache:
             shard.get_slice("labels")[first:last],
             shard.get_slice("chances")[first:last],
         )
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        if any(not entry.name.startswith(".") and entry.name != SETTINGS for entry in self.folder.iterdir()):
+            raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
+        with self.locked():
+            write_aside(self.folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         file = self.folder / SETTINGS
@@ -159,7 +163,7 @@ class FeatureCache:
         self._places.update({number: (path, place) for place, number in enumerate(numbers)})
 
 
-def chain(batches: Sequence[Sequence[int]]) -> list[int]:
+def _flatten(batches: Sequence[Sequence[int]]) -> list[int]:
     """The numbers of several batches in one list."""
     return [number for batch in batches for number in batch]
 
@@ -189,7 +193,7 @@ def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
 
 def _show(groups: Iterable[list[list[int]]], examples: Sequence[Example], silent: bool) -> Any:
     """A progress bar over the tokens of some groups."""
-    total = sum(len(examples[number].tokens) for group in groups for number in chain(group))
+    total = sum(len(examples[number].tokens) for group in groups for number in _flatten(group))
     interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
     silent = silent or total == 0
     return tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, mininterval=interval, disable=silent)

@@ -32,16 +32,16 @@ class Loss:
 
 
 class HeadObjective(nn.Module):
-    """The loss of a Medusa or Hydra head. embedding: the target's [V, H], which a Hydra head reads guesses with."""
+    """The loss of a Medusa or Hydra head. embedding: the target's [V, H], for a Hydra head, which reads guesses."""
 
     head: MedusaHead | HydraHead
-    embedding: Tensor
+    embedding: Tensor | None
     drafted: Tensor
 
-    def __init__(self, head: MedusaHead | HydraHead, loss: str, embedding: Tensor) -> None:
+    def __init__(self, head: MedusaHead | HydraHead, loss: str, embedding: Tensor | None) -> None:
         super().__init__()
         self.head, self.loss = head, loss
-        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.register_buffer("embedding", None if embedding is None else embedding.detach(), persistent=False)
         drafted = torch.full((head.vocab_size,), -1)
         own = torch.arange(head.vocab_size) if head.token_map is None else head.token_map.cpu()
         drafted[own] = torch.arange(head.draft_size)
@@ -77,6 +77,7 @@ class HeadObjective(nn.Module):
             if isinstance(self.head, MedusaHead):
                 states = self.head.blocks[index](features)
             else:
+                assert self.embedding is not None
                 guessed = column[:, None] + torch.arange(1, index + 2, device=column.device)
                 embedded = nn.functional.embedding(lesson.tokens[row[:, None], guessed], self.embedding)
                 states = self.head(features, embedded, index)
