@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     source.add_argument("--from", dest="report", type=Path, metavar="JSON", help="show an earlier run's, run nothing")
     parser.add_argument(
         "--methods",
-        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {' and '.join(TRAINED)} can name "
+        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {', '.join(TRAINED)} can name "
         "nodes and tree: hydra-16, hydra-static-64 (default: all that the models allow)",
     )
     parser.add_argument(
@@ -103,7 +103,7 @@ def make_parser() -> Parser:
         default=[],
         type=name_head,
         metavar="KIND=DIR",
-        help=f"for {' and '.join(TRAINED)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
+        help=f"for {', '.join(TRAINED)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
         "(default, with the default model only: its pretrained ones)",
     )
     parser.add_argument(

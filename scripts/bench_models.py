@@ -52,7 +52,7 @@ def split_method(name: str) -> tuple[str, str, int | None]:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
     if rest or tree not in TREES or number == "0" or (name != kind and kind not in TRAINED):
         raise ValueError(
-            f"unknown method {name!r}; trees and numbers of nodes are for {' and '.join(TRAINED)}, as in hydra-16 or "
+            f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(TRAINED)}, as in hydra-16 or "
             f"hydra-static-16, with one of {', '.join(TREES)}"
         )
     return kind, tree, None if number is None else int(number)

@@ -114,7 +114,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--draft-model is for --proposer draft, not for {args.proposer}")
     for option in ("head", "tree", "nodes"):
         if getattr(args, option) is not None and args.proposer not in TRAINED:
-            raise ValueError(f"--{option} is for --proposer {' and '.join(TRAINED)}, not for {args.proposer}")
+            raise ValueError(f"--{option} is for --proposer {', '.join(TRAINED)}, not for {args.proposer}")
     if "" in args.stop:
         raise ValueError("--stop needs a text that is not empty")
 

@@ -65,21 +65,21 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="DIR",
-        help="for --proposer medusa and hydra: the folder of a head trained for the model (default, with the default "
-        "model only: its pretrained one)",
+        help=f"for --proposer {', '.join(TRAINED)}: the folder of a head trained for the model (default, with the "
+        "default model only: its pretrained one)",
     )
     group.add_argument(
         "--tree",
         choices=TREES,
         metavar="NAME",
-        help="for medusa and hydra: dynamic, what is likeliest in each text (the default); calibrated, what was best "
-        f"when the head was measured; static, Medusa's own, or another published one: {', '.join(PUBLISHED)}",
+        help="for trained heads: dynamic, what is likeliest in each text (the default); calibrated, what was best "
+        f"when the head was measured; static, the method's own, or another published one: {', '.join(PUBLISHED)}",
     )
     group.add_argument(
         "--nodes",
         type=at_least(1),
         metavar="N",
-        help="for medusa and hydra: trees of N nodes (default: as many as pay on this device, which may be none)",
+        help="for trained heads: trees of N nodes (default: as many as pay on this device, which may be none)",
     )
 
 

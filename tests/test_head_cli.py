@@ -102,9 +102,9 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
         (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
         (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
-        (["--head", "medusa"], "--head is for --proposer medusa and hydra, not for ngram"),
-        (["--tree", "static"], "--tree is for --proposer medusa and hydra, not for ngram"),
-        (["--nodes", "5"], "--nodes is for --proposer medusa and hydra, not for ngram"),
+        (["--head", "medusa"], "--head is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--nodes", "5"], "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
