@@ -136,7 +136,7 @@ def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
         (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; trees and numbers of nodes are for"),
         (["--methods", "ngram-4"], "unknown method 'ngram-4'"),
         (["--head", "medusa"], "'medusa' is not KIND=DIR"),
-        (["--head", "eagle=x"], "KIND of medusa, hydra"),
+        (["--head", "oak=x"], "KIND of medusa, hydra, eagle, eagle3"),
         (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),
     ):
         status, _, err = call(bench, *ask, *arguments)
