@@ -7,7 +7,6 @@ an EAGLE head's in vLLM 0.33 and SGLang 0.5.23.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.eagle3_layouts import export_eagle3, read_eagle3
 from heads.eagle_layouts import export_eagle, read_eagle
+from heads.files import write_aside
 from heads.hydra_layouts import read_hydra
 from heads.layout import OWN, Head, Layout
 from heads.medusa import MedusaHead
@@ -72,8 +72,9 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     kept = dtype or next(head.parameters()).dtype
     described["torch_dtype"] = str(kept).removeprefix("torch.")  # servers take theirs for granted where none is said
     place.mkdir(parents=True, exist_ok=True)
-    _replace(place / WEIGHTS, save(stored, {"format": "pt", OWN: json.dumps(described)}))
-    _replace(place / CONFIG, json.dumps(described, indent=2).encode())
+    weights = save(stored, {"format": "pt", OWN: json.dumps(described)})
+    write_aside(place / WEIGHTS, lambda file: file.write(weights))
+    write_aside(place / CONFIG, lambda file: file.write(json.dumps(described, indent=2).encode()))
 
 
 def _export(head: Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -175,16 +176,3 @@ def _store(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """As it goes to the file; whole numbers keep their type."""
     kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
     return tensor.detach().to("cpu", kept).contiguous()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put a file in place whole or not at all."""
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.files import write_aside
 from proposers.trees import Path
 
 FILE = "calibration.json"  # in the head's folder
@@ -100,13 +100,7 @@ class Calibration:
         """Write it into the head's folder, whole or not at all. The best trees are written down for other readers."""
         tree, taus = self.best_tree(LARGEST), self.expect_tau(LARGEST)
         content = asdict(self) | {"best_tree": tree, "expected_tau": [round(tau, 4) for tau in taus]}
-        path = FilePath(folder) / FILE
-        aside = path.with_name(f".{FILE}.{os.getpid()}")
-        try:
-            aside.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_aside(FilePath(folder) / FILE, lambda file: file.write(json.dumps(content).encode()))
 
 
 def load_calibration(folder: FilePath | str) -> Calibration | None:

@@ -14,6 +14,8 @@ import psutil
 import torch
 import transformers
 
+from heads.files import write_aside
+
 KEYS = ("settings", "machine", "rows", "differences", "records")
 SPEEDS = ("tokens_per_second", "speedup_vs_none", "speedup_vs_hf")
 # What tables and plots show of them.
@@ -52,7 +54,8 @@ class Records:
         """Make the file whole: what is kept, and nothing behind it."""
         if self.path is not None:
             lines = [json.dumps(line, allow_nan=False) + "\n" for line in (self.setup, *self.found)]
-            write_aside(self.path, "".join(lines))
+            content = "".join(lines).encode()
+            write_aside(self.path, lambda file: file.write(content))
 
     def append(self, record: dict[str, Any]) -> None:
         self.found.append(record)
@@ -85,7 +88,8 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
         else:
             text = json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
         parts.append(f"  {json.dumps(key)}: {text}")
-    write_aside(path, "{\n" + ",\n".join(parts) + "\n}\n")
+    content = ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+    write_aside(path, lambda file: file.write(content))
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -103,13 +107,6 @@ def read_report(path: Path) -> dict[str, Any]:
     if not whole:
         raise ValueError(f"{path} is not a report that this bench wrote")
     return dict(report)
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def check_folder(path: Path | None, option: str) -> None:

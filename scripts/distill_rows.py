@@ -12,7 +12,7 @@ from typing import Any
 
 from decode import Answer
 from decode.text import Tokenizer, encode
-from scripts.bench_files import write_aside
+from heads.files import write_aside
 from scripts.prompts import check_prompt, check_turns, read_rows
 
 KINDS = ("prompt", "turns", "messages")
@@ -127,7 +127,8 @@ class Answers:
 
     def begin(self) -> None:
         """Make the file ready to be written behind its last whole line."""
-        write_aside(self.beside, json.dumps(self.settings, indent=2, allow_nan=False) + "\n")
+        content = json.dumps(self.settings, indent=2, allow_nan=False) + "\n"
+        write_aside(self.beside, lambda file: file.write(content.encode()))
         with self.path.open("ab") as file:
             file.truncate(self.whole)
 

@@ -18,11 +18,11 @@ import torch
 from filelock import FileLock
 
 from decode import Target
+from heads.files import write_aside
 from tests.models import VOCABULARY, tiny
 from training import cache
 from training.cache import FeatureCache
 from training.data import Example
-from training.files import write_aside
 from training.lessons import Lessons
 from training.teacher import LABELS, Lesson, Teacher, answer_rows, make_lesson
 

@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 import scripts.train
 import training.cache
 import training.checkpoint
+from heads.files import write_aside
 from scripts import train_validation
 from tests.predictable import train_predictable, write_answers
 from training.checkpoint import Metrics, read_metrics
-from training.files import write_aside
 from training.teacher import Teacher
 from training.trainer import Trainer
 

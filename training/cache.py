@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
+from heads.files import write_aside
 from training.batches import plan_batches
 from training.data import Example
-from training.files import write_aside
 from training.teacher import LABELS, Teacher, View
 
 SHARD_TOKENS = 100_000
