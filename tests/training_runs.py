@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,8 @@ SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that little data makes several shard
 
 def save_predictable(folder: Path, rows: int) -> Path:
     """Turn a folder of `save_model` into the predictable target, without a chat template, and some answers of it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    train_predictable().save_pretrained(folder)
-    torch.set_num_threads(threads)
+    with one_thread():
+        train_predictable().save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -58,10 +57,22 @@ def train(place: Path, out: Path, *options: str) -> int:
         patch.setattr(training.cache, "SHARD_TOKENS", SHARD_TOKENS)
         patch.setattr(training.cache, "PASS_TOKENS", PASS_TOKENS)
         try:
-            scripts.train.main([*given, *OPTIONS, *options])
+            with one_thread():
+                scripts.train.main([*given, *OPTIONS, *options])
         except SystemExit as end:
             return int(end.code or 0)
     return 0
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums over more threads are other sums in their last bits. Fixtures are made before the tests' own limit holds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def losses(out: Path) -> list[dict[str, Any]]:
