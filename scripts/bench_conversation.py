@@ -11,7 +11,7 @@ from decode import Target
 from decode.text import Tokenizer, encode
 from scripts.bench_methods import Ask, Measured, Method, top_gap
 from scripts.bench_questions import Question
-from scripts.bench_rows import is_loop
+from training.data import has_looped
 
 WARM_UP = 64  # tokens an answer that is not measured
 
@@ -153,7 +153,7 @@ def _describe(measured: Sequence[Measured], differences: Sequence[Any] | None) -
         "tokens": list(map(len, first.answers)),
         "steps": first.steps,
         "nodes": first.nodes,
-        "loops": list(map(is_loop, first.answers)),
+        "loops": list(map(has_looped, first.answers)),
         "same": None if differences is None else [difference is None for difference in differences],
         "seconds": [entry.seconds for entry in measured],
         "parts": {part: sum(entry[part] for entry in parts) for part in parts[0]} if parts else None,

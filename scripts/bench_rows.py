@@ -14,14 +14,6 @@ from typing import Any
 
 from scripts.bench_questions import MT_BENCH, task_of
 
-LOOP_TAIL, LOOP_PERIOD = 60, 20
-
-
-def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether an answer ended in repetition: its last 60 tokens repeat with a period under 20."""
-    tail = list(tokens[-LOOP_TAIL:])
-    return len(tail) == LOOP_TAIL and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
-
 
 def make_rows(
     records: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]], methods: Sequence[str]

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from decode import Sampling, Target, stream
 from decode.default_model import NAME
 from scripts.bench_files import check_folder
-from scripts.bench_rows import is_loop
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
 from scripts.options import Parser, add_model_options, at_least, check_proposer, failing_clearly, load_target
+from training.data import has_looped
 
 WINDOW = 8  # batches that are sorted by length: the cache is as wide as its longest row
 TURNS = 4  # batches of conversations that are led at a time: a kill loses those
@@ -150,8 +150,8 @@ def answer(asked: list[Job], target: Target, args: argparse.Namespace) -> Iterat
         waiting = {job.number: job for job in asked if len(prompts[job.number]) < target.context}
         order = sort_by_length({number: len(prompts[number]) for number in waiting}, WINDOW * args.batch_size)
 
-        def has_looped(number: int, tokens: list[int], prompts: dict[int, list[int]] = prompts) -> bool:
-            return is_loop(tokens[len(prompts[number]) :])
+        def ends_in_loop(number: int, tokens: list[int], prompts: dict[int, list[int]] = prompts) -> bool:
+            return has_looped(tokens[len(prompts[number]) :])
 
         chunks = stream(
             target,
@@ -160,7 +160,7 @@ def answer(asked: list[Job], target: Target, args: argparse.Namespace) -> Iterat
             numbers=order,
             sampling=Sampling(temperature=asked[0].temperature, seed=args.seed),
             max_new_tokens=args.max_new_tokens,
-            criterion=has_looped,
+            criterion=ends_in_loop,
             text=False,
         )
         asked = []

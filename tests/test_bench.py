@@ -17,7 +17,8 @@ from scripts import bench, bench_plot
 from scripts.bench_conversation import Conversation
 from scripts.bench_methods import PEERS
 from scripts.bench_questions import Question, form_groups, load_questions, take_evenly
-from scripts.bench_rows import format_tables, is_loop, make_rows
+from scripts.bench_rows import format_tables, make_rows
+from training.data import has_looped
 
 QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "again"], "reference": ["x"]},
@@ -258,12 +259,12 @@ def test_differences_are_reported_with_their_gap(
 
 def test_loops_are_recognised() -> None:
     varied = list(range(60))
-    assert not is_loop(varied)
-    assert not is_loop([7] * 59)
-    assert is_loop([*varied, *[7] * 60])
-    assert is_loop([*varied, *list(range(19)) * 4])
-    assert not is_loop(list(range(20)) * 4)
-    assert not is_loop([*[7] * 80, 8])
+    assert not has_looped(varied)
+    assert not has_looped([7] * 59)
+    assert has_looped([*varied, *[7] * 60])
+    assert has_looped([*varied, *list(range(19)) * 4])
+    assert not has_looped(list(range(20)) * 4)
+    assert not has_looped([*[7] * 80, 8])
 
 
 def test_rows_take_medians_and_leave_loops_out() -> None:

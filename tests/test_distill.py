@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from decode import Sampling, Target, generate
 from scripts import distill
-from scripts.bench_rows import is_loop
+from training.data import has_looped
 
 BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
 QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
@@ -168,7 +168,7 @@ def test_loops_are_dropped_counted_and_not_made_again(
     ],
 )
 def test_what_a_loop_is(tokens: list[int], expected: bool) -> None:
-    assert is_loop(tokens) == expected
+    assert has_looped(tokens) == expected
 
 
 def test_what_the_context_has_no_room_for_is_dropped(call: Call) -> None:

@@ -68,7 +68,7 @@ def fill(folder: Path, teacher: Teacher, limit: int = ALL, examples: list[Exampl
 
 
 def assert_same(lesson: Lesson, other: Lesson, exact: bool) -> None:
-    for name in ("tokens", "lengths", "answers", "labels"):
+    for name in ("tokens", "answers", "labels"):
         assert torch.equal(getattr(lesson, name), getattr(other, name)), name
     if exact:
         assert torch.equal(lesson.features, other.features)
@@ -99,7 +99,7 @@ def test_a_lesson_is_what_the_target_says(target: Target) -> None:
         tokens = EXAMPLES[number].tokens
         with torch.no_grad():
             said = target.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
-        assert lesson.tokens[row, : lesson.lengths[row]].tolist() == list(tokens)
+        assert lesson.tokens[row, : len(tokens)].tolist() == list(tokens)
         torch.testing.assert_close(lesson.features[row, : len(tokens)], said.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
         chances, labels = said.logits[0].softmax(dim=-1).topk(LABELS)
         answers = lesson.answers[row, : len(tokens)]

@@ -68,7 +68,7 @@ def make_lesson(vocab: int) -> Lesson:
     features = torch.randn(2, 12, WIDTH, generator=generator, dtype=torch.float64)
     law = torch.randn(2, 12, vocab, generator=generator, dtype=torch.float64).softmax(dim=-1)
     chances, labels = law.topk(LABELS)
-    return Lesson(tokens, torch.tensor([12, 9]), answers, features, labels, chances)
+    return Lesson(tokens, answers, features, labels, chances)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])

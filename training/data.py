@@ -107,7 +107,7 @@ def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, end
 
 
 def has_looped(tokens: Sequence[int]) -> bool:
-    """Whether the text has fallen into a loop: its last tokens repeat with a short period."""
+    """Whether a text has fallen into a loop: its last 60 tokens repeat with a period under 20."""
     tail = list(tokens[-LOOP_TOKENS:])
     return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
 

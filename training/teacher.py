@@ -28,7 +28,6 @@ class Lesson:
     """
 
     tokens: Tensor  # [B, T] long
-    lengths: Tensor  # [B] long
     answers: Tensor  # [B, T] bool
     features: Tensor  # [B, T, F]
     labels: Tensor  # [B, T, S] long
@@ -105,8 +104,7 @@ def make_lesson(examples: Sequence[Example], views: Sequence[View]) -> Lesson:
     labels[answers] = torch.cat([view.labels for view in views]).long()
     chances = torch.zeros(shape, device=tokens.device)
     chances[answers] = torch.cat([view.chances for view in views]).float()
-    lengths = torch.tensor([len(example.tokens) for example in examples], device=tokens.device)
-    return Lesson(tokens, lengths, answers, features, labels, chances)
+    return Lesson(tokens, answers, features, labels, chances)
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
