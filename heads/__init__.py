@@ -12,11 +12,14 @@ from heads.medusa import MedusaConfig, MedusaHead
 from heads.rope import RopeScaling
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder a kind, for the default model
-HEADS = {"medusa": (MedusaHead, MedusaConfig), "hydra": (HydraHead, HydraConfig)}  # what can be trained
-EAGLES = {"eagle": (EagleHead, EagleConfig), "eagle3": (Eagle3Head, Eagle3Config)}
+HEADS = {
+    "medusa": (MedusaHead, MedusaConfig),
+    "hydra": (HydraHead, HydraConfig),
+    "eagle": (EagleHead, EagleConfig),
+    "eagle3": (Eagle3Head, Eagle3Config),
+}
 
 __all__ = [
-    "EAGLES",
     "HEADS",
     "PRETRAINED",
     "Eagle3Config",

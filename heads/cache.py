@@ -1,20 +1,41 @@
-"""The keys and values that a head's decoder layer looks back on: preallocated, a length of its own for each row.
+"""What a head's decoder layer looks back on: the tokens themselves, or a cache, a length of its own for each row.
 
-Shapes: B rows, G key-value heads, S slots, T tokens, D head size. Token i of a row lies in slot i.
+Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size. Token i of a row lies in slot i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GROWTH = 256  # slots; allocation is rounded up to a multiple
 
 
+class Context(Protocol):
+    """What tokens look back on beside themselves."""
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """What tokens with these queries [B, Q, T, D], keys and values [B, G, T, D] see, mixed: [B, Q, T, D].
+
+        mask: bool [B, 1, T, S], the slots that each token sees; None: all up to its own.
+        """
+        ...
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As in `Context`, of tokens that have nothing before them."""
+    return nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+
+
 class LayerCache:
-    """What one layer keeps of a batch. New tokens lie behind the kept ones, until `keep` counts them in.
+    """The keys and values that one layer keeps of a batch, preallocated.
+
+    New tokens lie behind the kept ones, until `keep` counts them in.
 
     So the padding of rows that keep fewer tokens, and tokens that were only tried, are written over by the next.
     """
@@ -23,6 +44,11 @@ class LayerCache:
         self.lengths = [0] * batch  # kept tokens of each row
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """See `Context`. The tokens are laid behind those kept, and it is the caller's to `keep` them."""
+        mask = self.mask(queries.shape[2], queries.device) if mask is None else mask
+        return attend(queries, *self.write(keys, values), mask)
 
     def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Lay new ones, [B, G, T, D] each, behind those kept, and return all that are in use, [B, G, S, D] each.

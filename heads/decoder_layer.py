@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from heads.cache import LayerCache
+from heads.cache import Context, attend
 from heads.rope import RopeScaling, rotate
 
 
@@ -52,14 +52,13 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: Context | None = None
     ) -> Tensor:
         """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H].
 
-        cache: what the tokens look back on; they are laid behind it and it is the caller's to keep them. mask: bool
-        [B, 1, T, S], the slots that each token sees; None: those up to its own.
+        context: what the tokens look back on; None: themselves alone. mask: as in `Context.attend`.
         """
-        states = states + self.self_attn(self.input_layernorm(states), positions, mask, cache)
+        states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -82,7 +81,7 @@ class Attention(nn.Module):
         )
         nn.init.zeros_(self.o_proj.weight)
 
-    def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, context: Context | None) -> Tensor:
         """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
         queries, keys, values = (
             project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
@@ -92,12 +91,7 @@ class Attention(nn.Module):
             rotate(part, positions, self.config.rope_theta, self.config.rope_scaling)
             for part in (self.q_norm(queries), self.k_norm(keys))
         )
-        if cache is not None:
-            mask = cache.mask(states.shape[1], states.device) if mask is None else mask
-            keys, values = cache.write(keys, values)  # [B, heads, S, D]
-        mixed = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        mixed = (attend if context is None else context.attend)(queries, keys, values, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 

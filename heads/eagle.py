@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.cache import LayerCache
+from heads.cache import Context
 from heads.decoder_layer import DecoderLayer, LayerConfig
 from heads.vocabulary import VocabularyHead
 
@@ -63,14 +63,14 @@ class EagleHead(VocabularyHead):
         features: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """The states [B, N, H] that `logits` reads, and that are the features of the next level.
 
         embedded: the target's embeddings [B, N, H] of the tokens after the features [B, N, H], which are the target's
-        or an earlier call's states. positions [B, N] or [1, N], mask and cache: see `DecoderLayer.forward`.
+        or an earlier call's states. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
         """
-        return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, cache)
+        return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, context)
 
 
 def copy_last(linear: nn.Linear) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.cache import LayerCache
+from heads.cache import Context
 from heads.decoder_layer import Attention, FeedForward, LayerConfig
 from heads.eagle import copy_last
 from heads.vocabulary import Output, VocabularyHead
@@ -93,14 +93,14 @@ class Eagle3Head(VocabularyHead):
         fused: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """The states [B, N, H] that `logits` reads, and that take the place of fused features in the next level.
 
         embedded: embeddings [B, N, H] of the tokens after the fused features [B, N, H], by `embed_tokens` where the
-        head has them and else the target's. positions [B, N] or [1, N], mask and cache: see `DecoderLayer.forward`.
+        head has them and else the target's. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
         """
-        states = self.midlayer(embedded, fused, positions, mask, cache)
+        states = self.midlayer(embedded, fused, positions, mask, context)
         return self.norm(states) if self.config.normed_feedback else states
 
     def normalise(self, states: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ class JoiningLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, cache: LayerCache | None
+        self, embedded: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, context: Context | None
     ) -> Tensor:
         """Embeddings and states [B, N, H] each -> [B, N, H]; see `DecoderLayer.forward`."""
         normed = self.hidden_norm(states)
         joined = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         past = normed if self.norm_before_residual else states
-        states = past + self.self_attn(joined, positions, mask, cache)
+        states = past + self.self_attn(joined, positions, mask, context)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 

@@ -83,6 +83,6 @@ class PrefixLayer(nn.Module):
         batch, tokens = features.shape[:2]
         if cache is None:
             return self.norm(self.layer(features, torch.arange(tokens, device=features.device)[None]))
-        states = self.norm(self.layer(features, cache.positions(tokens, features.device), cache=cache))
+        states = self.norm(self.layer(features, cache.positions(tokens, features.device), context=cache))
         cache.keep([tokens] * batch if counts is None else counts)
         return states

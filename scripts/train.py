@@ -24,9 +24,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
-from heads import HEADS, LayerConfig
-from heads.folder import load_head, save_head
+from heads.folder import save_head
 from scripts.options import failing_clearly, load_checkpoint
+from scripts.train_heads import describe_objective, load_init, make_head, make_objective
 from scripts.train_joint import join
 from scripts.train_options import check_options, make_parser, make_schedule
 from scripts.train_plan import print_plan
@@ -36,11 +36,9 @@ from training.cache import FeatureCache
 from training.checkpoint import load_checkpoint as load_state
 from training.data import Dataset, load_dataset
 from training.lessons import Lessons
-from training.objective import HeadObjective
 from training.schedule import Schedule
 from training.teacher import Teacher
 from training.trainer import Trainer
-from training.vocabulary import choose_tokens
 
 GIB = 1 << 30
 WAIT = timedelta(days=7)  # of processes for one another: while one validates, or fills its part of the cache
@@ -113,75 +111,6 @@ def read_data(args: argparse.Namespace, target: Target) -> Dataset:
     return dataset
 
 
-def make_head(args: argparse.Namespace, target: Target, dataset: Dataset) -> Any:
-    """A new head for the target, its vocabulary begun as the target's own."""
-    torch.manual_seed(args.seed)
-    network, shape = HEADS[args.head]
-    size, vocab = target.config.hidden_size, target.vocabulary
-    draft_size = min(args.draft_vocab or vocab, vocab)
-    given = {name: getattr(args, name) for name in ("heads", "layers") if getattr(args, name) is not None}
-    if args.prefix:
-        given["prefix"] = shape_prefix(target)
-    head = network(shape(size, vocab, draft_size=draft_size, **given, **_origin(target)))
-    if draft_size < vocab:
-        chosen, _ = choose_tokens(dataset.examples, vocab, draft_size)
-        head.token_map.copy_(chosen)
-    head.borrow(target.output_matrix)
-    if args.prefix:  # at first it changes nothing: its layer adds nothing, its norm keeps the features' size
-        features = Teacher(target, head.features).view(dataset.examples[:1])[0].features
-        head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
-    return head
-
-
-def shape_prefix(target: Target) -> LayerConfig:
-    """A decoder layer of the target's own sizes, as far as it has ordinary ones."""
-    config = target.config
-    heads = config.num_attention_heads
-    return LayerConfig(
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-    )
-
-
-def _origin(target: Target) -> dict[str, Any]:
-    """What the head's folder says of its target: of a model that lies here, the folder's name alone."""
-    name = target.model.config.name_or_path
-    return {
-        "target_layers": target.config.num_hidden_layers,
-        "target_name": (Path(name).name if Path(name).exists() else name) or None,
-    }
-
-
-def load_init(args: argparse.Namespace, target: Target) -> Any:
-    """The head of --init. Raises ValueError where it is not what the other options ask for, or for another target."""
-    head = load_head(args.init, torch.float32, target.vocabulary)
-    if head.kind != args.head:
-        raise ValueError(f"--init {args.init} holds a head of kind {head.kind}, not {args.head}")
-    own = {"heads": head.config.heads, "layers": head.config.layers, "draft_vocab": head.draft_size}
-    for name, value in own.items():
-        if getattr(args, name) not in (None, value):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is {getattr(args, name)}, and the head of --init {args.init} has {value}")
-    try:
-        head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
-    except ValueError as error:
-        raise ValueError(f"--init {args.init}: {error}") from error
-    if head.output == "target":
-        head.borrow(target.output_matrix)
-    return head
-
-
-def make_objective(args: argparse.Namespace, target: Target, head: Any) -> HeadObjective:
-    if args.head == "medusa":
-        return HeadObjective(head, args.loss, None)
-    embeddings = target.model.get_input_embeddings()
-    with torch.no_grad():
-        table = embeddings(torch.arange(target.vocabulary, device=target.device))  # scaled, where the model scales
-    return HeadObjective(head, args.loss, table)
-
-
 def describe_settings(args: argparse.Namespace, target: Target, head: Any, schedule: Schedule) -> dict[str, Any]:
     """What a training that is resumed must have been begun with."""
     kept = {name: value for name, value in asdict(schedule).items() if name not in ("save_every", "validate_every")}
@@ -190,7 +119,7 @@ def describe_settings(args: argparse.Namespace, target: Target, head: Any, sched
         **describe_features(args, target),
         "head": args.head,
         "shape": asdict(head.config),
-        "loss": args.loss,
+        **describe_objective(args),
         "lora_rank": args.lora_rank if args.joint else None,
         "validation": args.validation,
     }

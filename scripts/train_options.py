@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from heads import HEADS
 from scripts.bench_files import check_folder
 from scripts.bench_plot import check_plot
 from scripts.options import Parser, at_least
+from scripts.train_heads import TTT_STEPS, UNROLLED
 from scripts.train_joint import EPILOG as JOINT_EPILOG
 from scripts.train_joint import add_joint_options
 from training.checkpoint import METRICS
@@ -51,8 +53,8 @@ def make_parser() -> Parser:
     parser.add_argument("--plan", action="store_true", help="print sizes and expected time, and do nothing else")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and tau: a .png or .svg file")
     group = parser.add_argument_group("the head (with --init, that head's own)")
-    group.add_argument("--heads", type=at_least(1), metavar="N", help="tokens ahead (default: 4)")
-    group.add_argument("--layers", type=at_least(1), metavar="N", help="blocks a head (default: 1)")
+    group.add_argument("--heads", type=at_least(1), metavar="N", help="for medusa and hydra: tokens ahead (default: 4)")
+    group.add_argument("--layers", type=at_least(1), metavar="N", help="for medusa and hydra: blocks (default: 1)")
     group.add_argument(
         "--prefix", action="store_true", help="for hydra: look back over the text with a decoder layer first (Hydra++)"
     )
@@ -63,6 +65,7 @@ def make_parser() -> Parser:
         help="guess only the N tokens most frequent in the answers (default: the whole vocabulary)",
     )
     add_training_options(parser)
+    add_unrolling_options(parser)
     add_joint_options(parser)
     group = parser.add_argument_group("features")
     group.add_argument(
@@ -102,6 +105,26 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_unrolling_options(parser: argparse.ArgumentParser) -> None:
+    """The options of heads that go on from their own states."""
+    group = parser.add_argument_group("eagle and eagle3")
+    group.add_argument(
+        "--ttt-steps",
+        type=at_least(1),
+        metavar="N",
+        help=f"drafting steps to train through, as in EAGLE-3 and HASS (default: {TTT_STEPS}; 1 is EAGLE-1)",
+    )
+    group.add_argument(
+        "--regression",
+        type=float,
+        metavar="X",
+        help="weight of the distance from the model's next feature (default: 10 for eagle, as published; 0 for eagle3)",
+    )
+    group.add_argument(
+        "--noise", type=float, metavar="X", help="added to features, at most (default: 0; EAGLE-1 was trained with 0.1)"
+    )
+
+
 def make_schedule(args: argparse.Namespace) -> Schedule:
     return Schedule(
         epochs=args.epochs,
@@ -116,10 +139,22 @@ def make_schedule(args: argparse.Namespace) -> Schedule:
     )
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError where options exclude each other, or files are missing, would be overwritten or not written."""
+def check_head_options(args: argparse.Namespace) -> None:
+    """Raise ValueError where an option is for another kind of head, or out of range."""
     if args.prefix and (args.head != "hydra" or args.init is not None):
         raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
+    foreign = ("heads", "layers", "joint") if args.head in UNROLLED else ("ttt_steps", "regression", "noise")
+    for name in foreign:
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} is not for {args.head} heads; leave it out")
+    for name in ("regression", "noise"):
+        if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be a number from 0 on")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError where options exclude each other, or files are missing, would be overwritten or not written."""
+    check_head_options(args)
     if not args.cache_gib >= 0:
         raise ValueError(f"--cache-gib is {args.cache_gib}; it must be a number from 0 on")
     for file in args.data:

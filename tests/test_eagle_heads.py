@@ -132,7 +132,7 @@ def draft(head: Any, stem: int, embedded: Tensor, features: Tensor, nodes: Tenso
                 embedded[:, places],
                 head.fuse(features[:, places]),
                 cache.positions(count, torch.device("cpu")),
-                cache=cache,
+                context=cache,
             )
         )
         cache.keep([count])
@@ -214,7 +214,7 @@ def test_rows_of_different_lengths_share_a_cache():
             before, width = cache.lengths, max(*counts, 1)
             places = [[min(start + step, 29) for step in range(width)] for start in before]
             new = [torch.stack([part[row, places[row]] for row in range(3)]) for part in (embedded, fused)]
-            states = head(*new, cache.positions(width, torch.device("cpu")), cache=cache)
+            states = head(*new, cache.positions(width, torch.device("cpu")), context=cache)
             cache.keep(counts)
             for row, count in enumerate(counts):
                 expected = whole[row, before[row] : before[row] + count]

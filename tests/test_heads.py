@@ -205,7 +205,7 @@ def test_a_tree_is_tried_behind_what_is_kept():
     layer = randomised(DecoderLayer(HIDDEN, PREFIX))
     stem, one, other = drawn(1, 5, HIDDEN), drawn(1, 1, HIDDEN, seed=2), drawn(1, 1, HIDDEN, seed=3)
     cache = LayerCache(1)
-    layer(stem, torch.arange(5)[None], cache=cache)
+    layer(stem, torch.arange(5)[None], context=cache)
     cache.keep([5])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1]], dtype=torch.bool)[None, None]
     for _ in range(2):  # nothing of the tree is left behind

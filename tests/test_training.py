@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads import HEADS, load_head
+from proposers import TRAINED, EagleProposer
 from tests.predictable import write_answers
 from tests.training_runs import (
     assert_same,
@@ -49,8 +51,10 @@ def undisturbed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"]])
-def test_a_head_learns_to_guess(place: Path, tmp_path: Path, head: list[str]) -> None:
+@pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"], ["eagle"], ["eagle3"]])
+def test_a_head_learns_to_guess(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
+    for kind in ("eagle", "eagle3"):  # in 41 tokens a deeper tree has no room to show what it is worth
+        monkeypatch.setitem(TRAINED, kind, partial(EagleProposer, depth=3))
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
     assert train(place, tmp_path / "out", *options, "--head", *head) == 0
@@ -85,6 +89,16 @@ def test_stopped_and_resumed(
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == step
     assert train(place, tmp_path, *options, "--resume") == 0
     assert_same(tmp_path, undisturbed / "out")
+
+
+def test_noise_goes_on_where_it_stopped(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--head", "eagle", "--noise", "0.1", "--max-steps", "9", "--validate-every", "4"]
+    assert train(place, tmp_path / "whole", *options) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(5))
+        assert train(place, tmp_path / "stopped", *options) == 128 + signal.SIGTERM
+    assert train(place, tmp_path / "stopped", *options, "--resume") == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_resuming_before_anything_was_saved_begins_at_the_beginning(
@@ -161,6 +175,8 @@ def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> N
     [
         ["--accumulate", "2"],
         ["--head", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example: for one process
+        ["--head", "eagle", "--batch-tokens", "30", "--max-steps", "12"],
+        ["--head", "eagle3"],
     ],
 )
 def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: list[str]) -> None:
@@ -223,7 +239,7 @@ def test_a_lesson_with_few_labels_and_no_anchor_for_the_deepest_head() -> None:
         View(torch.randn(tokens, 8, generator=generator), torch.arange(5).repeat(answers, 1), torch.rand(answers, 5))
         for tokens, answers in ((4, 2), (2, 1))
     ]
-    for network, shape in HEADS.values():
+    for network, shape in (HEADS["medusa"], HEADS["hydra"]):
         head = network(shape(8, 5, heads=3))
         loss = HeadObjective(head, "kl", torch.randn(5, 8, generator=generator))(make_lesson(examples, views))
         loss.total.backward()

@@ -30,8 +30,9 @@ from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
 
-OPTIONS = ["--head", "medusa", "--heads", "3", "--layers", "2", "--batch-tokens", "512"]
+OPTIONS = ["--head", "medusa", "--batch-tokens", "512"]
 OPTIONS += ["--device", "cpu", "--dtype", "float32"]
+SHAPE = ["--heads", "3", "--layers", "2"]  # of medusa and hydra heads
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
 SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that little data makes several shards
 
@@ -51,14 +52,15 @@ def save_predictable(folder: Path, rows: int) -> Path:
 def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
+    given = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
+    given += [] if {"eagle", "eagle3"} & {*options} else SHAPE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_validation, "NEW_TOKENS", NEW_TOKENS)
         patch.setattr(training.cache, "SHARD_TOKENS", SHARD_TOKENS)
         patch.setattr(training.cache, "PASS_TOKENS", PASS_TOKENS)
         try:
             with one_thread():
-                scripts.train.main([*given, *OPTIONS, *options])
+                scripts.train.main([*given, *options])
         except SystemExit as end:
             return int(end.code or 0)
     return 0

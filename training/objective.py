@@ -8,8 +8,10 @@ guesses token t + 2 + i, of which the target spoke in row t + 1 + i.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +33,16 @@ class Loss:
     agreed: Tensor  # [K]
 
 
-class HeadObjective(nn.Module):
-    """The loss of a Medusa or Hydra head. embedding: the target's [V, H], for a Hydra head, which reads guesses."""
+class Objective(nn.Module, ABC):
+    """What is minimised: the loss of a head's law against the target's, over all its guesses.
 
-    head: MedusaHead | HydraHead
+    embedding: the target's [V, H], for heads that read guesses.
+    """
+
     embedding: Tensor | None
     drafted: Tensor
 
-    def __init__(self, head: MedusaHead | HydraHead, loss: str, embedding: Tensor | None) -> None:
+    def __init__(self, head: Any, loss: str, embedding: Tensor | None) -> None:
         super().__init__()
         self.head, self.loss = head, loss
         self.register_buffer("embedding", None if embedding is None else embedding.detach(), persistent=False)
@@ -50,23 +54,50 @@ class HeadObjective(nn.Module):
     def forward(self, lesson: Lesson) -> Loss:
         total = lesson.features.new_zeros((), dtype=torch.float32)
         anchors, agreed = [], []
-        for index, (states, row, column) in enumerate(self._states(lesson)):
-            if self.loss == "ce":
-                labels = lesson.tokens[row, column + 1][:, None]
-                chances = torch.ones_like(labels, dtype=torch.float32)
-            else:
-                labels, chances = lesson.labels[row, column], lesson.chances[row, column]
-            vocabulary = self.head.vocabulary(index)
-            loss, right = vocabulary_loss(self.loss, states, *vocabulary, self.drafted[labels], chances)
-            total = total + DECAY**index * loss
+        for index, (states, row, column) in enumerate(self.guess(lesson)):
+            loss, right = self._judge(lesson, index, states, row, column)
+            total = total + DECAY**index * (loss + self.regress(lesson, states, row, column))
             anchors.append(len(row))
             agreed.append(right.sum())
         return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
 
-    def _states(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each head the states [R, H] of its anchors, and the row and column of what the target said there."""
+    @abstractmethod
+    def guess(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each depth the states [R, H] of its anchors, and the row and column of what the target said there."""
+
+    def regress(self, lesson: Lesson, states: Tensor, row: Tensor, column: Tensor) -> Tensor | float:
+        """What else the states [R, H] are to be, a sum over anchors."""
+        return 0.0
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings [..., H] of tokens [...]."""
+        assert self.embedding is not None
+        return nn.functional.embedding(tokens, self.embedding)
+
+    def _judge(self, lesson: Lesson, index: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the guesses of a depth, summed, and [R] bool: which were right."""
+        if self.loss == "ce":
+            labels = lesson.tokens[row, column + 1][:, None]
+            chances = torch.ones_like(labels, dtype=torch.float32)
+        else:
+            labels, chances = lesson.labels[row, column], lesson.chances[row, column]
+        weight, bias = self.head.vocabulary(index)
+        normed = self.head.normalise(states)
+        return vocabulary_loss(self.loss, normed, weight, bias, self.drafted[labels], chances)
+
+    def features(self, lesson: Lesson) -> Tensor:
+        """The target's features [B, T, F] in the head's number format."""
+        return lesson.features.to(next(self.head.parameters()).dtype)
+
+
+class HeadObjective(Objective):
+    """The loss of a Medusa or Hydra head."""
+
+    head: MedusaHead | HydraHead
+
+    def guess(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = lesson.answers.nonzero(as_tuple=True)
-        features = lesson.features.to(next(self.head.parameters()).dtype)
+        features = self.features(lesson)
         if isinstance(self.head, HydraHead):
             features = self.head.contextualize(features)
         features = features[row, column]
@@ -77,8 +108,6 @@ class HeadObjective(nn.Module):
             if isinstance(self.head, MedusaHead):
                 states = self.head.blocks[index](features)
             else:
-                assert self.embedding is not None
                 guessed = column[:, None] + torch.arange(1, index + 2, device=column.device)
-                embedded = nn.functional.embedding(lesson.tokens[row[:, None], guessed], self.embedding)
-                states = self.head(features, embedded, index)
+                states = self.head(features, self.embed(lesson.tokens[row[:, None], guessed]), index)
             yield states, row, column + 1 + index
