@@ -82,7 +82,6 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "attention_bias": False,  # would be one of o_proj too
         "qkv_bias": config.layer.qkv_bias,
-        "bias": config.bias,
         "tie_word_embeddings": False,
         OWN: {} if tokens is None else {MAP: tokens.tolist()},
     }

@@ -92,7 +92,7 @@ def read_saved(head: Any, folder: Path) -> tuple[dict[str, Any], dict[str, list[
 def test_servers_find_an_eagle_head(tmp_path, draft_size):
     said, shapes, tensors = read_saved(made_eagle(SERVED, draft_size=draft_size), tmp_path)
     assert said["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
-    assert not said["bias"] and said["max_position_embeddings"] == 131_072
+    assert not said["draftless"]["bias"] and said["max_position_embeddings"] == 131_072
     fusing = {"fc.weight": [HIDDEN, 2 * HIDDEN], "fc.bias": [HIDDEN]}
     assert shapes == list_layer("layers.0.", said, 1) | fusing, "vLLM refuses what it does not know, such as lm_head"
     assert not tensors["fc.bias"].any(), "SGLang has a bias"
@@ -100,7 +100,7 @@ def test_servers_find_an_eagle_head(tmp_path, draft_size):
 
 def test_vllm_is_not_named_where_it_would_drop_a_bias(tmp_path):
     said, shapes, _ = read_saved(made_eagle(SERVED, bias=True), tmp_path)
-    assert said["architectures"] == ["LlamaForCausalLMEagle"] and said["bias"] and "fc.bias" in shapes
+    assert said["architectures"] == ["LlamaForCausalLMEagle"] and said["draftless"]["bias"] and "fc.bias" in shapes
 
 
 @pytest.mark.parametrize("draft_size", [None, 5])

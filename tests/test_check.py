@@ -1,0 +1,486 @@
+"""check.py: folders with each trap of the servers' formats, and what the command says of good and of bad ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decode import Target
+from heads import Eagle3Config, Eagle3Head, RopeScaling, choose_features, save_head
+from proposers.calibration import FILE, Calibration
+from scripts import check
+from scripts.check_decode import NODES, NOTHING, Worth, judge
+from scripts.check_folder import read_folder
+from scripts.check_rules import find_faults
+from tests.drafting import LAYER, make_head
+from tests.models import CONTEXT, VOCABULARY, tiny
+from tests.test_eagle_layouts import READ
+from tests.test_head_layouts import write
+
+HIDDEN, LAYERS, DRAFTED = 32, 12, 40
+WEIGHTS = "model.safetensors"
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle3": {"draft_size": DRAFTED},
+    "whole": {},  # EAGLE-3 with the target's vocabulary
+    "borrowing": {"output": "target"},
+    "medusa": {},
+    "hydra": {},
+}
+GONE = object()  # a word or a tensor that is taken out
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama", num_hidden_layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each head, as we save it."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, settings in HEADS.items():
+        kind = name if name in ("eagle", "medusa", "hydra") else "eagle3"
+        save_head(make_head(kind, target, **settings), root / name)
+    return root
+
+
+Spoil = Callable[..., Path]
+
+
+@pytest.fixture
+def spoil(saved: Path, tmp_path: Path) -> Spoil:
+    """A copy of a saved folder as somebody else would have made it, with changed words and tensors."""
+
+    def change(name: str, said: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+        words = json.loads((saved / name / "config.json").read_text())
+        words = drop({**words, "draftless": GONE, **(said or {})})
+        return write(tmp_path, WEIGHTS, drop({**load_file(saved / name / WEIGHTS), **(tensors or {})}), words)
+
+    return change
+
+
+def drop(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if value is not GONE}
+
+
+def find(folder: Path, target: Target, kind: str | None = None) -> set[str]:
+    found = find_faults(read_folder(folder), target, kind)
+    assert all("\n" not in each.text and each.text for each in found)
+    return {f"{each.level} {each.engine} {each.name}" for each in found}
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+NOTES = {
+    "eagle": {"note both two-architectures"},
+    "eagle3": {"note sglang sglang-algorithm", "note sglang pruned-vocabulary-sampling"},
+    "whole": {"note sglang sglang-algorithm"},
+    "borrowing": {"note sglang sglang-algorithm"},
+    "medusa": {"warning vllm medusa-removed", "warning sglang medusa-not-served"},
+    "hydra": {"warning both hydra-not-served"},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_we_save_has_no_fault(saved: Path, target: Target, name: str) -> None:
+    assert find(saved / name, target) == NOTES[name]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "whole"])
+def test_nor_has_it_without_our_notes(spoil: Spoil, target: Target, name: str) -> None:
+    assert find(spoil(name), target) == NOTES[name]
+
+
+def bias_attention(prefix: str, names: str = "qkvo") -> dict[str, Any]:
+    rows = {"q": HIDDEN, "k": HIDDEN // 2, "v": HIDDEN // 2, "o": HIDDEN}
+    return {f"{prefix}self_attn.{name}_proj.bias": ones(rows[name]) for name in names}
+
+
+# What is changed of the config, and of the tensors, and what is found beyond the notes of a good folder.
+EAGLE_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+    ({"architectures": ["LlamaForCausalLM"]}, {}, {"error sglang architectures"}),
+    ({"architectures": ["LlamaForCausalLMEagle"]}, {}, {"error vllm architectures"}),
+    ({"architectures": GONE}, {}, {"error vllm architectures", "error sglang architectures"}),
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, {"error both other-kind"}),
+    ({}, {"fc.bias": ones(HIDDEN)}, {"error vllm fc-bias-dropped"}),
+    ({}, {"fc.bias": GONE}, {"error sglang fc-bias-random"}),
+    ({"bias": True}, {}, {"warning both bias-word"}),
+    ({}, {"layers.0.input_layernorm.weight": ones(HIDDEN)}, {"error both input-layernorm"}),
+    ({}, {"norm.weight": ones(HIDDEN)}, {"error both final-norm"}),
+    (
+        {},
+        {"lm_head.weight": ones(VOCABULARY, HIDDEN)},
+        {"error vllm lm-head-present", "warning sglang lm-head-present"},
+    ),
+    ({"draftless": {"token_map": [3, 5]}}, {}, {"note both draft-vocabulary-unused"}),
+    ({}, {"embed_tokens.weight": ones(VOCABULARY, HIDDEN)}, {"error sglang embeddings-differ"}),
+    ({"attention_bias": True}, bias_attention("layers.0."), set()),
+    ({"qkv_bias": True}, bias_attention("layers.0.", "qkv"), {"error sglang attention-bias"}),
+]
+EAGLE3_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+    ({"architectures": ["LlamaForCausalLM"]}, {}, {"error sglang architectures"}),
+    ({"architectures": ["Strange"]}, {}, {"error vllm architectures", "error sglang architectures"}),
+    ({"architectures": ["LlamaForCausalLMEagle"]}, {}, {"error both other-kind"}),
+    ({"norm_before_residual": True}, {}, {"error sglang norm-before-residual"}),
+    ({"norm_before_fc": True}, {}, {"error both norm-before-fc"}),
+    ({}, {"input_norm.weight": ones(3 * HIDDEN)}, {"error both norm-before-fc"}),
+    ({"fc_norm": True}, {}, {"error both fc-norm"}),
+    ({}, {"fc_norm.0.weight": ones(HIDDEN)}, {"error both fc-norm"}),
+    ({}, {"norm.weight": GONE}, {"error both missing-norm"}),
+    ({"norm_output": True}, {}, {"warning both norm-output"}),
+    (
+        {},
+        {"midlayer.self_attn.q_norm.weight": ones(8)},
+        {"error sglang qk-norm", "error vllm qk-norm"},
+    ),
+    (
+        {"num_hidden_layers": 2},
+        {"layers.1.hidden_norm.weight": ones(HIDDEN)},
+        {"error vllm extra-layers"},
+    ),
+    (
+        {"num_hidden_layers": 2},
+        {"layers.1.input_layernorm.weight": ones(HIDDEN)},
+        {"error sglang extra-layers"},
+    ),
+    ({"draft_vocab_size": GONE}, {}, {"error sglang draft-vocab-size"}),
+    ({"draft_vocab_size": None}, {}, {"error both draft-vocab-size"}),
+    ({"draft_vocab_size": VOCABULARY}, {}, {"error both draft-vocab-size"}),
+    ({}, {"lm_head.weight": GONE}, {"error both missing-lm-head"}),
+    ({}, {"d2t": GONE}, {"error both missing-d2t"}),
+    ({}, {"d2t": GONE, "t2d": GONE}, {"error both missing-d2t"}),
+    ({}, {"d2t": torch.zeros(3, dtype=torch.int64), "t2d": GONE}, {"error both d2t-length"}),
+    ({}, {"d2t": torch.full((DRAFTED,), 90)}, {"error both d2t-not-offsets"}),
+    ({}, {"d2t": torch.zeros(DRAFTED, dtype=torch.int64)}, {"error both d2t-not-offsets"}),
+    ({READ: GONE, "eagle_config": GONE}, {}, {"warning both aux-layer-ids-default"}),
+    ({READ: [1, 5, 8], "eagle_config": GONE}, {}, {"error sglang aux-layer-ids"}),
+    ({READ: GONE, "eagle_config": {READ: [0, 4, 7]}}, {}, {"error vllm aux-layer-ids"}),
+    ({READ: GONE}, {}, set()),  # the list that is left says what is the default
+    ({"eagle_config": {READ: [2, 6, 9]}}, {}, {"error both aux-layer-ids"}),
+    ({READ: [2, 6, 13], "eagle_config": {READ: [1, 5, 12]}}, {}, {"error both aux-layer-range"}),
+    ({READ: [2, 6, 12], "eagle_config": {READ: [1, 5, 11]}}, {}, {"warning both aux-layer-last"}),
+    ({READ: "all"}, {}, {"error both config-value"}),
+    ({"num_aux_hidden_states": 4}, {}, {"error both num-aux-hidden-states"}),
+    ({}, {"fc.bias": ones(HIDDEN)}, {"error both fc-bias-dropped"}),
+    (
+        {},
+        {"embed_tokens.weight": ones(VOCABULARY, HIDDEN)},
+        {"error sglang embeddings-differ", "warning vllm embeddings-differ"},
+    ),
+    (
+        {},
+        bias_attention("midlayer.", "q"),
+        {"error vllm attention-bias", "error sglang attention-bias"},
+    ),
+    ({"qkv_bias": True}, bias_attention("midlayer.", "q"), {"error sglang attention-bias"}),
+]
+LAYER_TRAPS: list[tuple[dict[str, Any], set[str]]] = [
+    ({"model_type": GONE}, {"error both model-type"}),
+    ({"num_hidden_layers": 40}, {"error both layer-count"}),
+    ({"num_hidden_layers": GONE}, {"error both layer-count"}),
+    ({"num_hidden_layers": "one"}, {"error both config-value"}),
+    ({"num_attention_heads": 8}, {"error both layer-sizes"}),
+    ({"num_key_value_heads": GONE}, {"error both layer-sizes"}),
+    ({"intermediate_size": 77}, {"error both layer-sizes"}),
+    ({"head_dim": GONE}, {"note both head-dim-missing"}),
+    ({"head_dim": GONE, "num_attention_heads": 2}, {"error both layer-sizes"}),
+    ({"vocab_size": 200}, {"error both vocabulary-size"}),
+    ({"rope_parameters": GONE}, {"warning both rope-one-form"}),
+    ({"rope_theta": GONE, "rope_scaling": GONE}, {"warning both rope-one-form"}),
+    ({"rope_theta": 500.0}, {"note both rope-theta-differs", "error both rope-forms-differ"}),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"error both rope-forms-differ"}),
+    (
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"note both rope-theta-differs"},
+    ),
+    ({"rope_theta": GONE, "rope_parameters": GONE}, set()),  # the target has the default, too
+    ({"max_position_embeddings": CONTEXT - 1}, {"warning both max-positions"}),
+    ({"tie_word_embeddings": True}, {"error both tied-embeddings"}),
+    ({"attention_bias": True}, {"error both attention-bias"}),
+]
+
+
+@pytest.mark.parametrize(("said", "tensors", "expected"), EAGLE_TRAPS)
+def test_traps_of_eagle(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: set[str]) -> None:
+    assert_found(find(spoil("eagle", said, tensors), target), "eagle", expected)
+
+
+@pytest.mark.parametrize(("said", "tensors", "expected"), EAGLE3_TRAPS)
+def test_traps_of_eagle3(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: set[str]) -> None:
+    assert_found(find(spoil("eagle3", said, tensors), target), "eagle3", expected)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("said", "expected"), LAYER_TRAPS)
+def test_traps_of_both(spoil: Spoil, target: Target, name: str, said: Any, expected: set[str]) -> None:
+    assert_found(find(spoil(name, said), target), name, expected)
+
+
+def assert_found(found: set[str], name: str, expected: set[str]) -> None:
+    """What is found is what is expected, but for what follows from it and the notes that a good folder has."""
+    more = found - expected - NOTES[name]
+    follow = {"other-kind": "architectures", "config-value": "config-value"}
+    allowed = {follow.get(each.split()[-1]) for each in expected}
+    assert expected <= found and {each.split()[-1] for each in more} <= allowed
+
+
+def test_a_target_with_other_positions(saved: Path, spoil: Spoil) -> None:
+    theirs = {"rope_type": "default", "rope_theta": 500_000.0}
+    other = Target(tiny("llama", num_hidden_layers=LAYERS, rope_parameters=theirs))
+    assert find(saved / "eagle", other) == {*NOTES["eagle"], "note both rope-theta-differs"}
+    bare = spoil("eagle", {"rope_theta": GONE, "rope_parameters": GONE})
+    assert find(bare, other) == {*NOTES["eagle"], "warning both rope-theta-default"}
+
+
+def test_scaled_positions_are_said_in_both_forms(target: Target, tmp_path: Path) -> None:
+    head = make_head("eagle3", target)
+    layer = replace(LAYER, rope_scaling=RopeScaling("llama3", 8.0, 64))
+    save_head(make_like(head, layer=layer), tmp_path)
+    assert find(tmp_path, target) == NOTES["whole"]
+
+
+def make_like(head: Any, **changes: Any) -> Any:
+    """A head of another config, with the same weights."""
+    made = type(head)(replace(head.config, **changes)).double()
+    made.load_state_dict(head.state_dict())
+    return made
+
+
+def test_the_layers_that_servers_read_of_few(spoil: Spoil) -> None:
+    small = Target(tiny("llama", num_hidden_layers=6))
+    silent = spoil("eagle3", {READ: GONE, "eagle_config": GONE})
+    assert "error both aux-layer-ids-default" in find(silent, small), "(2, 3, 3) are not three"
+
+
+def test_layers_that_are_not_three(target: Target, tmp_path: Path) -> None:
+    save_head(make_head("eagle3", target, features=(1, 3, 5, 7)), tmp_path)
+    assert find(tmp_path, target) == NOTES["whole"]
+    said = json.loads((tmp_path / "config.json").read_text())
+    for words, found in (
+        ({"num_aux_hidden_states": GONE}, False),
+        ({"eagle_config": GONE}, False),
+        ({"num_aux_hidden_states": GONE, "eagle_config": GONE}, True),  # the list at the top is not counted
+        ({"num_aux_hidden_states": GONE, "eagle_config": GONE, "model_type": "qwen3"}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(drop(said | words)))
+        assert ("error both num-aux-hidden-states" in find(tmp_path, target)) == found
+
+
+def test_norms_of_queries_are_for_vllm_alone(spoil: Spoil, target: Target) -> None:
+    norms = {f"midlayer.self_attn.{name}_norm.weight": ones(8) for name in "qk"}
+    found = find(spoil("eagle3", {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}, norms), target)
+    assert found == {*NOTES["eagle3"], "error sglang qk-norm", "error sglang architectures"}
+
+
+VERIFIED = {"verifier": {"name_or_path": "org/model"}, "proposal_methods": [{"speculative_tokens": 3}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, set()),
+        ({"norm_before_residual": GONE}, {"error sglang norm-before-residual"}),
+        ({"turbo": True}, {"error draftless unknown-flag"}),
+        ({"speculators_model_type": "dflash"}, {"error vllm speculators-type"}),
+        ({"speculators_config": GONE}, {"error vllm speculators-config"}),
+        ({"speculators_config": {**VERIFIED, "proposal_methods": []}}, {"error vllm speculators-config"}),
+        (
+            {"speculators_config": {**VERIFIED, "verifier": {"name_or_path": "./here"}}},
+            {"warning vllm speculators-verifier"},
+        ),
+        ({"transformer_layer_config": {"model_type": "gemma"}}, {"error vllm speculators-type"}),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 13]}, {"error both aux-layer-range"}),
+    ],
+)
+def test_traps_of_speculators(saved: Path, tmp_path: Path, target: Target, said: Any, expected: set[str]) -> None:
+    flat = json.loads((saved / "eagle3" / "config.json").read_text())
+    top = {name: flat.pop(name) for name in (READ, "draft_vocab_size", "norm_before_residual")}
+    layer = {name: value for name, value in flat.items() if name not in ("draftless", "eagle_config", "architectures")}
+    words = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": VERIFIED,
+        "transformer_layer_config": layer,
+        **top,
+    }
+    inner = {**layer, **said.get("transformer_layer_config", {})}
+    tensors = {
+        name.replace("midlayer", "layers.0"): each for name, each in load_file(saved / "eagle3" / WEIGHTS).items()
+    }
+    found = find(write(tmp_path, WEIGHTS, tensors, drop({**words, **said, "transformer_layer_config": inner})), target)
+    pruned = "note sglang pruned-vocabulary-sampling"
+    assert found == {pruned, "error sglang speculators-format", *expected}
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors", "expected"),
+    [
+        ({"medusa_fc_bias": GONE}, {}, "medusa-bias-dropped"),
+        ({"num_heads": 2}, {}, "medusa-head-count"),
+        ({"num_heads": GONE, "medusa_num_heads": 2}, {}, "medusa-head-count"),
+        ({"hidden_size": GONE}, {}, "medusa-sizes"),
+        ({}, {"medusa_head.0.0.linear.weight": ones(HIDDEN, HIDDEN)}, "medusa-unknown-keys"),
+        ({"original_lm_head": False}, {}, "medusa-shared-matrix"),
+        ({}, {"lm_head.weight": GONE}, "medusa-no-matrix"),
+        ({"truncated_vocab_size": 90}, {"token_map": torch.arange(5)}, "medusa-token-map"),
+    ],
+)
+def test_traps_of_medusa(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: str) -> None:
+    found = find(spoil("medusa", said, tensors), target)
+    assert found == {*NOTES["medusa"], f"error vllm {expected}"}
+
+
+def test_what_is_said_in_two_places_must_agree(saved: Path, tmp_path: Path, target: Target) -> None:
+    """Servers read config.json; we read the note that the weights carry along."""
+    (tmp_path / WEIGHTS).write_bytes((saved / "eagle3" / WEIGHTS).read_bytes())
+    assert "error both no-config" in find(tmp_path, target)
+    said = json.loads((saved / "eagle3" / "config.json").read_text())
+    said |= {READ: [3, 6, 9], "eagle_config": {READ: [2, 5, 8]}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert find(tmp_path, target) == {*NOTES["eagle3"], "error both config-differs"}
+
+
+def test_tokens_in_place_of_offsets_are_recognised(saved: Path, spoil: Spoil, target: Target) -> None:
+    tensors = load_file(saved / "eagle3" / WEIGHTS)
+    tokens = tensors["t2d"].nonzero().flatten()
+    found = find_faults(read_folder(spoil("eagle3", {}, {"d2t": tokens})), target)
+    assert any("seems to hold the tokens themselves" in each.text for each in found)
+
+
+@pytest.mark.parametrize(
+    ("tau", "expected", "names"),
+    [
+        (NOTHING - 0.01, None, ["accepts-nothing"]),
+        (NOTHING + 0.01, None, []),
+        (1.5, 3.0, ["accepts-less-than-card"]),
+        (2.2, 3.0, []),
+    ],
+)
+def test_acceptance_is_judged_by_the_card(tau: float, expected: float | None, names: list[str]) -> None:
+    assert [each.name for each in judge(Worth(tau, expected, NODES, 100))] == names
+
+
+Call = Callable[..., tuple[Any, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(save_model: Callable[..., Path]) -> Path:
+    return save_model(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def call(model: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the command in this process."""
+
+    def run(*arguments: str | Path) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            check.main([*map(str, arguments), "--target", str(model), "--dtype", "float64"])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -> None:
+    status, out, err = call(saved / "eagle3", "--no-decode")
+    assert (status, err) == (0, "")
+    lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
+    words = shlex.split(lines["vllm"])
+    place = str(saved / "eagle3")
+    assert words[:4] == ["vllm", "serve", str(model), "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "eagle3", "model": place, "num_speculative_tokens": 3}
+    assert lines["sglang"] == (
+        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {place} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4"
+    )
+    assert "not run" in out and "tau" not in out
+    out = call(saved / "eagle", "--no-decode")[1]
+    assert '"method": "eagle"' in out and "--speculative-algorithm EAGLE " in out
+
+
+def test_commands_are_for_servers_that_have_nothing_against_it(call: Call, saved: Path, spoil: Spoil) -> None:
+    folder = spoil("eagle", {"architectures": ["LlamaForCausalLM"], "bias": False})
+    status, out, _ = call(folder, "--no-decode")
+    assert status == 1 and "vllm: vllm serve" in out and "sglang: not before what is wrong is mended (1 above)" in out
+    status, out, _ = call(folder, "--no-decode", "--engine", "vllm")
+    assert status == 0 and "sglang" not in out
+    assert call(folder, "--no-decode", "--engine", "sglang")[0] == 1
+    status, out, _ = call(saved / "medusa", "--no-decode")
+    assert status == 0 and '"num_speculative_tokens": 3' in out and "sglang: it serves no medusa heads" in out
+
+
+def test_a_head_is_tried_and_held_to_its_card(call: Call, target: Target, tmp_path: Path) -> None:
+    """A head that has not been trained says what the target said last."""
+    config = Eagle3Config(HIDDEN, VOCABULARY, LAYER, choose_features(LAYERS), output="target")
+    head = Eagle3Head(config).double()
+    head.borrow(target.output_matrix)
+    save_head(head, tmp_path)
+    report = json.loads(call(tmp_path, "--json")[1])
+    tau, nodes = report["decode"]["tau"], report["decode"]["nodes"]
+    assert report["kind"] == "eagle3" and nodes == NODES and report["decode"]["expected"] is None
+    assert tau >= 1 and report["ok"] == (tau >= NOTHING)
+    assert json.loads(call(tmp_path, "--json", "--no-decode")[1])["decode"] is None
+    assert check.describe_worth(Worth(1.5, None, NODES, 9)).endswith("greedy, 16 nodes; its card states no acceptance")
+
+
+def test_the_card_is_read(call: Call, target: Target, tmp_path: Path) -> None:
+    save_head(make_head("medusa", target), tmp_path)
+    Calibration(((0.99,),) * 3, ((0.0, 1.0, 0.0),) * 3, (9,) * 3).save(tmp_path)
+    status, out, _ = call(tmp_path)
+    assert status == 0 and "its card states 3.94" in out and "warning draftless accepts-less-than-card: " in out
+    (tmp_path / FILE).write_text("{}")
+    status, out, _ = call(tmp_path)
+    assert status == 1 and "does-not-draft: " in out and "calibration.json" in out
+
+
+def cut(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+
+
+def test_bad_folders_are_named_in_one_line(
+    call: Call, saved: Path, spoil: Spoil, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wide, deep, wordy = (tmp_path_factory.mktemp(name) for name in ("wide", "deep", "wordy"))
+    for folder, changes in ((wide, {"hidden_size": 48}), (deep, {"num_hidden_layers": 9}), (wordy, {"vocab_size": 99})):
+        other = Target(tiny("llama", **{"num_hidden_layers": LAYERS, **changes}))
+        save_head(make_head("medusa", other), folder)
+    assert_named(call(wide), "other-target: this head was trained for another target, whose hidden size is 48")
+    assert_named(call(deep), "other-target: this head was trained for another target, whose number of layers is 9")
+    assert_named(call(wordy), "other-target: this head was trained for another target, whose vocabulary size is 99")
+    assert_named(call(spoil("eagle3", {}, {"d2t": GONE, "t2d": GONE})), "missing-d2t: lm_head.weight has 40 of 96")
+    given = call(saved / "eagle3", "--kind", "eagle", "--no-decode")
+    assert_named(given, "other-kind: it is of kind eagle3, not eagle")
+    flagged = spoil("eagle3", {"speculators_model_type": "eagle3", "transformer_layer_config": {}, "turbo": True})
+    assert_named(call(flagged), "unknown-flag: its config says turbo: true, which is not known")
+    cut(flagged)
+    status, out, err = call(flagged)
+    assert (status, err) == (1, "") and out.count("\n") == 1
+    assert out.startswith("error   both      damaged-folder: model.safetensors is damaged or cut short")
+    assert json.loads(call(flagged, "--json")[1])["findings"][0]["name"] == "damaged-folder"
+    status, out, err = call(flagged / "nowhere")
+    assert (status, out) == (2, "") and "there is no such local folder" in err and err.count("\n") == 1
+    whole = write(tmp_path_factory.mktemp("whole"), WEIGHTS, {"model.layers.0.mlp.up_proj.weight": ones(2, 2)}, {})
+    assert_named(call(whole), "does-not-load: cannot load a head from")
+
+
+def assert_named(run: tuple[Any, str, str], text: str) -> None:
+    """Exit status 1 and the fault in one line; the head is not tried."""
+    status, out, err = run
+    assert (status, err) == (1, "") and sum(text in line for line in out.splitlines()) == 1
+    assert out.splitlines()[0].startswith(("error", "warning", "note")) and "tau" not in out
