@@ -6,6 +6,13 @@ import torch
 from torch import Tensor, nn
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the number format of its weights. Under autocast, states come in a narrower one."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.to(self.weight.dtype))
+
+
 class ResidualBlock(nn.Module):
     """`layers` times x + SiLU(W x + b), W and b zero at first, so that a new block changes nothing (Medusa, 2.1.1)."""
 

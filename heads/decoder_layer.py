@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from heads.blocks import Norm
 from heads.cache import Context, attend
 from heads.rope import RopeScaling, rotate
 
@@ -46,9 +47,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.input_layernorm = Norm(hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
         self.self_attn = Attention(hidden_size, config)
-        self.post_attention_layernorm = nn.RMSNorm(hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs * hidden_size, narrow, bias=config.qkv_bias)
         self.o_proj = nn.Linear(wide, hidden_size, bias=False)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+            Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
         )
         nn.init.zeros_(self.o_proj.weight)
 
@@ -88,7 +89,7 @@ class Attention(nn.Module):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries, keys = (
-            rotate(part, positions, self.config.rope_theta, self.config.rope_scaling)
+            rotate(part.to(values.dtype), positions, self.config.rope_theta, self.config.rope_scaling)
             for part in (self.q_norm(queries), self.k_norm(keys))
         )
         mixed = (attend if context is None else context.attend)(queries, keys, values, mask)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from heads.blocks import Norm
 from heads.cache import Context
 from heads.decoder_layer import Attention, FeedForward, LayerConfig
 from heads.eagle import copy_last
@@ -72,12 +73,12 @@ class Eagle3Head(VocabularyHead):
         self.target_hidden_size = config.target_hidden_size or size
         wide = count * self.target_hidden_size
         self.fc_norm = nn.ModuleList(
-            nn.RMSNorm(self.target_hidden_size, eps) if config.fc_norm else nn.Identity() for _ in range(count)
+            Norm(self.target_hidden_size, eps) if config.fc_norm else nn.Identity() for _ in range(count)
         )
-        self.input_norm = nn.RMSNorm(wide, eps) if config.norm_before_fc else nn.Identity()
+        self.input_norm = Norm(wide, eps) if config.norm_before_fc else nn.Identity()
         self.fc = nn.Linear(wide, size, bias=config.bias)
         self.midlayer = JoiningLayer(size, config.layer, config.norm_before_residual)
-        self.norm = nn.RMSNorm(size, eps) if config.final_norm else nn.Identity()
+        self.norm = Norm(size, eps) if config.final_norm else nn.Identity()
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.embedding else None
         copy_last(self.fc)
 
@@ -119,7 +120,7 @@ class JoiningLayer(nn.Module):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
-            nn.RMSNorm(hidden_size, config.rms_norm_eps) for _ in range(3)
+            Norm(hidden_size, config.rms_norm_eps) for _ in range(3)
         )
         self.self_attn = Attention(hidden_size, config, inputs=2)
         self.mlp = FeedForward(hidden_size, config.intermediate_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.blocks import GroundedBlock, ResidualBlock
+from heads.blocks import GroundedBlock, Norm, ResidualBlock
 from heads.cache import LayerCache
 from heads.decoder_layer import DecoderLayer, LayerConfig
 from heads.vocabulary import Output, VocabularyHead
@@ -76,7 +76,7 @@ class PrefixLayer(nn.Module):
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
         super().__init__()
         self.layer = DecoderLayer(hidden_size, config)
-        self.norm = nn.RMSNorm(hidden_size, config.rms_norm_eps)
+        self.norm = Norm(hidden_size, config.rms_norm_eps)
 
     def forward(self, features: Tensor, cache: LayerCache | None, counts: Sequence[int] | None) -> Tensor:
         """[B, T, H] -> [B, T, H]; see `HydraHead.contextualize`."""

@@ -54,7 +54,7 @@ class VocabularyHead(nn.Module):
             )
         rows = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
         if self.output == "target":
-            self.borrowed = rows.detach()
+            self.borrowed = rows.detach().to(next(self.parameters()).dtype)
             return
         for linear in self._matrices():
             linear.weight.data.copy_(rows)

@@ -71,9 +71,11 @@ def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str, agreement: f
     assert min(last["agreement"]) > agreement
 
 
-def test_half_precision_and_few_tokens(place: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("error::UserWarning")  # such as of layers whose input and weights differ in format
+@pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3"])
+def test_half_precision_and_few_tokens(place: Path, tmp_path: Path, head: str) -> None:
     options = ["--max-steps", "12", "--dtype", "bfloat16", "--draft-vocab", "40"]
-    assert train(place, tmp_path, *options) == 0
+    assert train(place, tmp_path, "--head", head, *options) == 0
     head = load_head(tmp_path)
     assert head.token_map is not None and len(head.token_map) == head.draft_size == 40
 
