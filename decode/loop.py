@@ -57,7 +57,8 @@ def stream(
     chunks call the prompts (None: 0, 1, ...); a number keys its prompt's noise, so that some prompts of a list are
     answered as in the whole list. Answers end at `max_new_tokens`, at one of `stop_ids` (None: the model's own),
     before one of the strings `stop`, where `criterion(number, tokens)` says so, or at the end of the model's context.
-    nodes: the most tree nodes a step and row, root included. text: whether chunks carry text as well as tokens.
+    nodes: the most tree nodes a step and row, root included; near an answer's end trees become shallower, not smaller.
+    text: whether chunks carry text as well as tokens.
     lossy_typical_acceptance: change the answers at temperatures above 0, for speed (`decode.lossy`).
 
     Neither the proposer nor the batch size changes an answer; a proposer that draws its drafts at random keeps the
@@ -122,9 +123,12 @@ def _decode(
         with seconds.measure("proposer"):
             step = _note(step is None, kept, rows, accepted, tree, Verdict(verdict.logits, features), sampling, target)
             proposer.observe(step)
-            tree = proposer.propose(min(nodes, max(row.room for row in rows)))
+            tree = proposer.propose(nodes if max(step.room) > 1 else 1)
         if tree.tokens.device.type == "cpu":
             tree.check(len(rows), nodes, target.vocabulary)
+        # A bonus token follows the last guess. Guesses that a row has no room for would cost time for nothing, and the
+        # model may have no positions for them.
+        tree = tree.cut([room - 1 for room in step.room])
         with seconds.measure("target"):
             verdict = session.verify(tree)
 
@@ -155,6 +159,7 @@ def _note(
         rows=[row.number for row in rows],
         kept=kept,
         sequences=[row.sequence for row in rows],
+        room=[row.room for row in rows],
         committed=[row.prompt for row in rows] if first else accepted.tokens,
         path=accepted.path,
         tree=tree,

@@ -32,6 +32,7 @@ class Step:
     rows: list[int]
     kept: list[int]
     sequences: list[list[int]]  # prompt and answer so far, bonus token included; not to be changed
+    room: list[int]  # how many tokens each row may still get; guesses from that depth on are cut off
     committed: list[list[int]]
     path: list[list[int]]  # nodes of the verified tree that were accepted, root first
     tree: Tree
@@ -60,7 +61,11 @@ class Proposer(Protocol):
         ...
 
     def propose(self, budget: int) -> Tree:
-        """At most `budget` nodes for each row of the last step, in its order; the root is the row's bonus token."""
+        """At most `budget` nodes for each row of the last step, in its order; the root is the row's bonus token.
+
+        Nodes that are too deep for a row's `Step.room` are cut off before the tree is verified, the others keep their
+        order; the next step shows the tree that was verified.
+        """
         ...
 
 

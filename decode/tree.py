@@ -148,6 +148,32 @@ class Tree:
         """The trees of some rows only."""
         return self._map(lambda tensor: tensor[rows])
 
+    def cut(self, depths: Sequence[int]) -> Tree:
+        """Only the nodes that are at most `depths[b]` deep in row b, in their order; itself where all are."""
+        if min(depths) >= self.height:
+            return self
+        device = self.tokens.device
+        deepest = torch.tensor(depths).to(device, non_blocking=device.type == "cuda")  # no wait for the GPU
+        kept = self.real & (self.depth <= deepest[:, None])  # [B, N]
+        sizes = kept.sum(dim=1)
+        # A narrower tree is a cheaper pass, but a GPU would have to be waited for to tell how narrow.
+        width = int(sizes.max()) if device.type == "cpu" else self.width
+        order = torch.sort(kept.int(), dim=1, descending=True, stable=True).indices[:, :width]  # what is kept, first
+        place = kept.cumsum(dim=1) - 1  # a kept node's new number
+        parents = place.gather(1, self.parents.gather(1, order).clamp(min=0))
+        inner = torch.arange(width, device=device) < sizes[:, None]
+        inner[:, 0] = False  # the root has no parent, nor has padding
+        return replace(
+            self,
+            tokens=self.tokens.gather(1, order),
+            parents=torch.where(inner, parents, -1),
+            sizes=sizes,
+            height=min(self.height, max(depths), width - 1),
+            q=None if self.q is None else self.q.gather(1, order[:, :, None].expand(-1, -1, self.q.shape[2])),
+            sampled=None if self.sampled is None else self.sampled.gather(1, order),
+            scores=None if self.scores is None else self.scores.gather(1, order),
+        )
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Tree:
         """A tree with all its tensors changed, those already derived from its fields included."""
         tree = copy(self)

@@ -4,7 +4,7 @@ from decode import Plain
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.hydra import HydraProposer
-from proposers.loading import TRAINED, load_proposer
+from proposers.loading import TRAINED, load_best, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 from proposers.trained import TrainedProposer
@@ -20,5 +20,6 @@ __all__ = [
     "MedusaProposer",
     "NGramProposer",
     "TrainedProposer",
+    "load_best",
     "load_proposer",
 ]

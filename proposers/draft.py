@@ -69,7 +69,7 @@ class DraftProposer:
             self.acceptance.learn(len(path) - 1, self._drafted)
 
     def propose(self, budget: int) -> Tree:
-        longest = min((budget - 1) // self.width, self.length or LONGEST)
+        longest = min((budget - 1) // self.width, max(self.step.room) - 1, self.length or LONGEST)
         self._drafted = longest if self.length else self.acceptance.best_length(longest, self.cost + NODE_COST)
         roots = Tree.chain([[root] for root in self.step.bonus]).to(self.draft.device).tokens
         if self._drafted == 0:

@@ -52,7 +52,10 @@ class NGramProposer:
     def propose(self, budget: int) -> Tree:
         longest = budget - 1 if self.length is None else min(self.length, budget - 1)
         texts = [self._texts[row] for row in self.step.rows]
-        drafts = [text.draft(longest, self.step.stop_ids) for text in texts]
+        drafts = [
+            text.draft(min(longest, room - 1), self.step.stop_ids)
+            for text, room in zip(texts, self.step.room, strict=True)
+        ]
         if self.length is None:
             drafts = self._worthwhile(texts, drafts)
         for text, draft in zip(texts, drafts, strict=True):

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from decode import Sampling, Target
 from heads import PRETRAINED
 from proposers import PROPOSERS, TRAINED
+from proposers.loading import EAGLES
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
 from scripts.bench_methods import PEERS, Method
@@ -71,7 +72,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--methods",
         help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {', '.join(TRAINED)} can name "
-        "nodes and tree: hydra-16, hydra-static-64 (default: all that the models allow)",
+        f"nodes and tree: hydra-16, hydra-static-64; {', '.join(EAGLES)} a chain: eagle3-chain-5 (default: all that "
+        "the models allow)",
     )
     parser.add_argument(
         "--peers",

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode import Target
 from decode.loading import first_layers
 from proposers import PROPOSERS, TRAINED, DraftProposer, load_proposer
+from proposers.loading import EAGLES
 from scripts.bench_methods import PEERS, Loop, Method, Peer
 from scripts.options import DRAFT_LAYERS, TREES, find_head, load_checkpoint
 
@@ -28,34 +29,36 @@ def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -
     """The project's loop with each proposer."""
     loops: dict[str, Method] = {}
     for name in names:
-        kind, tree, nodes = split_method(name)
+        kind, settings = split_method(name)
         make: Any = PROPOSERS[kind]
         if kind == "draft":
             make = partial(make, _load_draft(target, args))
         elif kind in TRAINED:
             folder = find_head(kind, dict(args.head).get(kind), args.model)
-            make = load_proposer(folder, target, kind, tree=tree, nodes=nodes).renew
-        loops[name] = Loop(target, make, args.temperature, nodes or NODES)
+            make = load_proposer(folder, target, kind, **settings).renew
+        loops[name] = Loop(target, make, args.temperature, settings.get("nodes", NODES))
     return loops
 
 
-def split_method(name: str) -> tuple[str, str, int | None]:
-    """The proposer, the tree and the number of nodes that a method's name stands for.
+def split_method(name: str) -> tuple[str, dict[str, Any]]:
+    """The proposer that a method's name stands for, and how `load_proposer` is to set it.
 
-    "hydra" chooses its nodes itself, "hydra-16" has trees of 16, "hydra-static-16" has 16 nodes of the static tree.
-    Raises ValueError where there is no such method.
+    "hydra" chooses its nodes itself, "hydra-16" has trees of 16, "hydra-static-16" has 16 nodes of the static tree;
+    "eagle3-chain-5" guesses 5 tokens in a row. Raises ValueError where there is no such method.
     """
     kind, *rest = name.split("-")
-    number = rest.pop() if rest and rest[-1].isdecimal() else None
-    tree = rest.pop() if rest else "dynamic"
     if kind not in PROPOSERS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
-    if rest or tree not in TREES or number == "0" or (name != kind and kind not in TRAINED):
+    number = int(rest.pop()) if rest and rest[-1].isdecimal() else None
+    if rest == ["chain"] and kind in EAGLES and number:
+        return kind, {"width": 1, "depth": number, "nodes": 1 + number}
+    tree = rest.pop() if rest else "dynamic"
+    if rest or tree not in TREES or number == 0 or (name != kind and kind not in TRAINED):
         raise ValueError(
             f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(TRAINED)}, as in hydra-16 or "
-            f"hydra-static-16, with one of {', '.join(TREES)}"
+            f"hydra-static-16, with one of {', '.join(TREES)}; chains for {', '.join(EAGLES)}, as in eagle3-chain-5"
         )
-    return kind, tree, None if number is None else int(number)
+    return kind, {"tree": tree} | ({} if number is None else {"nodes": number})
 
 
 def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:

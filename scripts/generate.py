@@ -18,8 +18,10 @@ if __name__ == "__main__":
 from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
 from proposers import TRAINED
+from proposers.loading import EAGLES
 from scripts.lanes import Lanes
 from scripts.options import (
+    AUTO,
     Parser,
     add_model_options,
     add_proposer_options,
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for conversation in conversations:
             conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
         proposer = make_proposer(args.proposer, target, args)
-        if args.proposer == "ngram" or (args.proposer in TRAINED and args.nodes is None):
+        if args.proposer in ("ngram", AUTO) or (args.proposer in TRAINED and args.nodes is None):
             target.cost(min(args.batch_size, len(conversations)))  # asked for now, it is not in an answer's seconds
         answer(conversations, target, proposer, sampling, args)
 
@@ -110,11 +112,14 @@ def make_parser() -> Parser:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together."""
     check_proposer(args.proposer, args)
-    if args.draft_model is not None and args.proposer != "draft":
-        raise ValueError(f"--draft-model is for --proposer draft, not for {args.proposer}")
-    for option in ("head", "tree", "nodes"):
-        if getattr(args, option) is not None and args.proposer not in TRAINED:
-            raise ValueError(f"--{option} is for --proposer {', '.join(TRAINED)}, not for {args.proposer}")
+    users = {"draft_model": ["draft"], "head": [*TRAINED, AUTO], "tree": TRAINED, "nodes": TRAINED}
+    users |= {"depth": EAGLES, "width": EAGLES}
+    for option, proposers in users.items():
+        if getattr(args, option) is not None and args.proposer not in proposers:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is for --proposer {', '.join(proposers)}, not for {args.proposer}")
+    if args.width is not None and args.tree not in (None, "dynamic"):
+        raise ValueError(f"--width is for --tree dynamic; {args.tree} has its own paths")
     if "" in args.stop:
         raise ValueError("--stop needs a text that is not empty")
 

@@ -20,9 +20,12 @@ from decode import Proposer, Target
 from decode.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
-from proposers import PROPOSERS, TRAINED, load_proposer
+from proposers import PROPOSERS, TRAINED, NGramProposer, load_best, load_proposer
+from proposers.eagle import DEPTH, WIDTH
+from proposers.loading import EAGLES
 from proposers.trees import PUBLISHED
 
+AUTO = "auto"
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what a shell reports of programs that SIGINT or SIGPIPE ended
@@ -53,9 +56,10 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("guessing")
     group.add_argument(
         "--proposer",
-        choices=PROPOSERS,
+        choices=(*PROPOSERS, AUTO),
         default="ngram",
-        help="what guesses ahead; it changes the speed, never the text (default: %(default)s)",
+        help="what guesses ahead; it changes the speed, never the text; auto takes the best trained head that fits the "
+        "model, ngram where there is none (default: %(default)s)",
     )
     group.add_argument(
         "--draft-model",
@@ -65,8 +69,8 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="DIR",
-        help=f"for --proposer {', '.join(TRAINED)}: the folder of a head trained for the model (default, with the "
-        "default model only: its pretrained one)",
+        help=f"for --proposer {', '.join(TRAINED)}, {AUTO}: the folder of a head trained for the model (default, with "
+        "the default model only: its pretrained one)",
     )
     group.add_argument(
         "--tree",
@@ -80,6 +84,16 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         metavar="N",
         help="for trained heads: trees of N nodes (default: as many as pay on this device, which may be none)",
+    )
+    eagles = ", ".join(EAGLES)
+    group.add_argument(
+        "--depth", type=at_least(1), metavar="N", help=f"for {eagles}: guess N tokens ahead at most (default: {DEPTH})"
+    )
+    group.add_argument(
+        "--width",
+        type=at_least(1),
+        metavar="N",
+        help=f"for {eagles}: follow the N likeliest paths at each depth; 1 guesses a chain (default: {WIDTH})",
     )
 
 
@@ -99,9 +113,15 @@ def find_head(kind: str, folder: str | None, model: str | None) -> Path:
         return Path(folder)
     if model is not None:
         raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
-    if not (PRETRAINED / kind).is_dir():
+    if kind not in list_pretrained(model):
         raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
     return PRETRAINED / kind
+
+
+def list_pretrained(model: str | None) -> dict[str, Path]:
+    """The heads that come with a model, by kind: the default one's; another model has none, of whatever sizes."""
+    found = {kind: PRETRAINED / kind for kind in TRAINED} if model is None else {}
+    return {kind: folder for kind, folder in found.items() if folder.is_dir()}
 
 
 def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
@@ -121,10 +141,15 @@ def load_checkpoint(
 
 
 def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Proposer:
-    """A proposer from `PROPOSERS` by its name; loads the draft model or the head where it needs one."""
+    """A proposer from `PROPOSERS` by its name, or what `auto` chooses; loads the draft model or head that it needs."""
     if name in TRAINED:
         folder = find_head(name, args.head, args.model)
-        return load_proposer(folder, target, name, tree=args.tree or "dynamic", nodes=args.nodes)
+        shape = {"tree": args.tree or "dynamic", "nodes": args.nodes, "depth": args.depth, "width": args.width}
+        return load_proposer(folder, target, name, **shape)
+    if name == AUTO and args.head is not None:
+        return load_proposer(args.head, target)
+    if name == AUTO:
+        return load_best(target, list_pretrained(args.model).values()) or NGramProposer()
     kind: Any = PROPOSERS[name]
     if name != "draft":
         return kind()

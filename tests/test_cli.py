@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
-GUESSERS = {"none": [], "ngram": [], "draft": ["--draft-model", "draft"]}
+GUESSERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
 SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
 
 
@@ -246,6 +246,7 @@ def refuse(run: Run, message: str) -> None:
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),
+        (["--proposer", "auto", "--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
         (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
         (["--proposer", "draft", "--draft-model", "other"], "a draft must share the target's tokenizer"),
         (["--model", "bare", "--chat"], "no chat template; leave out --chat"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import torch
 
 from decode import Target
 from heads.folder import save_head
+from proposers import NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import bench, calibrate, generate, options
+from scripts.bench_models import make_loops
 from scripts.calibrate_plot import draw_calibration
 from tests.drafting import make_head
 from tests.models import tiny
@@ -33,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
     target = Target(tiny("llama"))
     save_head(make_head("medusa", target, output="own"), root / "medusa")
     save_head(make_head("hydra", target, prefix=True), root / "hydra")
+    save_head(make_head("eagle3", target), root / "eagle3")
     for name, changes in {
         "wide": {"hidden_size": 48},
         "wordy": {"vocab_size": 200},
@@ -73,13 +77,20 @@ def read_tokens(run: tuple[Any, str, str]) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in run[1].splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("settings", [[], ["--nodes", "9"], ["--tree", "static"], ["--tree", "zephyr_stage2"]])
+TREES = [[], ["--nodes", "9"], ["--tree", "static"], ["--tree", "zephyr_stage2"]]
+CHAIN = ["--depth", "3", "--width", "1", "--nodes", "4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*((kind, tree) for kind in ("medusa", "hydra") for tree in TREES), ("eagle3", []), ("eagle3", CHAIN)],
+)
 def test_a_head_does_not_change_the_text(call: Call, kind: str, settings: list[str]) -> None:
     plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
     for size in ("1", "3"):
-        drafted = call(generate, *ASK, "--proposer", kind, "--head", kind, "--batch-size", size, *settings)
-        assert read_tokens(drafted) == plain
+        for name in (kind, "auto") if not settings else (kind,):
+            drafted = call(generate, *ASK, "--proposer", name, "--head", kind, "--batch-size", size, *settings)
+            assert read_tokens(drafted) == plain
 
 
 def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
@@ -102,7 +113,22 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
         (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
         (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
-        (["--head", "medusa"], "--head is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--head", "medusa"], "--head is for --proposer medusa, hydra, eagle, eagle3, auto, not for ngram"),
+        (["--proposer", "auto", "--head", "nowhere"], "nowhere"),
+        (["--proposer", "auto", "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--proposer", "auto", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
+        (["--proposer", "auto", "--head", "deep"], "number of layers is 3; this target's is 2"),
+        (
+            ["--proposer", "auto", "--nodes", "5"],
+            "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for auto",
+        ),
+        (["--proposer", "auto", "--width", "5"], "--width is for --proposer eagle, eagle3, not for auto"),
+        (["--proposer", "hydra", "--head", "hydra", "--depth", "3"], "--depth is for --proposer eagle, eagle3, not"),
+        (["--proposer", "eagle3", "--head", "eagle3", "--depth", "0"], "'0' is not a whole number from 1 on"),
+        (
+            ["--proposer", "eagle3", "--head", "eagle3", "--width", "2", "--tree", "static"],
+            "--width is for --tree dynamic; static has its own paths",
+        ),
         (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
         (["--nodes", "5"], "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
     ],
@@ -120,27 +146,49 @@ def test_the_default_model_brings_its_heads(monkeypatch: pytest.MonkeyPatch, fol
         options.find_head("eagle", None, None)
 
 
-METHODS = "ngram,medusa,medusa-4,hydra-static-3"
+def test_auto_without_a_head_guesses_by_ngrams(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = generate.make_proposer
+    monkeypatch.setattr(generate, "make_proposer", lambda *given: made.append(make(*given)) or made[-1])
+    assert read_tokens(call(generate, *ASK, "--proposer", "auto")) == read_tokens(call(generate, *ASK))
+    assert [type(proposer) for proposer in made] == [NGramProposer] * 2
+
+
+METHODS = "ngram,medusa,medusa-4,hydra-static-3,eagle3-chain-2"
 
 
 def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
     ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
-    heads = ["--head", "medusa=medusa", "--head", "hydra=hydra"]
+    heads = ["--head", "medusa=medusa", "--head", "hydra=hydra", "--head", "eagle3=eagle3"]
     status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--methods", METHODS)
     report = json.loads((folder / "report.json").read_text())
     assert status == 0 and "| medusa" in out and "| hydra" in out
-    assert report["settings"]["heads"] == {"medusa": "medusa", "hydra": "hydra"} and not report["differences"]
+    assert [*report["settings"]["heads"]] == ["medusa", "hydra", "eagle3"] and not report["differences"]
     assert report["settings"]["methods"] == ["none", *METHODS.split(",")]
     for arguments, message in (
         (["--methods", "medusa"], "medusa needs --head"),
         (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; trees and numbers of nodes are for"),
         (["--methods", "ngram-4"], "unknown method 'ngram-4'"),
+        (["--methods", "medusa-chain-4"], "unknown method 'medusa-chain-4'"),
+        (["--methods", "eagle3-chain"], "unknown method 'eagle3-chain'"),
+        (["--methods", "eagle3-chain-0"], "chains for eagle, eagle3, as in eagle3-chain-5"),
+        (["--methods", "eagle3-static-chain-4"], "unknown method 'eagle3-static-chain-4'"),
         (["--head", "medusa"], "'medusa' is not KIND=DIR"),
         (["--head", "oak=x"], "KIND of medusa, hydra, eagle, eagle3"),
         (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),
     ):
         status, _, err = call(bench, *ask, *arguments)
         assert status == 2 and message in err
+
+
+def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
+    args = argparse.Namespace(model="target", temperature=0.0, head=[("eagle3", str(folder / "eagle3"))])
+    names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5"]
+    made = []
+    for loop in make_loops(names, Target(tiny("llama")), args).values():
+        proposer = loop.open().args[0]
+        made.append((proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, loop.nodes))
+    assert made == [(6, 10, None, True, 64), (6, 10, 9, True, 9), (6, 10, 7, False, 7), (5, 1, 6, True, 6)]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])

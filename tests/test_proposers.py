@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def first_step(target: Target, *sequences: list[int]) -> Step:
         rows=list(range(len(sequences))),
         kept=list(range(len(sequences))),
         sequences=[list(sequence) for sequence in sequences],
+        room=[100] * len(sequences),
         committed=[sequence[:-1] for sequence in sequences],
         path=[[0]] * len(sequences),
         tree=Tree.chain([sequence[-1:] for sequence in sequences]),
@@ -82,6 +84,16 @@ def test_rows_and_budget_are_kept_apart(target: Target) -> None:
     assert drafts(NGramProposer(length=3), target, *sequences) == [[6, 7, 8], [], [4, 4, 4]]
     assert drafts(NGramProposer(length=3), target, *sequences, budget=2) == [[6], [], [4]]
     assert drafts(NGramProposer(length=3), target, *sequences, budget=1) == [[], [], []]
+
+
+def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
+    step = replace(first_step(target, [4, 4, 4], [5, 6, 5], [7, 7]), room=[4, 2, 1])
+    proposer = NGramProposer(length=9)
+    proposer.observe(step)
+    assert proposer.propose(64).sizes.tolist() == [4, 2, 1]
+    draft = DraftProposer(target, width=2, length=9)
+    draft.observe(step)
+    assert draft.propose(64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
 
 
 def test_the_index_grows_with_the_text(target: Target) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,56 @@ def test_best_first_keeps_the_best_and_their_parents() -> None:
     tree.check(1, 4, 20)
     assert Tree.best_first(torch.tensor([7]), tokens, parents, scores, budget=9).width == 6
     assert Tree.best_first(torch.tensor([7]), tokens, parents, scores, budget=1).tokens.tolist() == [[7]]
+
+
+def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:
+    """A row's nodes in order: the tokens of the path to each, and what it carries."""
+    assert tree.scores is not None and tree.sampled is not None and tree.q is not None
+    return [
+        (
+            tree.tokens[row, climb(tree, row, node)].tolist(),
+            float(tree.scores[row, node]),
+            bool(tree.sampled[row, node]),
+            tree.q[row, node].tolist(),
+        )
+        for node in range(int(tree.sizes[row]))
+    ]
+
+
+def test_a_cut_tree_keeps_each_rows_nodes_up_to_a_depth() -> None:
+    smaller = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        choose = random.Random(seed)
+        tree = random_tree(choose)
+        shape = tree.tokens.shape
+        tree = replace(tree, q=torch.rand(*shape, 6), sampled=torch.rand(shape) < 0.5, scores=torch.rand(shape))
+        depths = [choose.randrange(5) for _ in range(3)]
+        cut = tree.cut(depths)
+        cut.check(3, tree.width, 6)
+        for row, deepest in enumerate(depths):
+            kept = [node for node in list_nodes(tree, row) if len(node[0]) - 1 <= deepest]
+            assert list_nodes(cut, row) == kept
+            assert (cut.parents[row, len(kept) :] == -1).all()
+        assert cut.width == int(cut.sizes.max()) and int(cut.depth.max()) <= cut.height <= max(depths)
+        smaller += cut.width < tree.width
+    assert smaller > 20
+
+
+def test_a_cut_chain_is_a_chain() -> None:
+    chain = Tree.chain([[5, 6, 7, 8], [9, 3], [4, 4, 4, 4]])
+    cut, expected = chain.cut([2, 5, 0]), Tree.chain([[5, 6, 7], [9, 3], [4]])
+    assert cut.is_chain and cut.height == 2
+    for name in ("parents", "sizes", "ancestors", "depth"):
+        assert torch.equal(getattr(cut, name), getattr(expected, name)), name
+    assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
+
+
+def test_a_tree_that_is_shallow_enough_is_not_touched() -> None:
+    tree = Tree.from_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
+    assert tree.cut([3, 9]) is tree
+    assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # nor looked at
+    assert tree.cut([3, 2]) is not tree  # what row 1 is drafted is not known on the host
 
 
 @pytest.mark.parametrize(

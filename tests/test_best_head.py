@@ -1,0 +1,92 @@
+"""Which head drafts: the best that fits the target, and none for a target that it was not trained for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode import Target
+from heads.folder import save_head
+from proposers import NGramProposer, load_best, load_proposer
+from proposers.calibration import FILE, Calibration, load_calibration
+from scripts import options
+from tests.drafting import make_head
+from tests.models import tiny
+
+
+def calibrate_by_hand(folder: Path, chance: float) -> None:
+    """As if each of 3 heads' first guess were right with this chance, the others never."""
+    acceptance = ((chance, 0.0),) * 3
+    Calibration(acceptance, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(folder)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+@pytest.fixture
+def heads(target: Target, tmp_path: Path) -> Path:
+    """Heads for the target and for others, none of them calibrated but a spoilt one."""
+    for kind in ("medusa", "hydra", "eagle3"):
+        save_head(make_head(kind, target, output="own" if kind == "medusa" else "target"), tmp_path / kind)
+    for name, changes in {
+        "wide": {"hidden_size": 48},
+        "wordy": {"vocab_size": 200},
+        "deep": {"num_hidden_layers": 3},
+    }.items():
+        save_head(make_head("medusa", Target(tiny("llama", **changes))), tmp_path / name)
+    save_head(make_head("medusa", target), tmp_path / "spoilt")
+    (tmp_path / "spoilt" / FILE).write_text("{}")
+    return tmp_path
+
+
+def test_the_best_head_is_the_one_with_the_highest_tau(target: Target, heads: Path) -> None:
+    def best(*names: str) -> str | None:
+        proposer = load_best(target, [heads / name for name in names])
+        return proposer and proposer.head.kind
+
+    calibrate_by_hand(heads / "wide", 0.9)  # the best of all, and for another target
+    assert best("wide", "wordy", "deep", "nowhere") is None and best() is None
+    assert best("wide", "eagle3", "hydra") == "eagle3"  # none that fits is calibrated: the first
+    calibrate_by_hand(heads / "hydra", 0.1)
+    assert best("wide", "eagle3", "hydra", "medusa") == "hydra"
+    calibrate_by_hand(heads / "medusa", 0.3)
+    assert best("hydra", "medusa") == best("medusa", "hydra") == "medusa"
+    with pytest.raises(ValueError, match=r"calibration.json is no calibration"):
+        best("hydra", "spoilt")
+
+
+def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:
+    calibrate_by_hand(heads / "medusa", 0.3)
+    proposer: Any = load_best(target, [heads / "medusa"])
+    assert proposer.confidence.__self__ == load_calibration(heads / "medusa")
+
+
+def test_auto_takes_pretrained_heads_for_the_default_model_only(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
+    monkeypatch.setattr(options, "PRETRAINED", heads)
+    calibrate_by_hand(heads / "hydra", 0.2)
+
+    def choose(model: str | None, head: Path | None) -> Any:
+        return options.make_proposer("auto", target, argparse.Namespace(model=model, head=head))
+
+    assert choose(None, None).head.kind == "hydra"
+    assert isinstance(choose("target", None), NGramProposer)
+    assert choose("target", heads / "eagle3").head.kind == choose(None, heads / "eagle3").head.kind == "eagle3"
+    monkeypatch.setattr(options, "PRETRAINED", heads / "none yet")
+    assert isinstance(choose(None, None), NGramProposer)
+
+
+def test_depth_and_width_are_for_eagle_heads(target: Target, heads: Path) -> None:
+    proposer: Any = load_proposer(heads / "eagle3", target, depth=4, width=2)
+    assert (proposer.depth, proposer.width) == (4, 2)
+    with pytest.raises(ValueError, match=r"depth and width can be chosen for eagle, eagle3; .* is of kind medusa"):
+        load_proposer(heads / "medusa", target, depth=4, width=2)
+    with pytest.raises(ValueError, match=r"^width can be chosen for eagle, eagle3; .* is of kind hydra"):
+        load_proposer(heads / "hydra", target, width=2)
