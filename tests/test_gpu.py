@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from decode import Proposer, Sampling, Target, generate
-from proposers import DraftProposer, NGramProposer
+from proposers import TRAINED, DraftProposer, NGramProposer
+from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 
 pytestmark = [
@@ -20,7 +21,9 @@ KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
 
 
 def proposers(target: Target) -> list[Proposer | None]:
-    return [None, NGramProposer(length=4), DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
+    heads = [TRAINED[kind](make_head(kind, target), nodes=12) for kind in TRAINED]
+    drafts = [DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
+    return [None, NGramProposer(length=4), *drafts, *heads]
 
 
 def on_gpu(kind: str, dtype: torch.dtype) -> Target:
