@@ -27,7 +27,7 @@ CERTAIN = -1e-6  # log-probabilities are taken for at most this: the log-odds of
 
 @dataclass(frozen=True)
 class Calibration:
-    """A head's record.
+    """A head's record; of an EAGLE head, which has no heads, level by level.
 
     acceptance [K][R]: the chance that head i's guess of rank r is right where the true tokens before it were each
     among the R likeliest of their heads, so that a tree can hold them: conditional on the path, not marginal.
@@ -58,9 +58,10 @@ class Calibration:
     def trust(self, level: int, sure: Tensor, before: Tensor) -> Tensor:
         """The log of the chance that guesses of head `level` are right, [B, W, R], where what is before them is.
 
-        sure: their log-probabilities; before [B, W, 1]: the scores of the paths before them.
+        sure: their log-probabilities; before [B, W, 1]: the scores of the paths before them. A level behind those that
+        were measured is taken for the last of them.
         """
-        shift, slope, doubt = self.confidence[level]
+        shift, slope, doubt = self.confidence[min(level, len(self.confidence) - 1)]
         return torch.nn.functional.logsigmoid(shift + slope * log_odds(sure) + doubt * before)
 
     def best_tree(self, nodes: int) -> tuple[Path, ...]:

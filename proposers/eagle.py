@@ -50,11 +50,12 @@ class EagleProposer(LevelwiseProposer):
         tree: str | Sequence[Path] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
+        sampled: bool = False,
     ) -> None:
         if depth < 1 or width < 1:
             raise ValueError(f"depth {depth} and width {width} must be at least 1")
         self.depth, self.width, self.ranks = depth, width, width
-        super().__init__(head, tree=tree, nodes=nodes, calibration=calibration)
+        super().__init__(head, tree=tree, nodes=nodes, calibration=calibration, sampled=sampled)
 
     def features(self) -> Tensor:
         """The head's states [B, H] behind each row's last committed token and its root, once it has caught up."""
@@ -67,7 +68,7 @@ class EagleProposer(LevelwiseProposer):
             part = slice(begin, begin + CHUNK)
             fused = self.head.fuse(features[:, part])
             positions = self._cache.positions(fused.shape[1], fused.device)
-            states.append(self.head(embed(tokens[:, part]), fused, positions, cache=self._cache))
+            states.append(self.head(embed(tokens[:, part]), fused, positions, context=self._cache))
             self._cache.keep([min(max(count - begin, 0), CHUNK) for count in counts])
         return pick_last(torch.cat(states, dim=1), counts)
 
@@ -75,8 +76,17 @@ class EagleProposer(LevelwiseProposer):
         """`features` are states that saw the roots already."""
         return EagleGuesses(self.head, self.logits, features, self._cache, self._embedding(target))
 
-    def ground(self, features: Tensor) -> Tensor:
-        raise ValueError("an EAGLE head cannot be calibrated: it looks back on more than one feature; draft without")
+    def rehearse(self, features: Tensor, text: Tensor, begin: int, end: int, target: Target) -> EagleGuesses:
+        embed, cache = self._embedding(target), LayerCache(1)
+        fused = self.head.fuse(features[:, :end].to(self.dtype))
+        states = self.head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), context=cache)
+        cache.keep([end])
+        cache.select([0] * (end - begin))
+        cache.crop(range(begin + 1, end + 1))
+        return EagleGuesses(self.head, self.logits, states[0, begin:end], cache, embed)
+
+    def check_calibration(self, depth: int) -> None:
+        """A head goes on for ever, and levels that were not measured are trusted as the deepest that was."""
 
     def _draft(self, roots: Tensor, most: int, pays: Callable[[Tensor], bool]) -> Candidates:
         candidates = super()._draft(roots, most, pays)

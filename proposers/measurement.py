@@ -17,6 +17,7 @@ from proposers.search import RANKS, rank_tokens
 from proposers.trained import TrainedProposer
 
 PRIOR = 1e-3  # how strongly an unmeasured head's own word is believed, a candidate
+TOGETHER = 64  # positions that are tried together: an EAGLE head needs what it looks back on for each of them
 START = (0.0, 1.0, 0.0)  # the head's own word
 
 
@@ -53,20 +54,26 @@ def try_head(target: Target, proposer: TrainedProposer, prompt: Sequence[int], a
     tokens = [*prompt, *answer]
     _, features = target.open(1, proposer.layers).extend([tokens])
     assert features is not None
-    grounded = proposer.ground(features)[0]  # [T, H]
-    begin, end = len(prompt) - 1, len(tokens) - 2  # the last committed token; what follows it is the root
     text = torch.tensor(tokens, device=target.device)
-    guesses = proposer.guess(grounded[begin:end], text[begin + 1 : end + 1], target)
-    depth = proposer.head.depth
-    padded = torch.cat([text, text.new_full((depth,), -1)])
+    first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; what follows it is the root
+    parts = [(begin, min(begin + TOGETHER, last)) for begin in range(first, last, TOGETHER)]
+    return Trials.join(_try_part(target, proposer, features, text, *part) for part in parts)
+
+
+def _try_part(
+    target: Target, proposer: TrainedProposer, features: Tensor, text: Tensor, begin: int, end: int
+) -> Trials:
+    guesses = proposer.rehearse(features, text, begin, end, target)
+    padded = torch.cat([text, text.new_full((proposer.depth,), -1)])
     sure, right, known = [], [], []
-    for level in range(depth):
+    for level in range(proposer.depth):
         truth = padded[begin + 2 + level : end + 2 + level, None]  # [P, 1]
         drafted, chances = rank_tokens(guesses.logits(level), RANKS)
         sure.append(chances[:, 0])
         right.append(guesses.tokens(drafted[:, 0]) == truth)
         known.append(truth[:, 0] >= 0)
-        guesses.follow(torch.zeros_like(truth), truth.clamp(min=0))
+        if level + 1 < proposer.depth:
+            guesses.follow(torch.zeros_like(truth), truth.clamp(min=0))
     return Trials(*(torch.stack(parts, dim=1).cpu() for parts in (sure, right, known)))
 
 

@@ -74,8 +74,26 @@ class Pace:
         """The number of nodes: `gains[n - 1]` are the accepted tokens expected of n nodes."""
         rate = max(self.rate, 1.0)  # plain decoding can be had in any case
         worth = [self.factor * gain - rate * cost(nodes) for nodes, gain in enumerate(gains, start=1)]
-        self.nodes = 1 + worth.index(max(worth))
-        self._hoped = gains[self.nodes - 1]
+        return self._take(1 + worth.index(max(worth)), gains, levels, cost)
+
+    def grow(self, gains: Sequence[float], levels: int, cost: Callable[[int], float]) -> int:
+        """The number of nodes, where nothing may be known of those after a node when that is decided on.
+
+        The first that does not pay is left out, and all after it. One pays that would if those up to some larger tree
+        were as good: many sizes may cost the same.
+        """
+        rate = max(self.rate, 1.0)
+        costs = [cost(nodes) for nodes in range(1, len(gains) + 1)]
+        nodes = 1
+        while nodes < len(gains):
+            rise = min((more - costs[nodes - 1]) / step for step, more in enumerate(costs[nodes:], start=1))
+            if self.factor * (gains[nodes] - gains[nodes - 1]) <= rate * rise:
+                break
+            nodes += 1
+        return self._take(nodes, gains, levels, cost)
+
+    def _take(self, nodes: int, gains: Sequence[float], levels: int, cost: Callable[[int], float]) -> int:
+        self.nodes, self._hoped = nodes, gains[nodes - 1]
         self.steps = MEMORY * self.steps + 1
         self.time = MEMORY * self.time + cost(self.nodes) + levels * self.level_time
         return self.nodes

@@ -19,6 +19,9 @@ from proposers.trees import Shape
 # From a level, log-probabilities [B, W, R] of the likeliest tokens and the scores [B, W, 1] of the paths before them
 # to the log of the chance that each is right where its path is: at most 0.
 Confidence: TypeAlias = Callable[[int, Tensor, Tensor], Tensor]
+# From logits [B, W, D] ([B, 1, D] where all paths have the same), a number of ranks and where the W paths end among the
+# candidates, [B, W], -1 at the root, to the draft ids [B, W, R] that are tried behind each and their log-probabilities.
+Pick: TypeAlias = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
 RANKS = 10  # likeliest next tokens of a path that may become nodes
 
 
@@ -75,6 +78,11 @@ class Candidates:
         )
 
 
+def pick_likeliest(logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The `Pick` of drafts without chance: what is likeliest hangs on no place."""
+    return rank_tokens(logits, ranks)
+
+
 def search(
     roots: Tensor,
     guesses: Guesses,
@@ -83,8 +91,9 @@ def search(
     confidence: Confidence,
     pays: Callable[[Tensor], bool],
     ranks: int = RANKS,
+    pick: Pick = pick_likeliest,
 ) -> Candidates:
-    """Best-first search in waves: at each level the `width` likeliest paths get their `ranks` likeliest next tokens.
+    """Best-first search in waves: at each level the `width` likeliest paths get `ranks` next tokens by `pick`.
 
     All of these become candidates, not only those that are followed (EAGLE-2, section 4.2). It ends after `levels`, or
     where, given the scores [B, W] of the paths to be followed, one more level no longer `pays`. roots [B].
@@ -93,12 +102,13 @@ def search(
     places = torch.full_like(roots[:, None], -1)  # [B, W]: where the paths followed end among the candidates
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
-        drafted, sure = rank_tokens(guesses.logits(len(found)), ranks)  # [B, W, R], or [B, 1, R] for all paths
+        drafted, sure = pick(guesses.logits(len(found)), ranks, places)  # [B, W, R], or [B, 1, R] for all paths
         before = scores[:, :, None]
         reached = before + confidence(len(found), sure, before)  # [B, W, R]
         tokens = guesses.tokens(drafted).expand_as(reached).flatten(1)
         parents = places[:, :, None].expand_as(reached).flatten(1)
-        scores, index = reached.flatten(1).topk(min(width, tokens.shape[1]), dim=1)
+        order = torch.sort(reached.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
+        scores, index = order.values[:, :width], order.indices[:, :width]
         places = index + sum(part.shape[1] for part, _, _ in found)
         found.append((tokens, parents, reached.flatten(1)))
         if len(found) == levels or not pays(scores):
@@ -108,17 +118,21 @@ def search(
     return Candidates(roots, tokens, parents, scores, len(found))
 
 
-def fill_shape(roots: Tensor, guesses: Guesses, shape: Shape, confidence: Confidence) -> Candidates:
+def fill_shape(
+    roots: Tensor, guesses: Guesses, shape: Shape, confidence: Confidence, pick: Pick = pick_likeliest
+) -> Candidates:
     """The tokens of a fixed tree: those with the ranks that it names, whatever their chances. roots [B]."""
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W] of the paths followed
+    places = torch.full_like(roots[:, None], -1)  # [B, W]: where they end among the candidates
     found: list[tuple[Tensor, Tensor]] = []
     for index, level in enumerate(shape.levels):
-        drafted, sure = rank_tokens(guesses.logits(index), level.most)
+        drafted, sure = pick(guesses.logits(index), level.most, places)
         before = scores[:, :, None]
         reached = before + confidence(index, sure, before)  # [B, W, R]
         drafted = guesses.tokens(drafted).expand_as(reached)
         found.append((drafted[:, level.above, level.ranks], reached[:, level.above, level.ranks]))
         tokens, scores = (part[:, level.followed] for part in found[-1])
+        places = level.places.expand_as(tokens)
         if index + 1 < len(shape.levels):
             guesses.follow(level.origin.expand_as(tokens), tokens)
     tokens, scores = (torch.cat(parts, dim=1)[:, shape.order] for parts in zip(*found, strict=True))

@@ -22,7 +22,8 @@ from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration, trust_blindly
 from proposers.pace import Pace
 from proposers.packing import Logits, pack_head
-from proposers.search import RANKS, Candidates, Guesses, fill_shape, search
+from proposers.sampled import Draws, foresee, keep_order, renumber
+from proposers.search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
 from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
 
 
@@ -33,7 +34,9 @@ class TrainedProposer(ABC):
     when the head was measured; "static" the one that was published with the method, or the name of another in
     `proposers.trees.PUBLISHED`, or paths of ranks. nodes: exactly so many (root included, as far as budget and tree
     have them); None takes as many as bring most tokens a second on this device, which may be none.
-    calibration: what was measured of the head; without it, it is taken at its word.
+    calibration: what was measured of the head; without it, it is taken at its word. sampled: where the target samples,
+    draw the tokens from the head's own law (`proposers.sampled`) instead of taking its likeliest; the law of the text
+    stays what it is, but a seed no longer gives the text that it gives without a proposer.
 
     Raises ValueError for a tree or a number of nodes that cannot be, and for a head that was trained for another
     target when it meets the target.
@@ -50,21 +53,22 @@ class TrainedProposer(ABC):
         tree: str | Sequence[Path] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
+        sampled: bool = False,
     ) -> None:
         self.head: Any = head
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-        if calibration is not None and len(calibration.acceptance) != self.depth:
-            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {self.depth}")
+        if calibration is not None:
+            self.check_calibration(len(calibration.acceptance))
         self.logits: Logits = head.logits
         self.dtype = next(head.parameters()).dtype
-        self.nodes, self.paths = nodes, choose_paths(tree, calibration, self.static)
+        self.nodes, self.sampled, self.paths = nodes, sampled, choose_paths(tree, calibration, self.static)
         self.confidence = trust_blindly if calibration is None else calibration.trust
         self.pace = Pace()
         self.step: Step
         self._cost: Cost
         self._handed = 0.0  # when the target got the last tree
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: dict[tuple[int, bool], Shape] = {}  # by nodes, and whether their tokens are drawn
 
     @property
     def depth(self) -> int:
@@ -90,6 +94,11 @@ class TrainedProposer(ABC):
     def check(self, target: Target) -> None:
         """Raise ValueError where the head was trained for another target."""
         self.head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
+
+    def check_calibration(self, depth: int) -> None:
+        """Raise ValueError where a calibration of so many levels cannot be this head's."""
+        if depth != self.depth:
+            raise ValueError(f"the calibration is of {depth} heads, not of {self.depth}")
 
     def observe(self, step: Step) -> None:
         if step.first:
@@ -129,16 +138,39 @@ class TrainedProposer(ABC):
         candidates = self._draft(roots, most, self._pays)
         gains = (candidates.gains(most) / len(roots)).tolist()  # a GPU is waited for here
         self.pace.clock_draft(perf_counter() - begun, candidates.levels)
-        return candidates.tree(self.pace.choose(gains, candidates.levels, self._cost))
+        choose = self.pace.grow if self._draws else self.pace.choose
+        return candidates.tree(choose(gains, candidates.levels, self._cost))
 
     def _draft(self, roots: Tensor, most: int, pays: Callable[[Tensor], bool]) -> Candidates:
         guesses = self.guess(self.features(), roots, self.step.target)
+        if not self._draws:
+            return self._find(roots, guesses, most, pays, self.confidence, pick_likeliest)
+        draws = Draws(self.step)
+        candidates = self._find(roots, guesses, most, foresee(pays), keep_order(self.confidence), draws.pick)
+        return draws.attach(candidates, guesses.tokens)
+
+    def _find(
+        self,
+        roots: Tensor,
+        guesses: Guesses,
+        most: int,
+        pays: Callable[[Tensor], bool],
+        confidence: Confidence,
+        pick: Pick,
+    ) -> Candidates:
         if self.paths is None:
-            return search(roots, guesses, self.depth, self.width, self.confidence, pays, self.ranks)
-        if most not in self._shapes:
-            paths = cut_tree(self.paths, self.depth, self.head.draft_size, most - 1)
-            self._shapes[most] = Shape.of(paths, roots.device)
-        return fill_shape(roots, guesses, self._shapes[most], self.confidence)
+            return search(roots, guesses, self.depth, self.width, confidence, pays, self.ranks, pick)
+        key = most, self._draws
+        if key not in self._shapes:
+            paths = renumber(self.paths) if self._draws else self.paths
+            paths = cut_tree(paths, self.depth, self.head.draft_size, most - 1)
+            self._shapes[key] = Shape.of(paths, roots.device)
+        return fill_shape(roots, guesses, self._shapes[key], confidence, pick)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether this step's tokens are drawn. At temperature 0 the target takes its likeliest; so does the head."""
+        return self.sampled and not self.step.sampling.greedy
 
     def _bind(self, target: Target) -> None:
         self.check(target)
@@ -153,8 +185,13 @@ class TrainedProposer(ABC):
     def guess(self, features: Tensor, roots: Tensor, target: Target) -> Guesses:
         """What the head says behind last tokens with these features [B, H] and the roots [B] after them."""
 
+    def rehearse(self, features: Tensor, text: Tensor, begin: int, end: int, target: Target) -> Guesses:
+        """What the head says behind each of the tokens `begin` to `end - 1` of a text, a row each, as if the text had
+        only come that far; the token after it is the root. features [1, T, F] the target's, text [T]."""
+        return self.guess(self.ground(features)[0, begin:end], text[begin + 1 : end + 1], target)
+
     def ground(self, features: Tensor) -> Tensor:
-        """What the head makes of all features [B, T, H] of texts, before it guesses from one of them."""
+        """What the head makes of all features [B, T, F] of texts, before it guesses from one of them."""
         return features.to(self.dtype)
 
     def features(self) -> Tensor:

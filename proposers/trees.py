@@ -91,6 +91,7 @@ class Level:
     ranks: Tensor  # [C] long
     followed: Tensor  # [W] long: those nodes that have children
     origin: Tensor  # [W] long: `above` of these
+    places: Tensor  # [W] long: where these stand in order of preference
     most: int  # the number of ranks to look at
 
 
@@ -107,6 +108,7 @@ class Shape:
         """Of a checked tree with at least one path."""
         tensor = partial(torch.tensor, dtype=torch.long, device=device)
         inner = {path[:-1] for path in paths}
+        place = {path: index for index, path in enumerate(paths)}
         listed: list[Path] = []
         levels: list[Level] = []
         before: list[Path] = [()]
@@ -116,10 +118,12 @@ class Shape:
             above = [before.index(path[:-1]) for path in level]
             followed = [node for node, path in enumerate(level) if path in inner]
             origin = [above[node] for node in followed]
-            levels.append(Level(tensor(above), tensor(ranks), tensor(followed), tensor(origin), most=1 + max(ranks)))
             before = [level[node] for node in followed]
+            places = [place[path] for path in before]
+            levels.append(
+                Level(tensor(above), tensor(ranks), tensor(followed), tensor(origin), tensor(places), 1 + max(ranks))
+            )
             listed += level
-        place = {path: index for index, path in enumerate(paths)}
         stands = {path: index for index, path in enumerate(listed)}
         return cls(
             parents=tensor([place.get(path[:-1], -1) for path in paths]),

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_plot(args.plot)
         prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
         target = load_target(args)
-        head = load_head(args.head, target.dtype, target.vocabulary)
+        head = load_head(args.head, target.dtype, target.vocabulary, target.config.num_hidden_layers)
         proposer = TRAINED[head.kind](head).prepare(target)
         parts = list(measure(target, proposer, prompts, args))
         calibration = calibrate(Trials.join(parts))

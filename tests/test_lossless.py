@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from proposers import DraftProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 
@@ -48,6 +49,12 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "hydra": lambda: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
         "hydra static": lambda: HydraProposer(make_head("hydra", target), tree="eagle_25", nodes=9),
         "hydra++": lambda: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
+        "eagle chain": lambda: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
+        "eagle static": lambda: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
+        "eagle": lambda: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
+        "eagle3 chain": lambda: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
+        "eagle3 static": lambda: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
+        "eagle3": lambda: EagleProposer(make_head("eagle3", target), depth=3),
     }
 
 
@@ -172,9 +179,11 @@ class Mixed(Adversary):
 def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
     """Random prompts, trees, seeds, batch shapes and limits: never a difference to plain decoding."""
     accepted = 0
+    heads = {kind: make_head(name, targets[kind]) for kind, name in zip(KINDS, ["eagle", "eagle3"] * 2, strict=True)}
     for case in range(request.config.getoption("--cases")):
         choose = random.Random(case)
-        target = targets[choose.choice(KINDS)]
+        kind = choose.choice(KINDS)
+        target = targets[kind]
         prompts = [
             [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 12))] for _ in range(choose.randint(1, 4))
         ]
@@ -183,9 +192,66 @@ def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest
             "max_new_tokens": choose.randint(1, 8),
             "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
         }
-        proposer = choose.choice([Adversary(case), Adversary(case), NGramProposer(length=3), Mixed(case, target)])
+        eagle = EagleProposer(heads[kind], depth=2, width=1 + case % 4, nodes=8)
+        others = [NGramProposer(length=3), Mixed(case, target), eagle]
+        proposer = choose.choice([Adversary(case), Adversary(case), *others])
         nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
         answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)
         assert [answer.tokens for answer in answers] == texts(target, None, prompts, **settings), f"case {case}"
         accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
     assert accepted > 0
+
+
+class Bush:
+    """Guesses the known answers in trees of the whole budget, at each depth a right token and a wrong one."""
+
+    layers = ()
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers  # prompt and answer of each row
+        self.asked: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
+        self.verified: list[tuple[int, int]] = []  # of each row and step: its room, and the nodes of its tree
+
+    def observe(self, step: Step) -> None:
+        if not step.first:
+            rooms = [self.step.room[place] for place in step.kept]
+            self.verified += zip(rooms, step.tree.sizes.tolist(), strict=True)
+        self.step = step
+
+    def propose(self, budget: int) -> Tree:
+        self.asked.append((budget, max(self.step.room)))
+        rows = []
+        for number, sequence in zip(self.step.rows, self.step.sequences, strict=True):
+            levels = (budget - 1) // 2
+            future = [*self.answers[number][len(sequence) :], *[0] * levels][:levels]
+            tokens = [token for right in future for token in ((right + 1) % VOCABULARY, right)]
+            rows.append(([sequence[-1], *tokens], [-1, *(2 * (node // 2) for node in range(len(tokens)))]))
+        return Tree.from_rows(rows)
+
+
+@pytest.mark.parametrize("limit", [256, 12])
+@pytest.mark.parametrize("lengths", [(20, 30, 27), (28, 29)])
+def test_little_room_makes_trees_shallow_and_not_small(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], limit: int
+) -> None:
+    """Learned positions end with the context, and rows reach it, or the end of their answer, at different times."""
+    context, nodes = 40, 21
+    target = Target(tiny("gpt2", max_position_embeddings=context))
+    prompts = [[(length + place) % VOCABULARY for place in range(length)] for length in lengths]
+    plain = generate(target, prompts, max_new_tokens=limit)
+    forward, positions = target.model.forward, list[int]()
+
+    def watch(*, position_ids: Tensor, **settings: Any) -> Any:
+        positions.append(int(position_ids.max()))
+        return forward(position_ids=position_ids, **settings)
+
+    monkeypatch.setattr(target.model, "forward", watch)
+    bush = Bush([answer.prompt + answer.tokens for answer in plain])
+    answers = generate(target, prompts, bush, nodes=nodes, max_new_tokens=limit)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.finish for answer in answers] == [answer.finish for answer in plain]
+    assert max(positions) <= context - 2  # the last token of all is said, never read
+    assert bush.asked == [(nodes if room > 1 else 1, room) for _, room in bush.asked]
+    assert any(1 < room < nodes for _, room in bush.asked)
+    assert all(size == min(nodes, 2 * room - 1) for room, size in bush.verified)
+    assert all(answer.stats.steps <= 4 for answer in answers)

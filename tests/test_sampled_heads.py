@@ -1,0 +1,251 @@
+"""Drafts that heads draw at random: every draft of small ones, and every verdict on it, with its exact probability.
+
+All that a draft's tree may hang on is in `proposers.sampled`; the wrong ways at the end show what these tests see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper
+
+from decode import Sampling, Step, Target, Tree, generate
+from decode.cost import Cost
+from decode.rejection import RULES, Drafted, Rule
+from proposers import EagleProposer, HydraProposer, MedusaProposer, sampled, trained
+from proposers.pace import Pace
+from proposers.trained import TrainedProposer
+from tests.drafting import make_head
+from tests.models import tiny
+from tests.test_rejection import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
+
+VOCABULARY = 4
+TEXT = [3, 1, 2, 1]
+PROPOSERS: dict[str, type[TrainedProposer]] = {
+    "eagle": EagleProposer,
+    "eagle3": EagleProposer,
+    "medusa": MedusaProposer,
+    "hydra": HydraProposer,
+}
+EAGLES = ["eagle", "eagle3"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"depth": 3, "width": 1, "nodes": 4},
+    "dynamic": {"depth": 2, "width": 2, "nodes": 5},
+    "dynamic, few nodes": {"depth": 2, "width": 2, "nodes": 3},
+    "static": {"depth": 2, "width": 2, "nodes": 6, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0))},
+    "ranks with gaps": {"depth": 2, "width": 2, "nodes": 6, "tree": ((2,), (0,), (2, 1), (0, 0))},
+    "what pays": {"depth": 2, "width": 2},
+    "what pays, fixed": {"depth": 2, "width": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
+    "what pays, chain": {"depth": 3, "width": 1},
+}
+
+
+def make_small(kind: str, shape: str, target: Target) -> Any:
+    """Of draft tokens so few that all drafts can be gone through."""
+    settings = dict(SHAPES[shape])
+    if kind in EAGLES:
+        return make(kind, target, {"draft_size": 3}, **settings)
+    depth, width = settings.pop("depth"), settings.pop("width")
+    proposer = make(kind, target, {"draft_size": 3, "heads": depth}, **settings)
+    proposer.width = proposer.ranks = width
+    return proposer
+
+
+def make(kind: str, target: Target, head: dict[str, Any] | None = None, **settings: Any) -> Any:
+    return PROPOSERS[kind](make_head(kind, target, **(head or {})), **{"sampled": True, **settings})
+
+
+# ---- every draft of one step, every verdict on it ----
+
+
+class First:
+    """Keeps the first step for later."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = layers
+
+    def observe(self, step: Step) -> None:
+        self.step = replace(step, sequences=[list(sequence) for sequence in step.sequences])
+
+    def propose(self, budget: int) -> Tree:
+        return Tree.chain([[root] for root in self.step.bonus])
+
+
+class TargetLaws:
+    """What the target says behind a text, as `measure_error` asks for it."""
+
+    def __init__(self, target: Target, text: Sequence[int], sampling: Sampling) -> None:
+        self.target, self.text, self.sampling, self.vocabulary = target, text, sampling, target.vocabulary
+        self.cache: dict[Prefix, Tensor] = {}
+
+    def p(self, prefix: Prefix) -> Tensor:
+        if prefix not in self.cache:
+            text = [*self.text, *prefix]
+            logits, _ = self.target.open(1).extend([text])
+            self.cache[prefix] = self.sampling.law(logits, [torch.tensor(text)], [0])[0]
+        return self.cache[prefix]
+
+
+def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
+    """Let the dice choose the tokens."""
+
+    def draw(laws: Tensor, uniforms: Tensor) -> Tensor:
+        drawn = []
+        for law in laws.clone():
+            for _ in range(uniforms.shape[1]):
+                drawn.append(dice.draw(law) if law.sum() > 0 else 0)
+                law[drawn[-1]] = 0
+        return torch.tensor(drawn).view(uniforms.shape[:2])
+
+    monkeypatch.setattr(sampled, "draw_in_turn", draw)
+
+
+def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: Rule) -> dict:
+    """The law of what one step emits: accepted tokens and the bonus token."""
+
+    def draft(dice: Any) -> Tree:
+        draw_all(monkeypatch, dice)
+        return propose()
+
+    trees: dict[Any, tuple[Tree, float]] = {}  # many drafts differ only in what was not kept
+    for tree, chance in enumerate_outcomes(draft):
+        key = tuple(tree.tokens[0].tolist()), tuple(tree.parents[0].tolist())
+        trees[key] = tree, chance + (trees[key][1] if key in trees else 0.0)
+    law: dict[Prefix, float] = {}
+    for (tokens, parents), (tree, chance) in trees.items():
+        prefixes: list[Prefix] = [()]
+        for node in range(1, len(tokens)):
+            prefixes.append((*prefixes[parents[node]], tokens[node]))
+        p = [laws.p(prefix) for prefix in prefixes]
+        q = tree.q
+        drafted = Drafted(tokens, parents, [True] * len(tokens), p.__getitem__, lambda node, q=q: q[0, node].clone())
+        for (path, bonus), probability in enumerate_outcomes(partial(rule, drafted)):
+            emitted = (*prefixes[path[-1]], bonus)
+            law[emitted] = law.get(emitted, 0.0) + chance * probability
+    return law
+
+
+def emit_with(
+    monkeypatch: pytest.MonkeyPatch,
+    proposer: Any,
+    target: Target,
+    sampling: Sampling,
+    rule: Rule,
+    times: Sequence[float] = (1.0, 1.05, 2.1),
+) -> Any:
+    """That law for a proposer's first draft, and the target's laws. times: of passes over 1, 2 and 8 nodes."""
+    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 2, 8], times))
+    monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 0.5)
+    first = First(proposer.layers)
+    generate(target, [TEXT], first, sampling=sampling, max_new_tokens=2)
+
+    def propose() -> Tree:
+        fresh = proposer.renew()
+        fresh.observe(first.step)
+        return fresh.propose(64)
+
+    laws = TargetLaws(target, first.step.sequences[0], sampling)
+    return emit(monkeypatch, propose, laws, rule), laws
+
+
+@pytest.fixture(scope="module")
+def tiny_target() -> Target:
+    return Target(tiny("llama", vocab_size=VOCABULARY))
+
+
+PLAIN = Sampling(temperature=2.0, seed=1)
+CUT = Sampling(temperature=3.0, top_k=3, top_p=0.95)  # the head's law like the target's, by its own tokens
+TARGET_CUT = Sampling(temperature=2.0, processors=[TopKLogitsWarper(2)])  # no processor sees the head's
+CASES = [
+    ("eagle", "chain", "block", CUT),
+    ("eagle", "dynamic, few nodes", "traversal", PLAIN),
+    ("eagle", "static", "traversal", CUT),
+    ("eagle", "what pays", "traversal", PLAIN),
+    ("eagle3", "chain", "traversal", TARGET_CUT),
+    ("eagle3", "what pays", "rrsw", CUT),
+    ("eagle3", "dynamic", "traversal", CUT),
+    ("eagle3", "dynamic, few nodes", "traversal", TARGET_CUT),
+    ("hydra", "ranks with gaps", "rrsw", PLAIN),
+    ("hydra", "what pays, fixed", "traversal", TARGET_CUT),
+    ("eagle", "what pays, chain", "block", PLAIN),
+    ("medusa", "dynamic, few nodes", "traversal", PLAIN),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "rule", "sampling"), CASES)
+def test_one_step_says_what_the_target_says(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, kind: str, shape: str, rule: str, sampling: Sampling
+) -> None:
+    proposer = make_small(kind, shape, tiny_target)
+    law, laws = emit_with(monkeypatch, proposer, tiny_target, sampling, RULES[rule])
+    assert count_tokens(law) > 1.05
+    assert measure_error(law, laws) < EXACT
+
+
+# ---- what these tests must catch ----
+
+
+def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the best by the chances of the tokens that were drawn."""
+    pick = sampled.Draws.pick
+
+    def peek(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        drawn, _ = pick(self, logits, ranks, places)
+        return drawn, self._drawn[-1][1].gather(2, drawn).log().clamp(min=-80).float()
+
+    monkeypatch.setattr(sampled.Draws, "pick", peek)
+    monkeypatch.setattr(trained, "keep_order", lambda confidence: confidence)
+
+
+def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the number of nodes that was best, now that all are drawn."""
+    monkeypatch.setattr(Pace, "grow", Pace.choose)
+
+
+def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the same tokens behind each path."""
+    pick = sampled.Draws.pick
+
+    def copy(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        drawn, sure = pick(self, logits, ranks, places[:, :1])
+        self._drawn[-1] = places, self._drawn[-1][1].expand(-1, places.shape[1], -1)
+        return drawn.expand(-1, places.shape[1], -1), sure
+
+    monkeypatch.setattr(sampled.Draws, "pick", copy)
+
+
+def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the second draw without the first."""
+    monkeypatch.setattr(trained, "renumber", lambda paths: paths)
+
+
+WRONGS = [
+    (keep_by_token, "hydra", "dynamic, few nodes"),
+    (look_back, "eagle", "what pays, chain"),
+    (share_draws, "medusa", "static"),
+    (skip_ranks, "hydra", "ranks with gaps"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "shape"), WRONGS)
+def test_wrong_drafts_are_caught(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, wrong: Any, kind: str, shape: str
+) -> None:
+    proposer = make_small(kind, shape, tiny_target)
+    wrong(monkeypatch)
+    times = (1.0, 2.0, 2.0)  # more nodes cost nothing once there are two: whether there are hangs on what they are
+    law, laws = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], times)
+    assert measure_error(law, laws) > WRONG
+
+
+def test_costs_with_steps(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
+    proposer = make_small("eagle", "what pays, chain", tiny_target)
+    law, laws = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], (1.0, 2.0, 2.0))
+    assert count_tokens(law) > 1.05
+    assert measure_error(law, laws) < EXACT
