@@ -34,10 +34,11 @@ def load_proposer(
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
+    sampled: bool = False,
 ) -> TrainedProposer:
     """The proposer of the head in a folder, with its calibration where there is one, ready for this target.
 
-    kind: a key of `TRAINED`, where it must be that. tree, nodes: as in `TrainedProposer`. depth, width: as in
+    kind: a key of `TRAINED`, where it must be that. tree, nodes, sampled: as in `TrainedProposer`. depth, width: as in
     `EagleProposer`, for its heads only; None leaves them at its defaults. Raises ValueError for a head of another kind
     or for another target, and for a folder that is not a head's.
     """
@@ -50,7 +51,8 @@ def load_proposer(
             f"{' and '.join(shape)} can be chosen for {', '.join(EAGLES)}; the head in {folder} is of kind {head.kind}"
         )
     make: Callable[..., TrainedProposer] = TRAINED[head.kind]
-    return make(head, tree=tree, nodes=nodes, calibration=load_calibration(folder), **shape).prepare(target)
+    calibration = load_calibration(folder)
+    return make(head, tree=tree, nodes=nodes, sampled=sampled, calibration=calibration, **shape).prepare(target)
 
 
 def load_best(target: Target, folders: Iterable[Path | str]) -> TrainedProposer | None:

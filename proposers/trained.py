@@ -68,7 +68,7 @@ class TrainedProposer(ABC):
         self.step: Step
         self._cost: Cost
         self._handed = 0.0  # when the target got the last tree
-        self._shapes: dict[tuple[int, bool], Shape] = {}  # by nodes, and whether their tokens are drawn
+        self._shapes: dict[tuple[int, int, bool], Shape] = {}  # by nodes, levels, and whether tokens are drawn
 
     @property
     def depth(self) -> int:
@@ -158,12 +158,13 @@ class TrainedProposer(ABC):
         confidence: Confidence,
         pick: Pick,
     ) -> Candidates:
+        levels = min(self.depth, max(self.step.room) - 1)  # what is deeper would be cut off
         if self.paths is None:
-            return search(roots, guesses, self.depth, self.width, confidence, pays, self.ranks, pick)
-        key = most, self._draws
+            return search(roots, guesses, levels, self.width, confidence, pays, self.ranks, pick)
+        key = most, levels, self._draws
         if key not in self._shapes:
             paths = renumber(self.paths) if self._draws else self.paths
-            paths = cut_tree(paths, self.depth, self.head.draft_size, most - 1)
+            paths = cut_tree(paths, levels, self.head.draft_size, most - 1)
             self._shapes[key] = Shape.of(paths, roots.device)
         return fill_shape(roots, guesses, self._shapes[key], confidence, pick)
 

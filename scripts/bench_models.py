@@ -44,21 +44,25 @@ def split_method(name: str) -> tuple[str, dict[str, Any]]:
     """The proposer that a method's name stands for, and how `load_proposer` is to set it.
 
     "hydra" chooses its nodes itself, "hydra-16" has trees of 16, "hydra-static-16" has 16 nodes of the static tree;
-    "eagle3-chain-5" guesses 5 tokens in a row. Raises ValueError where there is no such method.
+    "eagle3-chain-5" guesses 5 tokens in a row; "hydra-sampled-16" draws its guesses at random. Raises ValueError where
+    there is no such method.
     """
     kind, *rest = name.split("-")
     if kind not in PROPOSERS:
         raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
     number = int(rest.pop()) if rest and rest[-1].isdecimal() else None
+    drawn = {"sampled": True} if rest[:1] == ["sampled"] else {}
+    rest = rest[len(drawn) :]
     if rest == ["chain"] and kind in EAGLES and number:
-        return kind, {"width": 1, "depth": number, "nodes": 1 + number}
+        return kind, {"width": 1, "depth": number, "nodes": 1 + number} | drawn
     tree = rest.pop() if rest else "dynamic"
     if rest or tree not in TREES or number == 0 or (name != kind and kind not in TRAINED):
         raise ValueError(
             f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(TRAINED)}, as in hydra-16 or "
-            f"hydra-static-16, with one of {', '.join(TREES)}; chains for {', '.join(EAGLES)}, as in eagle3-chain-5"
+            f"hydra-static-16, with one of {', '.join(TREES)}; chains for {', '.join(EAGLES)}, as in eagle3-chain-5; "
+            "and drafts that are drawn at random, as in hydra-sampled-16"
         )
-    return kind, {"tree": tree} | ({} if number is None else {"nodes": number})
+    return kind, {"tree": tree} | drawn | ({} if number is None else {"nodes": number})
 
 
 def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:

@@ -113,9 +113,9 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together."""
     check_proposer(args.proposer, args)
     users = {"draft_model": ["draft"], "head": [*TRAINED, AUTO], "tree": TRAINED, "nodes": TRAINED}
-    users |= {"depth": EAGLES, "width": EAGLES}
+    users |= {"depth": EAGLES, "width": EAGLES, "sampled": TRAINED}
     for option, proposers in users.items():
-        if getattr(args, option) is not None and args.proposer not in proposers:
+        if getattr(args, option) not in (None, False) and args.proposer not in proposers:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is for --proposer {', '.join(proposers)}, not for {args.proposer}")
     if args.width is not None and args.tree not in (None, "dynamic"):

@@ -95,6 +95,12 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"for {eagles}: follow the N likeliest paths at each depth; 1 guesses a chain (default: {WIDTH})",
     )
+    group.add_argument(
+        "--sampled",
+        action="store_true",
+        help="for trained heads, at temperatures above 0: draw guesses at random; the law of the text stays the same, "
+        "but a seed gives another one than without guessing",
+    )
 
 
 def check_proposer(name: str, args: argparse.Namespace) -> None:
@@ -145,7 +151,7 @@ def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Propos
     if name in TRAINED:
         folder = find_head(name, args.head, args.model)
         shape = {"tree": args.tree or "dynamic", "nodes": args.nodes, "depth": args.depth, "width": args.width}
-        return load_proposer(folder, target, name, **shape)
+        return load_proposer(folder, target, name, **shape, sampled=args.sampled)
     if name == AUTO and args.head is not None:
         return load_proposer(args.head, target)
     if name == AUTO:

@@ -178,6 +178,12 @@ def test_nothing_is_missed_while_drafting_rests(monkeypatch: pytest.MonkeyPatch,
         assert agree(paths, Written(target, proposer.head, text).grow(2, 3, 13))
 
 
+def has_room(text: tuple[int, ...]) -> bool:
+    """Whether an answer of 30 tokens has room for a tree of 4 levels; near its end it gets as deep a one as others can
+    use."""
+    return any([*text[: len(prompt)]] == prompt and len(text) - len(prompt) <= 30 - 5 for prompt in PROMPTS)
+
+
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", MAIN)
 def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> None:
@@ -189,13 +195,13 @@ def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> No
             for text, paths in record(
                 make(kind, target, tree=tree, depth=4, nodes=12), target, batch_size=size, **settings
             ).drafted.items()
-            if len(paths) == 11
+            if len(paths) == 11 and has_room(text)
         }
         for size in (1, 2, 4)
     ]
     assert len(alone) > 20
     for drafted in together:
-        assert alone.keys() <= drafted.keys()  # more near an answer's end, where a row gets a tree for another's sake
+        assert alone.keys() <= drafted.keys()
         assert all(agree(paths, drafted[text]) for text, paths in alone.items())
 
 

@@ -131,6 +131,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         ),
         (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
         (["--nodes", "5"], "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--sampled"], "--sampled is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
@@ -183,15 +184,23 @@ def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
 
 def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
     args = argparse.Namespace(model="target", temperature=0.0, head=[("eagle3", str(folder / "eagle3"))])
-    names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5"]
+    names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5", "eagle3-sampled-8", "eagle3-sampled-chain-2"]
     made = []
     for loop in make_loops(names, Target(tiny("llama")), args).values():
         proposer = loop.open().args[0]
-        made.append((proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, loop.nodes))
-    assert made == [(6, 10, None, True, 64), (6, 10, 9, True, 9), (6, 10, 7, False, 7), (5, 1, 6, True, 6)]
+        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, loop.nodes
+        made.append((*shape, proposer.sampled))
+    assert made == [
+        (6, 10, None, True, 64, False),
+        (6, 10, 9, True, 9, False),
+        (6, 10, 7, False, 7, False),
+        (5, 1, 6, True, 6, False),
+        (6, 10, 8, True, 8, True),
+        (2, 1, 3, True, 3, True),
+    ]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
 def test_calibrate_writes_into_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
     ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
     status, out, _ = call(calibrate, *ask, "--plot", str(tmp_path / "plot.png"), "--limit", "2")
