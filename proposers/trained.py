@@ -158,7 +158,7 @@ class TrainedProposer(ABC):
         confidence: Confidence,
         pick: Pick,
     ) -> Candidates:
-        levels = min(self.depth, max(self.step.room) - 1)  # what is deeper would be cut off
+        levels = min(self.depth, max(2, *self.step.room) - 1)  # what is deeper would be cut off
         if self.paths is None:
             return search(roots, guesses, levels, self.width, confidence, pays, self.ranks, pick)
         key = most, levels, self._draws

@@ -71,7 +71,7 @@ class First:
         self.layers = layers
 
     def observe(self, step: Step) -> None:
-        self.step = replace(step, sequences=[list(sequence) for sequence in step.sequences])
+        self.step = replace(step, sequences=[list(sequence) for sequence in step.sequences], room=[100])
 
     def propose(self, budget: int) -> Tree:
         return Tree.chain([[root] for root in self.step.bonus])
