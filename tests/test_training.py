@@ -117,7 +117,7 @@ def test_training_ends_where_tau_stops_growing(
     options = ["--lr", "1e-9", "--epochs", "2", "--validate-every", "2", "--patience", "3"]
     assert train(place, tmp_path / "whole", *options) == 0
     assert [row["step"] for row in read_metrics(tmp_path / "whole") if "tau" in row] == [2, 4, 6, 8]
-    assert "8 of 22 steps, tau 1.07 at best, then 3 validations without a better one" in capsys.readouterr().out
+    assert "8 of 22 steps, tau 1.08 at best, then 3 validations without a better one" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", stop_at(5))
         assert train(place, tmp_path / "stopped", *options) == 128 + signal.SIGTERM
