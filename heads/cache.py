@@ -35,9 +35,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = 
 class LayerCache:
     """The keys and values that one layer keeps of a batch, preallocated.
 
-    New tokens lie behind the kept ones, until `keep` counts them in.
-
-    So the padding of rows that keep fewer tokens, and tokens that were only tried, are written over by the next.
+    New tokens lie behind the kept ones, until `keep` counts them in. So the padding of rows that keep fewer tokens, and
+    tokens that were only tried, are written over by the next.
     """
 
     def __init__(self, batch: int) -> None:

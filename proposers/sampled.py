@@ -73,9 +73,8 @@ class DrawnCandidates(Candidates):
         place.scatter_(1, chosen, torch.arange(1, width, device=chosen.device).expand_as(chosen))
         place[:, -1] = 0  # the root, which candidates call -1
         rows = torch.arange(batch, device=chosen.device)[:, None, None]
-        q = self.drawn[0][1].new_zeros(
-            batch, width + 1, self.vocabulary
-        )  # the last takes the laws of what was left out
+        # The last place takes the laws of what was left out.
+        q = self.drawn[0][1].new_zeros(batch, width + 1, self.vocabulary)
         for owners, laws in self.drawn:
             nodes = place.gather(1, owners % place.shape[1])  # [B, W]
             q[rows, nodes[:, :, None], self.ids] = laws

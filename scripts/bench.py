@@ -72,8 +72,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--methods",
         help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {', '.join(TRAINED)} can name "
-        f"nodes and tree: hydra-16, hydra-static-64; {', '.join(EAGLES)} a chain: eagle3-chain-5 (default: all that "
-        "the models allow)",
+        f"nodes and tree: hydra-16, hydra-static-64; {', '.join(EAGLES)} a chain: eagle3-chain-5; "
+        "hydra-sampled-16 draws its guesses at random (default: all that the models allow)",
     )
     parser.add_argument(
         "--peers",

@@ -23,7 +23,6 @@ from heads.weight_files import CONFIG, read_json, read_weights
 
 Level = Literal["error", "warning", "note"]
 Engine = Literal["vllm", "sglang", "both", "draftless"]
-EAGLES = ("eagle", "eagle3")
 NUMBERED = re.compile(r"layers\.(\d+)\.")
 HYDRA = ("grounded.{}.linear.weight", "hydra_mlp.{}.{}.linear.weight")
 

@@ -11,13 +11,13 @@ import torch
 from decode import Target
 from heads import HEADS, LayerConfig, choose_features
 from heads.folder import load_head
+from proposers.loading import EAGLES
 from training.data import Dataset
 from training.eagle import EagleObjective
 from training.objective import HeadObjective, Objective
 from training.teacher import Teacher
 from training.vocabulary import choose_tokens
 
-UNROLLED = ("eagle", "eagle3")  # heads that draft on their own states, and are trained so
 TTT_STEPS = 3
 REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # EAGLE-3 is EAGLE without it: its states are not features
 SAMPLE = 8  # examples from which a new head's norm learns how large features are
@@ -29,7 +29,7 @@ def make_head(args: argparse.Namespace, target: Target, dataset: Dataset) -> Any
     network, shape = HEADS[args.head]
     vocab = target.vocabulary
     draft_size = min(args.draft_vocab or vocab, vocab)
-    sizes = shape_unrolled(args, target) if args.head in UNROLLED else shape_heads(args, target)
+    sizes = shape_unrolled(args, target) if args.head in EAGLES else shape_heads(args, target)
     head: Any = network(shape(target.config.hidden_size, vocab, draft_size=draft_size, **sizes, **_origin(target)))
     if draft_size < vocab:
         chosen, _ = choose_tokens(dataset.examples, vocab, draft_size)
@@ -126,7 +126,7 @@ def make_objective(args: argparse.Namespace, target: Target, head: Any) -> Objec
 
 def describe_objective(args: argparse.Namespace) -> dict[str, Any]:
     """What of it a training that is resumed must have been begun with."""
-    return {"loss": args.loss, **(_unrolling(args) if args.head in UNROLLED else {})}
+    return {"loss": args.loss, **(_unrolling(args) if args.head in EAGLES else {})}
 
 
 def _unrolling(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 
 from heads import HEADS
+from proposers.loading import EAGLES
 from scripts.bench_files import check_folder
 from scripts.bench_plot import check_plot
 from scripts.options import Parser, at_least
-from scripts.train_heads import TTT_STEPS, UNROLLED
+from scripts.train_heads import TTT_STEPS
 from scripts.train_joint import EPILOG as JOINT_EPILOG
 from scripts.train_joint import add_joint_options
 from training.checkpoint import METRICS
@@ -52,18 +53,7 @@ def make_parser() -> Parser:
     parser.add_argument("--init", type=Path, metavar="DIR", help="start from the head in this folder")
     parser.add_argument("--plan", action="store_true", help="print sizes and expected time, and do nothing else")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and tau: a .png or .svg file")
-    group = parser.add_argument_group("the head (with --init, that head's own)")
-    group.add_argument("--heads", type=at_least(1), metavar="N", help="for medusa and hydra: tokens ahead (default: 4)")
-    group.add_argument("--layers", type=at_least(1), metavar="N", help="for medusa and hydra: blocks (default: 1)")
-    group.add_argument(
-        "--prefix", action="store_true", help="for hydra: look back over the text with a decoder layer first (Hydra++)"
-    )
-    group.add_argument(
-        "--draft-vocab",
-        type=at_least(1),
-        metavar="N",
-        help="guess only the N tokens most frequent in the answers (default: the whole vocabulary)",
-    )
+    add_head_options(parser)
     add_training_options(parser)
     add_unrolling_options(parser)
     add_joint_options(parser)
@@ -78,6 +68,22 @@ def make_parser() -> Parser:
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.set_defaults(device_map=None)
     return parser
+
+
+def add_head_options(parser: argparse.ArgumentParser) -> None:
+    """The options that shape a new head."""
+    group = parser.add_argument_group("the head (with --init, that head's own)")
+    group.add_argument("--heads", type=at_least(1), metavar="N", help="for medusa and hydra: tokens ahead (default: 4)")
+    group.add_argument("--layers", type=at_least(1), metavar="N", help="for medusa and hydra: blocks (default: 1)")
+    group.add_argument(
+        "--prefix", action="store_true", help="for hydra: look back over the text with a decoder layer first (Hydra++)"
+    )
+    group.add_argument(
+        "--draft-vocab",
+        type=at_least(1),
+        metavar="N",
+        help="guess only the N tokens most frequent in the answers (default: the whole vocabulary)",
+    )
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +149,7 @@ def check_head_options(args: argparse.Namespace) -> None:
     """Raise ValueError where an option is for another kind of head, or out of range."""
     if args.prefix and (args.head != "hydra" or args.init is not None):
         raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
-    foreign = ("heads", "layers", "joint") if args.head in UNROLLED else ("ttt_steps", "regression", "noise")
+    foreign = ("heads", "layers", "joint") if args.head in EAGLES else ("ttt_steps", "regression", "noise")
     for name in foreign:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is not for {args.head} heads; leave it out")
