@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads import MedusaConfig, MedusaHead, load_head, save_head
-from tests.training_runs import OPTIONS, assert_same, losses, save_predictable, train
+from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objective import HeadObjective
 from training.teacher import Lesson
@@ -287,7 +287,7 @@ def launch(place: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = str(Path(__file__).parent.parent / "scripts" / "train.py")
     files = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
-    command = [*torchrun, script, *files, *OPTIONS, *SHORT, *options]
+    command = [*torchrun, script, *files, *OPTIONS, *SHAPE, *SHORT, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
