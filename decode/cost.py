@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,24 @@ import torch
 from decode.tree import Tree
 
 if TYPE_CHECKING:
+    from decode.session import Session
     from decode.target import Target
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256  # committed tokens while measuring
-PATIENCE = 1.5  # seconds that measuring may take beyond one pass of each size
+DEAREST = 4.0  # passes over more nodes than cost this are not timed: few trees bring so much
+ROUNDS, PATIENCE = 4, 3.0  # passes of each size; seconds that more than one of each may take together
 
 
 class Cost:
-    """Times relative to a single node's: `cost(1) == 1`, never falling, linear between the sizes measured."""
+    """Times relative to a single node's: never below 1, linear between the sizes measured and beyond the last.
+
+    More nodes may cost less: on some CPUs passes over 4 are faster than over 2.
+    """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         self.sizes = tuple(sizes)
-        self.ratios = tuple(accumulate((time / seconds[0] for time in seconds), max))
+        self.ratios = tuple(time / seconds[0] for time in seconds)
 
     def __call__(self, nodes: int) -> float:
         right = min(max(bisect_left(self.sizes, nodes), 1), len(self.sizes) - 1)
@@ -38,23 +42,31 @@ class Cost:
 
 
 def measure_cost(target: Target, batch: int) -> Cost:
-    """Time passes of all `SIZES`, in turn and take the shortest: other work on the machine only adds."""
+    """Time passes of all `SIZES`, in turn, and take the shortest: other work on the machine only adds."""
     session = target.open(batch)
     session.cache.lengths = [min(CONTEXT, target.context - 1)] * batch
     trees = [Tree.chain([[0] * size] * batch, target.device) for size in SIZES]
-    times: list[list[float]] = [[] for _ in SIZES]
+    _time(session, trees[0])  # the first pass of all is a slow one
+    begun, times = perf_counter(), [_time(session, trees[0])]
+    for tree in trees[1:]:
+        times.append(_time(session, tree))
+        if times[-1] > DEAREST * times[0]:
+            break
+    for done in range(1, ROUNDS):
+        if (perf_counter() - begun) * (done + 1) / done > PATIENCE:
+            break
+        again = [_time(session, tree) for tree in trees[: len(times)]]
+        times = again if done == 1 else [min(pair) for pair in zip(times, again, strict=True)]  # kernels are warm now
+    return Cost(SIZES[: len(times)], times)
+
+
+def _time(session: Session, tree: Tree) -> float:
+    """The seconds that a pass over the tree takes."""
+    _synchronize(session.target.device)
     begun = perf_counter()
-    while True:
-        for tree, taken in zip(trees, times, strict=True):
-            _synchronize(target.device)
-            started = perf_counter()
-            session.verify(tree)
-            _synchronize(target.device)
-            taken.append(perf_counter() - started)
-        rounds, spent = len(times[0]), perf_counter() - begun
-        if rounds >= 6 or spent * (rounds + 1) / rounds > PATIENCE:
-            # The first round warms caches and kernels up; it counts only where there is no other.
-            return Cost(SIZES, [min(taken[1:] or taken) for taken in times])
+    session.verify(tree)
+    _synchronize(session.target.device)
+    return perf_counter() - begun
 
 
 def _synchronize(device: torch.device) -> None:

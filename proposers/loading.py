@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
-from decode import Target
+from decode import Target, stream
 from heads.folder import load_head
 from heads.layout import Head
-from proposers.calibration import load_calibration
+from proposers.calibration import Calibration, load_calibration
 from proposers.eagle import EagleProposer
 from proposers.hydra import HydraProposer
 from proposers.medusa import MedusaProposer
@@ -22,7 +23,8 @@ TRAINED: dict[str, type[TrainedProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in TRAINED.items() if proposer is EagleProposer)
-COMPARED = 16  # nodes of the trees by which heads are compared
+LARGEST = 64  # nodes of the trees by which heads are compared
+TRIAL, STEPS = 16, 8  # tokens of the prompt on which they are timed; steps timed
 
 
 def load_proposer(
@@ -56,25 +58,43 @@ def load_proposer(
 
 
 def load_best(target: Target, folders: Iterable[Path | str]) -> TrainedProposer | None:
-    """The proposer of the best head for this target among those in the folders; None where none fits.
+    """The proposer of the head in the folders that should be fastest with this target; None where none fits.
 
-    Best is what has the highest tau by its calibration, in trees of 16 nodes; a head that was not calibrated counts as
-    1. Raises ValueError for a calibration that is damaged.
+    Should: by the tau that its calibration expects and by the time that its steps take on this device, which is tried
+    where there is a choice. Raises ValueError for a calibration that is damaged.
     """
-    for folder in sorted(folders, key=_expect_tau, reverse=True):
+    fitting: list[tuple[TrainedProposer, Calibration | None]] = []
+    for folder in folders:
+        calibration = load_calibration(folder)
         try:
             head = _load(folder, target)
             head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
         except ValueError:
             continue
-        return TRAINED[head.kind](head, calibration=load_calibration(folder)).prepare(target)
-    return None
+        fitting.append((TRAINED[head.kind](head, calibration=calibration).prepare(target), calibration))
+    if len(fitting) > 1:
+        fitting.sort(key=lambda candidate: expect_speed(target, *candidate), reverse=True)
+    return fitting[0][0] if fitting else None
+
+
+def expect_speed(target: Target, proposer: TrainedProposer, calibration: Calibration | None) -> float:
+    """Tokens a second to be expected of one text, in trees of the size that pays most on average.
+
+    A head that was not calibrated counts as one that guesses nothing.
+    """
+    cost = target.cost()
+    taus = [1.0] if calibration is None else calibration.expect_tau(LARGEST)
+    nodes, tau = max(enumerate(taus, start=1), key=lambda tree: tree[1] / cost(tree[0]))
+    return tau / time_step(target, proposer, nodes)
+
+
+def time_step(target: Target, proposer: TrainedProposer, nodes: int) -> float:
+    """The seconds that a step with so many nodes takes: the shortest of a few, since other work only adds."""
+    trial = proposer.renew()
+    trial.nodes = nodes
+    chunks = stream(target, [[0] * TRIAL], trial, stop_ids=(), text=False)
+    return min(chunk.stats.seconds.total for chunk in islice(chunks, 1, 1 + STEPS))  # the first reads the prompt
 
 
 def _load(folder: Path | str, target: Target) -> Head:
     return load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
-
-
-def _expect_tau(folder: Path | str) -> float:
-    calibration = load_calibration(folder)
-    return 1.0 if calibration is None else calibration.expect_tau(COMPARED)[-1]

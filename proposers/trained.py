@@ -158,7 +158,8 @@ class TrainedProposer(ABC):
         confidence: Confidence,
         pick: Pick,
     ) -> Candidates:
-        levels = min(self.depth, max(2, *self.step.room) - 1)  # what is deeper would be cut off
+        # No path is longer than a chain of all nodes, and what has no room in the answer would be cut off.
+        levels = min(self.depth, most - 1, max(2, *self.step.room) - 1)
         if self.paths is None:
             return search(roots, guesses, levels, self.width, confidence, pays, self.ranks, pick)
         key = most, levels, self._draws

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from decode import Target
+from decode.cost import Cost
 from heads.folder import save_head
-from proposers import NGramProposer, load_best, load_proposer
+from proposers import NGramProposer, load_best, load_proposer, loading
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import options
 from tests.drafting import make_head
@@ -44,7 +45,13 @@ def heads(target: Target, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_best_head_is_the_one_with_the_highest_tau(target: Target, heads: Path) -> None:
+def test_the_best_head_is_the_one_that_should_be_fastest(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    seconds = dict.fromkeys(("medusa", "hydra", "eagle3"), 1.0)
+    monkeypatch.setattr(loading, "time_step", lambda _, proposer, nodes: seconds[proposer.head.kind])
+    monkeypatch.setattr(target, "cost", lambda: Cost([1, 64], [1.0, 2.0]))
+
     def best(*names: str) -> str | None:
         proposer = load_best(target, [heads / name for name in names])
         return proposer and proposer.head.kind
@@ -56,8 +63,31 @@ def test_the_best_head_is_the_one_with_the_highest_tau(target: Target, heads: Pa
     assert best("wide", "eagle3", "hydra", "medusa") == "hydra"
     calibrate_by_hand(heads / "medusa", 0.3)
     assert best("hydra", "medusa") == best("medusa", "hydra") == "medusa"
+    seconds["medusa"] = 1.2  # for 1.3 + 0.09 + 0.027 tokens against 1.111
+    assert best("hydra", "medusa") == "medusa"
+    seconds["medusa"] = 1.3
+    assert best("hydra", "medusa") == "hydra" and best("medusa") == "medusa"
     with pytest.raises(ValueError, match=r"calibration.json is no calibration"):
         best("hydra", "spoilt")
+
+
+def test_heads_are_tried_with_as_many_nodes_as_pay(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    tried = []
+    monkeypatch.setattr(loading, "time_step", lambda _, proposer, nodes: tried.append(nodes) or 1.0)
+    for rise in (0.0, 0.1, 0.5):
+        monkeypatch.setattr(target, "cost", lambda rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        calibrate_by_hand(heads / "medusa", 0.4)
+        load_best(target, [heads / "medusa", heads / "hydra"])
+    assert tried == [4, 1, 3, 1, 1, 1]
+
+
+def test_timing_a_step_leaves_the_proposer_as_it_was(target: Target, heads: Path) -> None:
+    proposer = load_proposer(heads / "medusa", target)
+    pace = proposer.pace
+    assert all(loading.time_step(target, proposer, nodes) > 0 for nodes in (1, 64))
+    assert proposer.nodes is None and proposer.pace is pace
 
 
 def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:
