@@ -101,6 +101,7 @@ def test_auto_takes_pretrained_heads_for_the_default_model_only(
 ) -> None:
     """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
     monkeypatch.setattr(options, "PRETRAINED", heads)
+    monkeypatch.setattr(loading, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)
 
     def choose(model: str | None, head: Path | None) -> Any:
