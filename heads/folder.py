@@ -7,6 +7,7 @@ an EAGLE head's in vLLM 0.33 and SGLang 0.5.23.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,7 +75,12 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     place.mkdir(parents=True, exist_ok=True)
     weights = save(stored, {"format": "pt", OWN: json.dumps(described)})
     write_aside(place / WEIGHTS, lambda file: file.write(weights))
-    write_aside(place / CONFIG, lambda file: file.write(json.dumps(described, indent=2).encode()))
+    write_aside(place / CONFIG, lambda file: file.write(_print(described).encode()))
+
+
+def _print(described: dict[str, Any]) -> str:
+    """A config as JSON, lists of numbers in a line: a token map would be thousands."""
+    return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(described, indent=2))
 
 
 def _export(head: Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
