@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -26,19 +27,20 @@ ROUNDS, PATIENCE = 4, 3.0  # passes of each size; seconds that more than one of 
 
 
 class Cost:
-    """Times relative to a single node's: never below 1, linear between the sizes measured and beyond the last.
+    """Times relative to a single node's: `cost(1) == 1`, never falling, linear between the sizes and beyond the last.
 
-    More nodes may cost less: on some CPUs passes over 4 are faster than over 2.
+    Where more nodes were faster, fewer could be padded to as many, or other work disturbed the measuring.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         self.sizes = tuple(sizes)
-        self.ratios = tuple(time / seconds[0] for time in seconds)
+        least = [*accumulate(reversed(seconds), min)][::-1]
+        self.ratios = tuple(time / least[0] for time in least)
 
     def __call__(self, nodes: int) -> float:
         right = min(max(bisect_left(self.sizes, nodes), 1), len(self.sizes) - 1)
         (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.ratios[right - 1 : right + 1]
-        return max(y0 + (y1 - y0) * (nodes - x0) / (x1 - x0), 1.0)
+        return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
 
 
 def measure_cost(target: Target, batch: int) -> Cost:
