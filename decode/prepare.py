@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,19 @@ ROWS_HINT = 16  # a layout for 16 rows serves 1 to 64 of them; one for a single 
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Pack the linear layers of a CPU model in place and free their dense weights; embeddings stay as they are.
+    """Pack the linear layers of a CPU model in place and free their dense weights; embeddings stay as they are."""
+    pack_layers(model)
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def pack_layers(module: nn.Module) -> None:
+    """Pack all linear layers within a module, in place.
 
     Layers that cannot be packed (on another device, in float64, quantised, offloaded) are left alone.
     """
-    for parent in list(model.modules()):
+    for parent in list(module.modules()):
         for names in SIBLINGS:
             siblings: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(can_pack, siblings)) and len({sibling.in_features for sibling in siblings}) == 1:
@@ -37,9 +45,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         for name, child in list(parent.named_children()):
             if can_pack(child):
                 setattr(parent, name, PackedLinear(child))
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(ATTENTION)
-    return model
 
 
 def prepared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -53,14 +58,22 @@ def prepared_copy(model: PreTrainedModel) -> PreTrainedModel:
     return prepare(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}))
 
 
-def can_pack(module: nn.Module | None) -> bool:
+def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether oneDNN has a packed kernel for this layer here."""
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
     dtype = module.weight.dtype
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and is_fast_in_bfloat16(module.weight.device))
+
+
+def is_fast_in_bfloat16(device: torch.device) -> bool:
+    """Whether it has instructions for it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    mkldnn = torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedLinear(nn.Module):

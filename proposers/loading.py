@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from decode import Target, stream
+from decode.prepare import is_fast_in_bfloat16
 from heads.folder import load_head
 from heads.layout import Head
 from proposers.calibration import Calibration, load_calibration
@@ -44,7 +47,7 @@ def load_proposer(
     `EagleProposer`, for its heads only; None leaves them at its defaults. Raises ValueError for a head of another kind
     or for another target, and for a folder that is not a head's.
     """
-    head = _load(folder, target)
+    head = load_draft_head(folder, target)
     if kind is not None and head.kind != kind:
         raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
     shape = {name: value for name, value in {"depth": depth, "width": width}.items() if value is not None}
@@ -67,7 +70,7 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> TrainedProposer 
     for folder in folders:
         calibration = load_calibration(folder)
         try:
-            head = _load(folder, target)
+            head = load_draft_head(folder, target)
             head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
         except ValueError:
             continue
@@ -96,5 +99,15 @@ def time_step(target: Target, proposer: TrainedProposer, nodes: int) -> float:
     return min(chunk.stats.seconds.total for chunk in islice(chunks, 1, 1 + STEPS))  # the first reads the prompt
 
 
-def _load(folder: Path | str, target: Target) -> Head:
-    return load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
+def load_draft_head(folder: Path | str, target: Target) -> Head:
+    """The head in a folder, in the number format that it should draft in for this target. Errors as in `load_head`."""
+    return load_head(folder, choose_dtype(target), target.vocabulary, target.config.num_hidden_layers)
+
+
+def choose_dtype(target: Target) -> torch.dtype:
+    """The number format to draft in: the target's, but none that is needlessly wide.
+
+    On a CPU a draft takes as long as its weights take to be read, and guesses are as good in bfloat16.
+    """
+    halves = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
+    return torch.bfloat16 if halves else target.dtype

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from decode.prepare import PackedLinear, can_pack
+from decode.prepare import PackedLinear, can_pack, pack_layers
 from heads.vocabulary import VocabularyHead
 
 Head = TypeVar("Head", bound=VocabularyHead)
@@ -29,9 +29,7 @@ def pack_head(head: Head) -> tuple[Head, Logits]:
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the readout has it
-    for name, layer in list(packed.named_modules()):
-        if can_pack(layer):
-            packed.set_submodule(name, PackedLinear(layer))
+    pack_layers(packed)
     return packed, readout
 
 

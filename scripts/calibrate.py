@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from decode import Target, stream
 from decode.text import encode
-from heads.folder import load_head
 from proposers import TRAINED, NGramProposer, TrainedProposer
 from proposers.calibration import Calibration
+from proposers.loading import load_draft_head
 from proposers.measurement import Trials, calibrate, try_head
 from scripts.bench_files import check_folder
 from scripts.bench_plot import check_plot
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_plot(args.plot)
         prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
         target = load_target(args)
-        head = load_head(args.head, target.dtype, target.vocabulary, target.config.num_hidden_layers)
+        head = load_draft_head(args.head, target)
         proposer = TRAINED[head.kind](head).prepare(target)
         parts = list(measure(target, proposer, prompts, args))
         calibration = calibrate(Trials.join(parts))

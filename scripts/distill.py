@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from decode import Sampling, Target, stream
 from decode.default_model import NAME
+from decode.prepare import is_fast_in_bfloat16
 from scripts.bench_files import check_folder
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
 from scripts.options import Parser, add_model_options, at_least, check_proposer, failing_clearly, load_target
@@ -90,7 +91,7 @@ def make_parser() -> Parser:
 def choose_dtype(args: argparse.Namespace) -> str | None:
     """bfloat16 where a CPU computes in it, else None: the default of the model options."""
     on_cpu = args.device == "cpu" or (args.device is None and not torch.cuda.is_available())
-    fast = on_cpu and args.device_map is None and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = on_cpu and args.device_map is None and is_fast_in_bfloat16(torch.device("cpu"))
     return "bfloat16" if fast else None
 
 

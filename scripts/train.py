@@ -24,6 +24,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
+from decode.prepare import is_fast_in_bfloat16
 from heads.folder import save_head
 from scripts.options import failing_clearly, load_checkpoint
 from scripts.train_heads import describe_objective, load_init, make_head, make_objective
@@ -89,12 +90,6 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
         mixed_precision="bf16" if args.dtype == "bfloat16" else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # they never change
     )
-
-
-def is_fast_in_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def read_data(args: argparse.Namespace, target: Target) -> Dataset:
