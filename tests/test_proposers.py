@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from decode import Plain, Sampling, Step, Target, Tree, generate
+from decode import Plain, Sampling, Step, Target, Tree, cost, generate
 from decode.cost import Cost
 from decode.loading import first_layers
+from decode.session import Session
 from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.models import tiny
 
@@ -175,6 +176,25 @@ def test_cost_never_falls_and_is_linear_between_measures() -> None:
     cost = Cost([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
     assert [cost(nodes) for nodes in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.25, 1.25, 1.25, 2.625, 4.0, 6.75]
     assert [Cost([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("rise", "largest"), [(0.01, 64), (0.5, 8)])
+def test_cost_is_measured_on_warm_kernels(
+    monkeypatch: pytest.MonkeyPatch, target: Target, rise: float, largest: int
+) -> None:
+    """Each size's first pass is a slow one, the first of all the slowest, and what is too dear is not timed again."""
+    passes: list[int] = []
+
+    def time(session: Session, tree: Tree) -> float:
+        passes.append(tree.width)
+        warm = 1 + rise * (tree.width - 1)
+        return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 0.3
+
+    monkeypatch.setattr(cost, "_time", time)
+    measured = cost.measure_cost(target, 3)
+    assert measured.sizes == tuple(size for size in cost.SIZES if size <= largest)
+    assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
+    assert passes.count(largest) == passes.count(1) - 1 == cost.ROUNDS
 
 
 def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
