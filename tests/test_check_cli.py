@@ -1,0 +1,137 @@
+"""The command check.py: what it says of good folders and of bad ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode import Target
+from heads import Eagle3Config, Eagle3Head, choose_features, save_head
+from proposers.calibration import FILE, Calibration
+from scripts import check
+from scripts.check_decode import NODES, NOTHING, Worth
+from tests.drafting import LAYER, make_head
+from tests.models import VOCABULARY, tiny
+from tests.test_check import GONE, HIDDEN, LAYERS, WEIGHTS, Spoil, ones, saved, spoil, target
+from tests.test_head_layouts import write
+
+__all__ = ["saved", "spoil", "target"]  # fixtures
+
+Call = Callable[..., tuple[Any, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(save_model: Callable[..., Path]) -> Path:
+    return save_model(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def call(model: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs the command in this process."""
+
+    def run(*arguments: str | Path) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            check.main([*map(str, arguments), "--target", str(model), "--dtype", "float64"])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -> None:
+    status, out, err = call(saved / "eagle3", "--no-decode")
+    assert (status, err) == (0, "")
+    lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
+    words = shlex.split(lines["vllm"])
+    place = str(saved / "eagle3")
+    assert words[:4] == ["vllm", "serve", str(model), "--speculative-config"]
+    assert json.loads(words[4]) == {"method": "eagle3", "model": place, "num_speculative_tokens": 3}
+    assert lines["sglang"] == (
+        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {place} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4"
+    )
+    assert "not run" in out and "tau" not in out
+    out = call(saved / "eagle", "--no-decode")[1]
+    assert '"method": "eagle"' in out and "--speculative-algorithm EAGLE " in out
+
+
+def test_commands_are_for_servers_that_have_nothing_against_it(call: Call, saved: Path, spoil: Spoil) -> None:
+    folder = spoil("eagle", {"architectures": ["LlamaForCausalLM"], "bias": False})
+    status, out, _ = call(folder, "--no-decode")
+    assert status == 1 and "vllm: vllm serve" in out and "sglang: not before what is wrong is mended (1 above)" in out
+    status, out, _ = call(folder, "--no-decode", "--engine", "vllm")
+    assert status == 0 and "sglang" not in out
+    assert call(folder, "--no-decode", "--engine", "sglang")[0] == 1
+    status, out, _ = call(saved / "medusa", "--no-decode")
+    assert status == 0 and '"num_speculative_tokens": 3' in out and "sglang: it serves no medusa heads" in out
+
+
+def test_a_head_is_tried_and_held_to_its_card(call: Call, target: Target, tmp_path: Path) -> None:
+    """A head that has not been trained says what the target said last."""
+    config = Eagle3Config(HIDDEN, VOCABULARY, LAYER, choose_features(LAYERS), output="target")
+    head = Eagle3Head(config).double()
+    head.borrow(target.output_matrix)
+    save_head(head, tmp_path)
+    report = json.loads(call(tmp_path, "--json")[1])
+    tau, nodes = report["decode"]["tau"], report["decode"]["nodes"]
+    assert report["kind"] == "eagle3" and nodes == NODES and report["decode"]["expected"] is None
+    assert tau >= 1 and report["ok"] == (tau >= NOTHING)
+    assert json.loads(call(tmp_path, "--json", "--no-decode")[1])["decode"] is None
+    assert check.describe_worth(Worth(1.5, None, NODES, 9)).endswith("greedy, 16 nodes; its card states no acceptance")
+
+
+def test_the_card_is_read(call: Call, target: Target, tmp_path: Path) -> None:
+    save_head(make_head("medusa", target), tmp_path)
+    Calibration(((0.99,),) * 3, ((0.0, 1.0, 0.0),) * 3, (9,) * 3).save(tmp_path)
+    status, out, _ = call(tmp_path)
+    assert status == 0 and "its card states 3.94" in out and "warning draftless accepts-less-than-card: " in out
+    (tmp_path / FILE).write_text("{}")
+    status, out, _ = call(tmp_path)
+    assert status == 1 and "does-not-draft: " in out and "calibration.json" in out
+
+
+def cut(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+
+
+def test_bad_folders_are_named_in_one_line(
+    call: Call, saved: Path, spoil: Spoil, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wide, deep, wordy = (tmp_path_factory.mktemp(name) for name in ("wide", "deep", "wordy"))
+    for folder, changes in ((wide, {"hidden_size": 48}), (deep, {"num_hidden_layers": 9}), (wordy, {"vocab_size": 99})):
+        other = Target(tiny("llama", **{"num_hidden_layers": LAYERS, **changes}))
+        save_head(make_head("medusa", other), folder)
+    assert_named(call(wide), "other-target: this head was trained for another target, whose hidden size is 48")
+    assert_named(call(deep), "other-target: this head was trained for another target, whose number of layers is 9")
+    assert_named(call(wordy), "other-target: this head was trained for another target, whose vocabulary size is 99")
+    assert_named(call(spoil("eagle3", {}, {"d2t": GONE, "t2d": GONE})), "missing-d2t: lm_head.weight has 40 of 96")
+    given = call(saved / "eagle3", "--kind", "eagle", "--no-decode")
+    assert_named(given, "other-kind: it is of kind eagle3, not eagle")
+    flagged = spoil("eagle3", {"speculators_model_type": "eagle3", "transformer_layer_config": {}, "turbo": True})
+    assert_named(call(flagged), "unknown-flag: its config says turbo: true, which is not known")
+    cut(flagged)
+    status, out, err = call(flagged)
+    assert (status, err) == (1, "") and out.count("\n") == 1
+    assert out.startswith("error   both      damaged-folder: model.safetensors is damaged or cut short")
+    assert json.loads(call(flagged, "--json")[1])["findings"][0]["name"] == "damaged-folder"
+    status, out, err = call(flagged / "nowhere")
+    assert (status, out) == (2, "") and "there is no such local folder" in err and err.count("\n") == 1
+    whole = write(tmp_path_factory.mktemp("whole"), WEIGHTS, {"model.layers.0.mlp.up_proj.weight": ones(2, 2)}, {})
+    assert_named(call(whole), "does-not-load: cannot load a head from")
+
+
+def assert_named(run: tuple[Any, str, str], text: str) -> None:
+    """Exit status 1 and the fault in one line; the head is not tried."""
+    status, out, err = run
+    assert (status, err) == (1, "") and sum(text in line for line in out.splitlines()) == 1
+    assert out.splitlines()[0].startswith(("error", "warning", "note")) and "tau" not in out
