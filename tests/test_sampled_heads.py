@@ -22,8 +22,8 @@ from proposers import EagleProposer, HydraProposer, MedusaProposer, sampled, tra
 from proposers.pace import Pace
 from proposers.trained import TrainedProposer
 from tests.drafting import make_head
+from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny
-from tests.test_rejection import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 
 VOCABULARY = 4
 TEXT = [3, 1, 2, 1]
