@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from platform import machine
 from typing import Any, TypeGuard
 
 import torch
@@ -50,9 +51,10 @@ def pack_layers(module: nn.Module) -> None:
 def prepared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The same for a model that must stay as it is: its modules are copied, its tensors are shared.
 
-    A model that accelerate has spread over devices is returned itself: its hooks belong to the modules they are on.
+    A model that is prepared already is returned itself, and so is one that accelerate has spread over devices: its
+    hooks belong to the modules they are on.
     """
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if any(hasattr(module, "_hf_hook") or isinstance(module, PACKED) for module in model.modules()):
         return model
     tensors = [*model.parameters(), *model.buffers()]
     return prepare(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}))
@@ -65,15 +67,17 @@ def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
     dtype = module.weight.dtype
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and is_fast_in_bfloat16(module.weight.device))
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Whether it has instructions for it."""
+    """Whether it has instructions for it. On older CPUs with AVX-512, oneDNN has kernels that only emulate them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    mkldnn = torch.backends.mkldnn.is_available()
-    return device.type == "cpu" and mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (native or machine() not in ("x86_64", "AMD64"))
 
 
 class PackedLinear(nn.Module):
@@ -97,18 +101,17 @@ class PackedFamily:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.packed, self.bias = pack(linears)
         self.sizes = [linear.out_features for linear in linears]
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input, and the outputs of all for it
 
     def output(self, inputs: Tensor, index: int) -> Tensor:
         """What member `index` makes of the inputs."""
-        if inputs is not self._input:
+        known, outputs = self._last  # in one piece: another thread may be at work with the same model
+        if inputs is not known:
             joined = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
-            self._input, self._outputs = inputs, joined.split(self.sizes, dim=-1)
-        output = self._outputs[index]
-        if index == len(self.sizes) - 1:  # the last member asks last: hold nothing longer than needed
-            self._input, self._outputs = None, ()
-        return output
+            outputs = joined.split(self.sizes, dim=-1)
+        last = index == len(self.sizes) - 1  # it asks last: hold nothing longer than needed
+        self._last = (None, ()) if last else (inputs, outputs)
+        return outputs[index]
 
 
 class PackedMember(nn.Module):
@@ -120,6 +123,9 @@ class PackedMember(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.family.output(inputs, self.index)
+
+
+PACKED = PackedLinear, PackedMember
 
 
 def pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

@@ -66,13 +66,12 @@ class Target:
         Raises ValueError where the model hides it.
         """
         output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if self.config.tie_word_embeddings:
-            return embeddings.weight.detach()
-        if hasattr(output, "packed"):
+        if hasattr(output, "packed") and not self.config.tie_word_embeddings:
             return output.packed.to_dense().detach()
-        if not isinstance(getattr(output, "weight", None), Tensor) or output.weight.device.type == "meta":
+        matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
+        if not isinstance(matrix, Tensor) or matrix.device.type == "meta":
             raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
-        return output.weight.detach()
+        return matrix.detach()
 
     def cost(self, batch: int = 1) -> Cost:
         """What verifying N nodes costs at this batch size, beside one; measured when first asked for."""

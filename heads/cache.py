@@ -27,9 +27,22 @@ class Context(Protocol):
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """As in `Context`, of tokens that have nothing before them."""
+    if mask is not None and queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
+        return _attend_folded(queries, keys, values, mask)
     return nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
+
+
+def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The queries of a key-value head lie below one another, as if they were more tokens.
+
+    In bfloat16 on a CPU, torch's own kernel for grouped queries takes up to 5 times as long, most with few tokens.
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    folded = queries.unflatten(1, (keys.shape[1], groups)).flatten(2, 3)  # [B, G, groups x T, D]
+    mixed = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(1, 1, groups, 1))
+    return mixed.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 class LayerCache:

@@ -75,10 +75,10 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     place.mkdir(parents=True, exist_ok=True)
     weights = save(stored, {"format": "pt", OWN: json.dumps(described)})
     write_aside(place / WEIGHTS, lambda file: file.write(weights))
-    write_aside(place / CONFIG, lambda file: file.write(_print(described).encode()))
+    write_aside(place / CONFIG, lambda file: file.write(_format(described).encode()))
 
 
-def _print(described: dict[str, Any]) -> str:
+def _format(described: dict[str, Any]) -> str:
     """A config as JSON, lists of numbers in a line: a token map would be thousands."""
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(described, indent=2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from math import inf
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ TRAINED: dict[str, type[TrainedProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in TRAINED.items() if proposer is EagleProposer)
-LARGEST = 64  # nodes of the trees by which heads are compared
+COMPARED = 64  # nodes of the largest tree by which heads are compared
 TRIAL, STEPS = 16, 8  # tokens of the prompt on which they are timed; steps timed
 
 
@@ -64,16 +65,17 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> TrainedProposer 
     """The proposer of the head in the folders that should be fastest with this target; None where none fits.
 
     Should: by the tau that its calibration expects and by the time that its steps take on this device, which is tried
-    where there is a choice. Raises ValueError for a calibration that is damaged.
+    where there is a choice. Those without a calibration come last. Raises ValueError for a head that fits and whose
+    calibration is damaged.
     """
     fitting: list[tuple[TrainedProposer, Calibration | None]] = []
     for folder in folders:
-        calibration = load_calibration(folder)
         try:
             head = load_draft_head(folder, target)
-            head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
+            TRAINED[head.kind](head).bind(target)
         except ValueError:
             continue
+        calibration = load_calibration(folder)
         fitting.append((TRAINED[head.kind](head, calibration=calibration).prepare(target), calibration))
     if len(fitting) > 1:
         fitting.sort(key=lambda candidate: expect_speed(target, *candidate), reverse=True)
@@ -81,22 +83,22 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> TrainedProposer 
 
 
 def expect_speed(target: Target, proposer: TrainedProposer, calibration: Calibration | None) -> float:
-    """Tokens a second to be expected of one text, in trees of the size that pays most on average.
-
-    A head that was not calibrated counts as one that guesses nothing.
-    """
+    """Tokens a second to be expected of one text, in the tree that pays most on average; 0 without a calibration."""
+    if calibration is None:
+        return 0.0
     cost = target.cost()
-    taus = [1.0] if calibration is None else calibration.expect_tau(LARGEST)
-    nodes, tau = max(enumerate(taus, start=1), key=lambda tree: tree[1] / cost(tree[0]))
-    return tau / time_step(target, proposer, nodes)
-
-
-def time_step(target: Target, proposer: TrainedProposer, nodes: int) -> float:
-    """The seconds that a step with so many nodes takes: the shortest of a few, since other work only adds."""
+    nodes, tau = max(enumerate(calibration.expect_tau(COMPARED), start=1), key=lambda tree: tree[1] / cost(tree[0]))
     trial = proposer.renew()
-    trial.nodes = nodes
-    chunks = stream(target, [[0] * TRIAL], trial, stop_ids=(), text=False)
-    return min(chunk.stats.seconds.total for chunk in islice(chunks, 1, 1 + STEPS))  # the first reads the prompt
+    trial.nodes, trial.paths = nodes, calibration.best_tree(nodes)
+    return tau / time_step(target, trial)
+
+
+def time_step(target: Target, proposer: TrainedProposer) -> float:
+    """The seconds that a step takes: the shortest of a few, since other work on the machine only adds."""
+    prompt = [place % target.vocabulary for place in range(min(TRIAL, target.context // 2))]
+    chunks = stream(target, [prompt], proposer, stop_ids=(), text=False)
+    tried = islice(chunks, 1, 1 + STEPS)  # the first is the prompt's
+    return min((chunk.stats.seconds.total for chunk in tried), default=inf)
 
 
 def load_draft_head(folder: Path | str, target: Target) -> Head:
@@ -105,9 +107,9 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
 
 
 def choose_dtype(target: Target) -> torch.dtype:
-    """The number format to draft in: the target's, but none that is needlessly wide.
+    """The number format to draft in: the target's, but bfloat16 for float32 on a CPU that is fast in it.
 
-    On a CPU a draft takes as long as its weights take to be read, and guesses are as good in bfloat16.
+    A draft takes as long there as its weights take to be read.
     """
     halves = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     return torch.bfloat16 if halves else target.dtype

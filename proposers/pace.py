@@ -43,7 +43,8 @@ class Pace:
     @property
     def level_time(self) -> float:
         """What drafting one level takes; 0 until it is known."""
-        return self._level_seconds / self._pass_seconds if self._pass_seconds < inf else 0.0
+        known = max(self._level_seconds, self._pass_seconds) < inf
+        return self._level_seconds / self._pass_seconds if known else 0.0
 
     def begin(self) -> None:
         """Another text: drafts may pay now."""

@@ -21,7 +21,7 @@ from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration, trust_blindly
 from proposers.pace import Pace
-from proposers.packing import Logits, pack_head
+from proposers.packing import Logits, Readout, pack_head
 from proposers.sampled import Draws, foresee, keep_order, renumber
 from proposers.search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
 from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
@@ -82,13 +82,14 @@ class TrainedProposer(ABC):
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
         fresh = copy(self)
-        fresh.pace = Pace()
+        fresh.pace, fresh._shapes = Pace(), {}
         return fresh
 
     def prepare(self, target: Target) -> Self:
         """Make drafting fast on this target's device: on a CPU, with a packed copy of the head. Returns itself."""
-        self._bind(target)
-        self.head, self.logits = pack_head(self.head)
+        self.bind(target)
+        if not isinstance(self.logits, Readout):
+            self.head, self.logits = pack_head(self.head)
         return self
 
     def check(self, target: Target) -> None:
@@ -102,7 +103,7 @@ class TrainedProposer(ABC):
 
     def observe(self, step: Step) -> None:
         if step.first:
-            self._bind(step.target)
+            self.bind(step.target)
         if self.nodes is None:
             self._learn(step)
         self.step = step
@@ -174,7 +175,8 @@ class TrainedProposer(ABC):
         """Whether this step's tokens are drawn. At temperature 0 the target takes its likeliest; so does the head."""
         return self.sampled and not self.step.sampling.greedy
 
-    def _bind(self, target: Target) -> None:
+    def bind(self, target: Target) -> None:
+        """Bring the head to the target's device, with what it shares with it. Raises ValueError as `check` does."""
         self.check(target)
         self.head.to(target.device)
         if self.head.output == "target" and self.head.borrowed is None:

@@ -20,6 +20,8 @@ LABELS = {
     "all": "all",
     "none": "Draftless, no guessing",
     "ngram": "Draftless, n-grams",
+    "eagle": "Draftless, EAGLE-1",
+    "eagle3": "Draftless, EAGLE-3",
     "draft": "Draftless, draft model",
     "medusa": "Draftless, Medusa head",
     "hydra": "Draftless, Hydra head",

@@ -90,7 +90,9 @@ def check_sizes(folder: HeadFolder, target: Target) -> Iterator[Finding]:
 def check_rope(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     words, new = folder.words, section(folder.words, "rope_parameters")
     thetas = [theta for theta in (number(words, "rope_theta"), number(new, "rope_theta")) if theta is not None]
-    theirs = (getattr(target.config, "rope_parameters", None) or {}).get("rope_theta", LLAMA["rope_theta"])
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # some models have one set for each layer type
+    theirs = rope.get("rope_theta", LLAMA["rope_theta"])
     if not thetas:
         if theirs != LLAMA["rope_theta"]:
             text = (

@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="demo.py", description=__doc__)
     parser.parse_args(argv)
     with failing_clearly(parser):
-        folder = str(default_model())
         options = argparse.Namespace(**dict.fromkeys(OPTIONS))
         print("loading the model", file=sys.stderr)
         target = load_target(options)
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(show(chunk, paints(sys.stdout)), end="", flush=True)
         print("\n" + f"(coloured: guessed by {best} and accepted)\n" * paints(sys.stdout))
         print("comparing with Hugging Face's generate", file=sys.stderr)
-        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).to(target.device)
+        stock = AutoModelForCausalLM.from_pretrained(str(default_model()), dtype=target.dtype).to(target.device)
         print(compare(target, stock, proposers))
 
 

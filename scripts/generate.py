@@ -180,8 +180,10 @@ def answer(
             nodes=args.nodes or NODES,
             lossy_typical_acceptance=args.lossy_typical_acceptance,
         )
-        output = print_json if args.json else print_text
-        output(chunks, asked, titled=turns + len(conversations) > 2)
+        if args.json:
+            print_json(chunks, asked)
+        else:
+            print_text(chunks, asked, titled=turns + len(conversations) > 2)
 
 
 def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
@@ -199,7 +201,7 @@ def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool)
                 lanes.end(chunk.row)
 
 
-def print_json(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:
+def print_json(chunks: Iterator[Chunk], asked: list[Conversation]) -> None:
     """Print each finished answer as a line of JSON."""
     with Lanes(len(asked)) as lanes:
         for chunk in chunks:

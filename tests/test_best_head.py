@@ -49,7 +49,7 @@ def test_the_best_head_is_the_one_that_should_be_fastest(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     seconds = dict.fromkeys(("medusa", "hydra", "eagle3"), 1.0)
-    monkeypatch.setattr(loading, "time_step", lambda _, proposer, nodes: seconds[proposer.head.kind])
+    monkeypatch.setattr(loading, "time_step", lambda _, proposer: seconds[proposer.head.kind])
     monkeypatch.setattr(target, "cost", lambda: Cost([1, 64], [1.0, 2.0]))
 
     def best(*names: str) -> str | None:
@@ -75,19 +75,21 @@ def test_heads_are_tried_with_as_many_nodes_as_pay(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     tried = []
-    monkeypatch.setattr(loading, "time_step", lambda _, proposer, nodes: tried.append(nodes) or 1.0)
+    monkeypatch.setattr(loading, "time_step", lambda _, proposer: tried.append(proposer.nodes) or 1.0)
     for rise in (0.0, 0.1, 0.5):
         monkeypatch.setattr(target, "cost", lambda rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
         calibrate_by_hand(heads / "medusa", 0.4)
         load_best(target, [heads / "medusa", heads / "hydra"])
-    assert tried == [4, 1, 3, 1, 1, 1]
+    assert tried == [4, 3, 1]  # a head that was not calibrated is not tried
 
 
 def test_timing_a_step_leaves_the_proposer_as_it_was(target: Target, heads: Path) -> None:
     proposer = load_proposer(heads / "medusa", target)
     pace = proposer.pace
-    assert all(loading.time_step(target, proposer, nodes) > 0 for nodes in (1, 64))
-    assert proposer.nodes is None and proposer.pace is pace
+    calibration = Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
+    assert 0 < loading.expect_speed(target, proposer, calibration) < loading.inf
+    assert (proposer.nodes, proposer.paths) == (None, None) and proposer.pace is pace
+    assert loading.expect_speed(target, proposer, None) == 0
 
 
 def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import HydraConfig, HydraHead, LayerCache, LayerConfig, MedusaConfig, MedusaHead
+from heads.cache import attend
 from heads.decoder_layer import DecoderLayer
 
 HIDDEN, VOCABULARY = 8, 13
@@ -274,3 +275,15 @@ def test_heads_say_what_does_not_fit():
         LayerConfig(6, 4, 8, 10)
     with pytest.raises(ValueError, match="head_dim is 7"):
         LayerConfig(6, 3, 7, 10)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_attention_in_bfloat16_is_that_in_float64(tokens: int) -> None:
+    """On a CPU it is another kernel, and queries are laid out otherwise for it."""
+    queries, keys, values = (drawn(2, count, 9, 16, seed=count) for count in (6, 2, 3))
+    values, queries = values[:, :2], queries[:, :, :tokens]
+    mask = drawn(2, 1, tokens, 9) > 0
+    mask[..., 0] = True
+    exact = attend(queries, keys, values, mask)
+    rounded = attend(*(part.bfloat16() for part in (queries, keys, values)), mask)
+    assert torch.allclose(rounded.double(), exact, rtol=0, atol=0.03)

@@ -8,7 +8,8 @@ from torch import nn
 
 from decode import Target, generate
 from decode.prepare import PackedFamily, PackedLinear, PackedMember, can_pack, prepare, prepared_copy
-from proposers import NGramProposer
+from proposers import MedusaProposer, NGramProposer
+from tests.drafting import make_head
 from tests.models import tiny
 
 bf16 = pytest.param(
@@ -73,6 +74,15 @@ def test_a_copy_shares_its_tensors() -> None:
     copy = prepared_copy(model)
     assert copy.model.embed_tokens.weight is model.model.embed_tokens.weight
     assert isinstance(copy.lm_head, PackedLinear) and type(model.lm_head) is nn.Linear
+
+
+def test_what_is_packed_is_not_packed_again() -> None:
+    model = prepare(tiny("llama", dtype=torch.float32))
+    assert prepared_copy(model) is model is prepare(model)
+    target = Target(model, prepare=True)
+    proposer = MedusaProposer(make_head("medusa", target)).prepare(target)
+    packed = proposer.head
+    assert proposer.prepare(target).head is packed
 
 
 def test_what_cannot_be_packed_is_left_alone() -> None:

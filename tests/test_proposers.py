@@ -188,13 +188,13 @@ def test_cost_is_measured_on_warm_kernels(
     def time(session: Session, tree: Tree) -> float:
         passes.append(tree.width)
         warm = 1 + rise * (tree.width - 1)
-        return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 0.3
+        return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
 
     monkeypatch.setattr(cost, "_time", time)
     measured = cost.measure_cost(target, 3)
     assert measured.sizes == tuple(size for size in cost.SIZES if size <= largest)
     assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
-    assert passes.count(largest) == passes.count(1) - 1 == cost.ROUNDS
+    assert max(passes) == largest and passes.count(1) == 1 + cost.ROUNDS
 
 
 def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
