@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads.files import write_aside
-from proposers.trees import Path
+from proposers.trees import Ranks
 
 FILE = "calibration.json"  # in the head's folder
 LARGEST = 256  # nodes of the largest best tree
@@ -64,7 +64,7 @@ class Calibration:
         shift, slope, doubt = self.confidence[min(level, len(self.confidence) - 1)]
         return torch.nn.functional.logsigmoid(shift + slope * log_odds(sure) + doubt * before)
 
-    def best_tree(self, nodes: int) -> tuple[Path, ...]:
+    def best_tree(self, nodes: int) -> tuple[Ranks, ...]:
         """The paths of the tree of `nodes` nodes, root included, that has most tokens accepted on average.
 
         The first n - 1 of them are the best tree of n nodes. Exact where a path's chance is the product of its ranks':
@@ -79,17 +79,17 @@ class Calibration:
             taus.append(taus[-1] + chance)
         return taus
 
-    def _likeliest(self) -> Iterator[tuple[Path, float]]:
+    def _likeliest(self) -> Iterator[tuple[Ranks, float]]:
         """All paths, the likeliest first, with their chances; of equal ones first the shorter, then the lower rank."""
         orders = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in self.acceptance]
 
-        def put(above: Path, chance: float, place: int) -> None:
+        def put(above: Ranks, chance: float, place: int) -> None:
             if len(above) < len(orders) and place < len(orders[len(above)]):
                 path = (*above, orders[len(above)][place])
                 own = chance * self.acceptance[len(above)][path[-1]]
                 heapq.heappush(heap, (-own, len(path), path, above, chance, place))
 
-        heap: list[tuple[float, int, Path, Path, float, int]] = []
+        heap: list[tuple[float, int, Ranks, Ranks, float, int]] = []
         put((), 1.0, 0)
         while heap:
             negative, _, path, above, chance, place = heapq.heappop(heap)
@@ -97,16 +97,16 @@ class Calibration:
             put(above, chance, place + 1)
             put(path, -negative, 0)
 
-    def save(self, folder: FilePath | str) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write it into the head's folder, whole or not at all. The best trees are written down for other readers."""
         tree, taus = self.best_tree(LARGEST), self.expect_tau(LARGEST)
         content = asdict(self) | {"best_tree": tree, "expected_tau": [round(tau, 4) for tau in taus]}
-        write_aside(FilePath(folder) / FILE, lambda file: file.write(json.dumps(content).encode()))
+        write_aside(Path(folder) / FILE, lambda file: file.write(json.dumps(content).encode()))
 
 
-def load_calibration(folder: FilePath | str) -> Calibration | None:
+def load_calibration(folder: Path | str) -> Calibration | None:
     """The calibration in a head's folder, None where there is none. Raises ValueError for one that cannot be right."""
-    path = FilePath(folder) / FILE
+    path = Path(folder) / FILE
     if not path.exists():
         return None
     try:

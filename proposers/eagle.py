@@ -19,7 +19,7 @@ from proposers.calibration import Calibration
 from proposers.packing import Logits
 from proposers.search import Candidates
 from proposers.trained import LevelwiseProposer, pick_last
-from proposers.trees import Path
+from proposers.trees import Ranks
 
 Embed: TypeAlias = Callable[[Tensor], Tensor]  # tokens [...] to embeddings [..., H]
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
@@ -47,7 +47,7 @@ class EagleProposer(LevelwiseProposer):
         *,
         depth: int = DEPTH,
         width: int = WIDTH,
-        tree: str | Sequence[Path] = "dynamic",
+        tree: str | Sequence[Ranks] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
         sampled: bool = False,

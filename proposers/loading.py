@@ -18,7 +18,7 @@ from proposers.eagle import EagleProposer
 from proposers.hydra import HydraProposer
 from proposers.medusa import MedusaProposer
 from proposers.trained import TrainedProposer
-from proposers.trees import Path as Ranks
+from proposers.trees import Ranks
 
 TRAINED: dict[str, type[TrainedProposer]] = {
     "medusa": MedusaProposer,

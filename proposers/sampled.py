@@ -34,7 +34,7 @@ from torch import Tensor
 from decode import Step, Tree
 from decode.noise import DRAFT, invert, uniform
 from proposers.search import Candidates, Confidence
-from proposers.trees import Path
+from proposers.trees import Ranks
 
 GROUP = 256  # tokens whose mass is kept as one sum
 LEAST = -80.0  # log-probability that stands for none: of an infinite one, calibrations make what is not a number
@@ -178,13 +178,13 @@ def keep_order(confidence: Confidence) -> Confidence:
     return lambda level, sure, before: confidence(level, sure, before).cummin(dim=2).values
 
 
-def renumber(paths: Sequence[Path]) -> tuple[Path, ...]:
+def renumber(paths: Sequence[Ranks]) -> tuple[Ranks, ...]:
     """The same tree with the children of each node numbered in the order in which they are listed.
 
     A tree of ranks may name the third without the second, but there is no third draw without a second.
     """
-    names: dict[Path, Path] = {(): ()}
-    children = Counter[Path]()
+    names: dict[Ranks, Ranks] = {(): ()}
+    children = Counter[Ranks]()
     for path in paths:
         above = names[path[:-1]]
         names[path] = (*above, children[above])

@@ -24,7 +24,7 @@ from proposers.pace import Pace
 from proposers.packing import Logits, Readout, pack_head
 from proposers.sampled import Draws, foresee, keep_order, renumber
 from proposers.search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
-from proposers.trees import PUBLISHED, Path, Shape, check_tree, cut_tree
+from proposers.trees import PUBLISHED, Ranks, Shape, check_tree, cut_tree
 
 
 class TrainedProposer(ABC):
@@ -50,7 +50,7 @@ class TrainedProposer(ABC):
         self,
         head: VocabularyHead,
         *,
-        tree: str | Sequence[Path] = "dynamic",
+        tree: str | Sequence[Ranks] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
         sampled: bool = False,
@@ -242,7 +242,7 @@ def pick_last(states: Tensor, counts: Sequence[int]) -> Tensor:
     return states[torch.arange(len(last), device=states.device), last]
 
 
-def choose_paths(tree: str | Sequence[Path], calibration: Calibration | None, static: str) -> tuple[Path, ...] | None:
+def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:
     """The paths of a fixed tree, or None for a dynamic one. Raises ValueError where there is no such tree.
 
     static: the name of the tree that was published with the method.

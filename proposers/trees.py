@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Path: TypeAlias = tuple[int, ...]
+Ranks: TypeAlias = tuple[int, ...]  # a node by the ranks of the guesses that lead to it, 0 the likeliest
 
 # Trees that were published, a digit for each rank. All but the last: Medusa (Cai et al. 2024; Apache-2.0), from
 # medusa/model/medusa_choices.py of github.com/FasterDecoding/Medusa, measured on Vicuna's and Zephyr's own heads; the
@@ -56,12 +56,12 @@ _PUBLISHED = {
         0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001
     """,
 }
-PUBLISHED: dict[str, tuple[Path, ...]] = {
+PUBLISHED: dict[str, tuple[Ranks, ...]] = {
     name: tuple(tuple(map(int, word)) for word in words.split()) for name, words in _PUBLISHED.items()
 }
 
 
-def check_tree(paths: Iterable[Sequence[int]]) -> tuple[Path, ...]:
+def check_tree(paths: Iterable[Sequence[int]]) -> tuple[Ranks, ...]:
     """The paths, each once and behind its beginnings. Raises ValueError where they are not a tree."""
     given = [tuple(path) for path in paths]
     for path in given:
@@ -75,7 +75,7 @@ def check_tree(paths: Iterable[Sequence[int]]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path[:end] for path in given for end in range(1, len(path) + 1)))
 
 
-def cut_tree(paths: Sequence[Path], depth: int, ranks: int, nodes: int) -> tuple[Path, ...]:
+def cut_tree(paths: Sequence[Ranks], depth: int, ranks: int, nodes: int) -> tuple[Ranks, ...]:
     """What of a checked tree is at most `depth` deep, names ranks below `ranks` and is among the first `nodes`."""
     kept = tuple(path for path in paths if len(path) <= depth and max(path) < ranks)[:nodes]
     if not kept:
@@ -104,14 +104,14 @@ class Shape:
     levels: list[Level]
 
     @classmethod
-    def of(cls, paths: Sequence[Path], device: torch.device) -> Shape:
+    def of(cls, paths: Sequence[Ranks], device: torch.device) -> Shape:
         """Of a checked tree with at least one path."""
         tensor = partial(torch.tensor, dtype=torch.long, device=device)
         inner = {path[:-1] for path in paths}
         place = {path: index for index, path in enumerate(paths)}
-        listed: list[Path] = []
+        listed: list[Ranks] = []
         levels: list[Level] = []
-        before: list[Path] = [()]
+        before: list[Ranks] = [()]
         for depth in range(1, max(map(len, paths)) + 1):
             level = [path for path in paths if len(path) == depth]
             ranks = [path[-1] for path in level]
