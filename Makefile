@@ -22,8 +22,9 @@ help:
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py
 
+# A process for each core, with one thread each: the tests' models are too small for more.
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(TESTARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(TESTARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
