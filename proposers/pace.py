@@ -46,9 +46,10 @@ class Pace:
         known = max(self._level_seconds, self._pass_seconds) < inf
         return self._level_seconds / self._pass_seconds if known else 0.0
 
-    def begin(self) -> None:
-        """Another text: drafts may pay now."""
-        self._rest, self._rests = 0, 0
+    def begin(self, hopeful: bool = True) -> None:
+        """Another text: drafts may pay now. Where there is little hope of it, the first is made late."""
+        self._rests = 0 if hopeful else len(RESTS)
+        self._rest = 0 if hopeful else RESTS[-1]
         self.forget_times()
 
     def forget_times(self) -> None:

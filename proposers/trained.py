@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
+from math import inf
 from time import perf_counter
 from typing import Any, ClassVar, Self
 
@@ -64,6 +65,7 @@ class TrainedProposer(ABC):
         self.dtype = next(head.parameters()).dtype
         self.nodes, self.sampled, self.paths = nodes, sampled, choose_paths(tree, calibration, self.static)
         self.confidence = trust_blindly if calibration is None else calibration.trust
+        self.hopes = (1.0, inf) if calibration is None else calibration.expect_tau(LARGEST)
         self.pace = Pace()
         self.step: Step
         self._cost: Cost
@@ -123,15 +125,22 @@ class TrainedProposer(ABC):
         return tree
 
     def _learn(self, step: Step) -> None:
-        if step.first:
-            self.pace.begin()
-        else:
+        if not step.first:
             self.pace.clock_pass(perf_counter() - self._handed, self._cost)
             self.pace.learn(sum(len(path) - 1 for path in step.path) / len(step.path))
             if len(step.rows) == len(self.step.rows):
                 return
             self.pace.forget_times()
         self._cost = step.target.cost(len(step.rows))
+        if step.first:
+            self.pace.begin(hopeful=self._may_pay())
+
+    def _may_pay(self) -> bool:
+        """Whether any tree would pay on average, by the calibration, if drafting took no time at all.
+
+        In a large batch on a CPU none may; a first try, which runs over the whole prompts, would be dear there.
+        """
+        return any(tau > self._cost(nodes) for nodes, tau in enumerate(self.hopes[1:], start=2))
 
     def _draft_worthwhile(self, roots: Tensor, most: int) -> Tree:
         """As many nodes as pay. The rows of a batch share one forward pass, and so one number of nodes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -242,22 +241,6 @@ def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, targ
     assert widths[0] == 64 > widths[1] > widths[2] > widths[3] == 1
 
 
-def test_pace_weighs_gains_against_costs() -> None:
-    gains = [0.0, 0.6, 1.0, 1.2, 1.3]
-    choices = [Pace().choose(gains, 1, lambda nodes, rise=rise: 1 + rise * (nodes - 1)) for rise in (0, 0.15, 0.3, 0.7)]
-    assert choices == [5, 4, 3, 1]
-
-
-def test_pace_learns_what_drafting_costs() -> None:
-    pace = Pace()
-    pace.clock_draft(2.0, levels=4)
-    assert pace.level_time == 0.0 and pace.pays(0.01)
-    pace.clock_pass(5.0, lambda nodes: 1.0)
-    assert pace.level_time == 0.1 and pace.pays(0.2) and not pace.pays(0.05)
-    pace.forget_times()
-    assert pace.level_time == 0.0
-
-
 @pytest.mark.parametrize(("kind", "deepest"), [("medusa", 3), ("hydra", 1)])
 def test_levels_that_do_not_pay_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, deepest: int
@@ -268,39 +251,6 @@ def test_levels_that_do_not_pay_are_left_out(
     assert max(tree.height for tree in record(make(kind, target), target).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
     assert asked[0].height == 3  # a number of nodes that was asked for is given
-
-
-def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
-    """Tokens a unit of time over an answer of 128 tokens, where a guess is accepted `truth` times as often as a head
-    believes; plain decoding has 1."""
-    chance, pace = random.Random(seed), Pace()
-    tokens = time = 0.0
-    while tokens < 128:
-        tokens, time = tokens + 1, time + 1
-        if pace.rests():
-            continue
-        sure = chance.betavariate(2 * quality, 2 - 2 * quality)
-        pace.clock_draft(draft, 1)
-        pace.clock_pass(1.0, lambda nodes: 1.0)
-        steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
-        gains = [sum(steps[:count]) for count in range(5)]
-        nodes = pace.choose(gains, 1, lambda nodes: 1 + rise * (nodes - 1))
-        accepted = 0
-        while accepted < nodes - 1 and chance.random() < sure * truth:
-            accepted += 1
-        pace.learn(accepted)
-        tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
-    return tokens / time
-
-
-@pytest.mark.parametrize("rise", [0.01, 0.06, 0.15])
-@pytest.mark.parametrize("draft", [0.05, 0.25])
-def test_a_head_that_does_not_pay_costs_next_to_nothing(rise: float, draft: float) -> None:
-    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head is about itself."""
-    for quality, truth in ((0.5, 0.1), (0.15, 0.3), (0.9, 0.0), (0.3, 0.3)):
-        speeds = [speed(quality, truth, rise, draft, seed) for seed in range(60)]
-        assert 60 / sum(1 / one for one in speeds) > 0.97, (quality, truth)
-    assert speed(0.7, 1.0, rise, draft, 0) > 1.2
 
 
 # ---- odd heads, and errors ----

@@ -1,0 +1,88 @@
+"""How many nodes are drafted, and whether any are: what was learned, what time it takes, what may be hoped for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from decode import Target, generate
+from decode.cost import Cost
+from proposers import MedusaProposer
+from proposers.calibration import Calibration
+from proposers.pace import Pace
+from tests.drafting import Recorder, make_head
+from tests.models import tiny
+
+
+def test_pace_weighs_gains_against_costs() -> None:
+    gains = [0.0, 0.6, 1.0, 1.2, 1.3]
+    choices = [Pace().choose(gains, 1, lambda nodes, rise=rise: 1 + rise * (nodes - 1)) for rise in (0, 0.15, 0.3, 0.7)]
+    assert choices == [5, 4, 3, 1]
+
+
+def test_pace_learns_what_drafting_costs() -> None:
+    pace = Pace()
+    pace.clock_draft(2.0, levels=4)
+    assert pace.level_time == 0.0 and pace.pays(0.01)
+    pace.clock_pass(5.0, lambda nodes: 1.0)
+    assert pace.level_time == 0.1 and pace.pays(0.2) and not pace.pays(0.05)
+    pace.forget_times()
+    assert pace.level_time == 0.0
+
+
+def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
+    """Tokens a unit of time over an answer of 128 tokens, where a guess is accepted `truth` times as often as a head
+    believes; plain decoding has 1."""
+    chance, pace = random.Random(seed), Pace()
+    tokens = time = 0.0
+    while tokens < 128:
+        tokens, time = tokens + 1, time + 1
+        if pace.rests():
+            continue
+        sure = chance.betavariate(2 * quality, 2 - 2 * quality)
+        pace.clock_draft(draft, 1)
+        pace.clock_pass(1.0, lambda nodes: 1.0)
+        steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
+        gains = [sum(steps[:count]) for count in range(5)]
+        nodes = pace.choose(gains, 1, lambda nodes: 1 + rise * (nodes - 1))
+        accepted = 0
+        while accepted < nodes - 1 and chance.random() < sure * truth:
+            accepted += 1
+        pace.learn(accepted)
+        tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
+    return tokens / time
+
+
+@pytest.mark.parametrize("rise", [0.01, 0.06, 0.15])
+@pytest.mark.parametrize("draft", [0.05, 0.25])
+def test_a_head_that_does_not_pay_costs_next_to_nothing(rise: float, draft: float) -> None:
+    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head is about itself."""
+    for quality, truth in ((0.5, 0.1), (0.15, 0.3), (0.9, 0.0), (0.3, 0.3)):
+        speeds = [speed(quality, truth, rise, draft, seed) for seed in range(60)]
+        assert 60 / sum(1 / one for one in speeds) > 0.97, (quality, truth)
+    assert speed(0.7, 1.0, rise, draft, 0) > 1.2
+
+
+@pytest.mark.parametrize(("cost", "drafts"), [(1.2, True), (1.6, False)])
+def test_no_first_try_where_the_calibration_gives_no_hope(
+    monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
+) -> None:
+    """A guess that is right half of the time never pays where two nodes cost 1.6 times what one does."""
+    target = Target(tiny("llama"))
+    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 2, 64], [1.0, cost, 64 * cost]))
+    calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
+    recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
+    monkeypatch.setattr(recorder.proposer, "confidence", lambda level, sure, before: torch.full_like(sure, -0.01))
+    generate(target, [[5, 9, 5]] * 2, recorder, max_new_tokens=60, stop_ids=())
+    assert (recorder.trees[0].width > 1) == drafts
+    assert any(tree.width > 1 for tree in recorder.trees) == drafts
+
+
+def test_late_hope_is_tried() -> None:
+    pace = Pace()
+    pace.begin(hopeful=False)
+    assert [pace.rests() for _ in range(66)] == [True] * 64 + [False] * 2
+    pace.begin()
+    assert not pace.rests()
