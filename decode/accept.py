@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, KeyedDice, invert, uniforms
+from decode.noise import ACCEPTANCE, KeyedDice, invert, keys, race, uniforms
 from decode.rejection import RULES, Drafted, block_batch
 from decode.sampling import Sampling, widen
 from decode.tree import Tree
@@ -82,14 +82,14 @@ def walk(
     if sampling.processors:
         prefixes = [torch.tensor(sequence, device=device) for sequence in sequences]
     levels = range(tree.height + 1)
-    keys = [
+    table = [
         [(sampling.seed, number, len(sequence) + level) for level in levels]
         for number, sequence in zip(rows, sequences, strict=True)
     ]
-    noise = uniforms(keys, device)
+    seeds = keys(table, device)
     for level in levels:
         on_path[row, node] |= alive
-        drawn = draw(logits[row, node], sampling, prefixes, rows, noise[:, level])
+        drawn = draw(logits[row, node], sampling, prefixes, rows, seeds[:, level])
         bonus = torch.where(alive, drawn, bonus)
         child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
         alive = alive & child.any(dim=1)
@@ -105,16 +105,16 @@ def walk(
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], rows: Sequence[int], noise: Tensor
+    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], rows: Sequence[int], seeds: Tensor
 ) -> Tensor:
-    """A token a row, [B]: laws from logits [B, V], as `Sampling.law` makes them, inverted at noise [B].
+    """A token a row, [B]: from laws of logits [B, V], as `Sampling.law` makes them, with the noise of seeds [B].
 
     On a CPU a few rows at a time: together, their laws in float64 are larger than its caches.
     """
     size = BLOCK if logits.device.type == "cpu" else len(logits)
     blocks = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
     laws = (sampling.law(logits[block], prefixes[block], rows[block]) for block in blocks)
-    return torch.cat([invert(law, noise[block]) for law, block in zip(laws, blocks, strict=True)])
+    return torch.cat([race(law, seeds[block]) for law, block in zip(laws, blocks, strict=True)])
 
 
 def verify_chain(
@@ -128,11 +128,11 @@ def verify_chain(
     else:
         p = sampling.law(logits.flatten(0, 1)).view(logits.shape)
     # Keyed by the step, not by each position: the verdict on a guess tells of noise at guesses that it rejects.
-    keys = [
+    table = [
         [(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
         for row, sequence in zip(rows, sequences, strict=True)
     ]
-    noise = uniforms(keys, logits.device)
+    noise = uniforms(table, logits.device)
     accepted, weights = block_batch(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(width, device=logits.device) <= accepted[:, None]
     return _to_host(tree, on_path, invert(weights, noise[:, 0]))  # a block leaves the first number for the bonus

@@ -14,24 +14,63 @@ import torch
 from torch import Tensor
 
 TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's own draws, tests of sampled drafts, the drafts themselves
+TINY = 1e-300
 _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, row: int, position: int, stream: int = TEXT, number: int = 0) -> float:
-    """A number in [0, 1) keyed by all its arguments: SplitMix64's finaliser (Steele et al. 2014) over each in turn."""
+    """A number in [0, 1) keyed by all its arguments."""
+    return key(seed, row, position, stream, number) * 2.0**-53
+
+
+def key(seed: int, row: int, position: int, stream: int = TEXT, number: int = 0) -> int:
+    """53 bits made of all the arguments: SplitMix64's finaliser (Steele et al. 2014) over each in turn."""
     state = 0
-    for key in (seed, row, position, stream, number):
-        state = (state + key + 0x9E3779B97F4A7C15) & _MASK
+    for part in (seed, row, position, stream, number):
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return (state >> 11) * 2.0**-53
+    return state >> 11
 
 
-def uniforms(keys: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`uniform` for a table of keys, float64 on a device that is not made to wait for it."""
-    table = torch.tensor([[uniform(*key) for key in row] for row in keys], dtype=torch.float64)
-    return table.to(device, non_blocking=device.type == "cuda")
+def keys(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
+    """`key` for a table of arguments, long on a device that is not made to wait for it."""
+    filled = torch.tensor([[key(*arguments) for arguments in row] for row in table])
+    return filled.to(device, non_blocking=device.type == "cuda")
+
+
+def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
+    """`uniform` for a table of arguments, float64."""
+    return keys(table, device) * 2.0**-53
+
+
+def spread(seeds: Tensor, numbers: Tensor) -> Tensor:
+    """Of what SplitMix64 makes of each seed, the `numbers` [n]: float64 [B, n] in [0, 1).
+
+    seeds [B] long. `uniform` for each would take longer than the forward pass.
+    """
+    state = seeds[:, None] + (numbers + 1) * (0x9E3779B97F4A7C15 - (1 << 64))  # int64 wraps as the paper's uint64 does
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
+        state = state.bitwise_xor_(_shift(state, shift)).mul_(factor)
+    return _shift(state, 11).double().mul_(2.0**-53)
+
+
+def _shift(state: Tensor, by: int) -> Tensor:
+    """To the right, with zeros coming in: an int64's own shift would repeat its sign."""
+    return (state >> by).bitwise_and_((1 << 64 - by) - 1)
+
+
+def race(weights: Tensor, seeds: Tensor) -> Tensor:
+    """Draw from laws by letting all tokens run: the first to arrive wins (Gumbel-max; Maddison et al. 2014).
+
+    weights [B, V] as for `invert`, float64; seeds [B] long. Returns tokens [B]. Each token has its own noise, so that
+    laws which differ by as little as rounding all but always give the same token. (An inverted distribution function
+    would not: at each of a large vocabulary's many borders there is room for another one.)
+    """
+    numbers = torch.arange(weights.shape[1], device=weights.device)
+    times = spread(seeds, numbers).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
+    return torch.div(weights, times, out=times).argmax(dim=1)
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:

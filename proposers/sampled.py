@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from decode import Step, Tree
-from decode.noise import DRAFT, invert, uniform
+from decode.noise import DRAFT, invert, keys, spread
 from proposers.search import Candidates, Confidence
 from proposers.trees import Ranks
 
@@ -87,11 +87,9 @@ class Draws:
     def __init__(self, step: Step) -> None:
         # Processors look at a text, and any law will do that the draws really come from.
         self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
-        seeds = [
-            int(uniform(self.sampling.seed, row, len(sequence), DRAFT) * 2**53)
-            for row, sequence in zip(step.rows, step.sequences, strict=True)
-        ]
-        self._seeds, self._used = torch.tensor(seeds, device=step.target.device), 0
+        rows = zip(step.rows, step.sequences, strict=True)
+        table = [[(self.sampling.seed, row, len(sequence), DRAFT)] for row, sequence in rows]
+        self._seeds, self._used = keys(table, step.target.device)[:, 0], 0
         self._drawn: list[tuple[Tensor, Tensor]] = []
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,22 +139,6 @@ def draw_in_turn(laws: Tensor, uniforms: Tensor) -> Tensor:
         groups[each, group], masses[each, group] = inside, inside.sum(dim=1)
         drawn.append((group * GROUP + token).clamp(max=size - 1))
     return torch.stack(drawn, dim=1)
-
-
-def spread(seeds: Tensor, numbers: Tensor) -> Tensor:
-    """Of what SplitMix64 (Steele et al. 2014) makes of each seed, the `numbers` [n]: float64 [B, n] in [0, 1).
-
-    seeds [B] long. `decode.noise.uniform` would take longer than the draft for the thousand that one may need.
-    """
-    state = seeds[:, None] + (numbers + 1) * (0x9E3779B97F4A7C15 - (1 << 64))  # int64 wraps as the paper's uint64 does
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
-        state = (state ^ _shift(state, shift)) * factor
-    return _shift(state, 11).double() * 2.0**-53
-
-
-def _shift(state: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in: an int64's own shift would repeat its sign."""
-    return state >> by & (1 << 64 - by) - 1
 
 
 def foresee(pays: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:

@@ -159,7 +159,7 @@ def tiny_target() -> Target:
     return Target(tiny("llama", vocab_size=VOCABULARY))
 
 
-PLAIN = Sampling(temperature=2.0, seed=1)
+PLAIN = Sampling(temperature=2.0, seed=2)  # what is wrong below shows behind its first token
 CUT = Sampling(temperature=3.0, top_k=3, top_p=0.95)  # the head's law like the target's, by its own tokens
 TARGET_CUT = Sampling(temperature=2.0, processors=[TopKLogitsWarper(2)])  # no processor sees the head's
 CASES = [
