@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from decode.session import Session
     from decode.target import Target
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 4, 6, 8, 16, 32, 64)
 CONTEXT = 256  # committed tokens while measuring
 DEAREST = 4.0  # passes over more nodes than cost this are not timed: few trees bring so much
 ROUNDS, PATIENCE = 4, 2.0  # passes of each size; seconds that more than one of each may take together

@@ -21,6 +21,7 @@ ATTENTION = "draftless_grouped_sdpa"
 # Layers that most models feed with the same tensor: one pass over their weights side by side saves calls.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROWS_HINT = 16  # a layout for 16 rows serves 1 to 64 of them; one for a single row is slower even there
+FEW, PADDED = 3, 5  # rows below FEW are computed as so many: oneDNN takes a tenth longer for one, a third for two
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -89,7 +90,7 @@ class PackedLinear(nn.Module):
         self.packed, self.bias = pack([linear])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        return multiply(inputs, self.packed, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -107,8 +108,7 @@ class PackedFamily:
         """What member `index` makes of the inputs."""
         known, outputs = self._last  # in one piece: another thread may be at work with the same model
         if inputs is not known:
-            joined = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
-            outputs = joined.split(self.sizes, dim=-1)
+            outputs = multiply(inputs, self.packed, self.bias).split(self.sizes, dim=-1)
         last = index == len(self.sizes) - 1  # it asks last: hold nothing longer than needed
         self._last = (None, ()) if last else (inputs, outputs)
         return outputs[index]
@@ -142,6 +142,17 @@ def pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
             ]
         )
     return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT), bias
+
+
+def multiply(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` with a packed weight."""
+    rows = inputs.numel() // inputs.shape[-1]
+    if not 0 < rows < FEW:
+        return torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
+    flat = inputs.reshape(rows, -1)
+    padded = flat.expand(PADDED, -1) if rows == 1 else nn.functional.pad(flat, (0, 0, 0, PADDED - rows))
+    outputs = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
+    return outputs[:rows].view(*inputs.shape[:-1], -1)
 
 
 def grouped_sdpa(
