@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,26 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+SORTED = 1024  # tokens that top-p looks at before it looks at all
+
 
 def widen(logits: Tensor) -> Tensor:
     """Half precision as float32: it would round away what top-p and the draw depend on, and its argmax is slow."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+class QuickTopP(TopPLogitsWarper):
+    """The same in a tenth of the time on a CPU: a few tokens nearly always hold that much, and no others are sorted."""
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        if scores.device.type != "cpu":
+            return super().__call__(input_ids, scores)
+        likeliest, tokens = scores.softmax(dim=-1).topk(min(SORTED, scores.shape[-1]), dim=-1)
+        if bool((likeliest.sum(dim=-1) < self.top_p).any()):
+            return super().__call__(input_ids, scores)
+        above = likeliest.cumsum(dim=-1) - likeliest  # what is likelier than each
+        kept = scores.gather(-1, tokens).masked_fill(above >= self.top_p, -torch.inf)
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens, kept)
 
 
 class RowProcessor(LogitsProcessor):
@@ -77,7 +94,7 @@ class Sampling:
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
+            warpers.append(QuickTopP(self.top_p))
         if self.min_p:
             warpers.append(MinPLogitsWarper(self.min_p))
         return warpers

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
 from decode.noise import ACCEPTANCE, KeyedDice, invert, key, race, spread, uniform
+from decode.sampling import QuickTopP
 
 
 def test_noise_is_a_function_of_its_keys() -> None:
@@ -70,6 +72,15 @@ def test_the_law_is_that_of_transformers_warpers() -> None:
     assert (Sampling(temperature=1, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
     assert (Sampling(temperature=1, top_p=0.7).law(logits) > 0).tolist() == [[True, True, False, False]]
     assert (Sampling(temperature=1, min_p=0.3).law(logits) > 0).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_is_transformers_own(top_p: float) -> None:
+    """Where few tokens hold that much, where most are needed, and where others are ruled out before."""
+    logits = torch.randn(60, 3000, generator=torch.Generator().manual_seed(1)).double()
+    logits *= torch.linspace(0.01, 8, 60)[:, None]
+    for scores in (logits, TopKLogitsWarper(40)(None, logits), logits[:1], logits[-1:]):
+        assert torch.equal(QuickTopP(top_p)(None, scores), TopPLogitsWarper(top_p)(None, scores))
 
 
 @pytest.mark.parametrize(
