@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
+from decode.features import hook_feature
 from decode.masks import tree_masks
 from decode.tree import Tree
 
@@ -159,28 +158,3 @@ def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:
             groups.append([])
         groups[-1].append(place)
     return groups
-
-
-def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
-    """Put `hidden_states[layer]` of every forward pass into `captured[layer]` until the hook is removed.
-
-    Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
-    what leaves the final norm. Raises ValueError where the layer does not exist.
-    """
-    base: Any = model.get_decoder()
-    stack = next((getattr(base, name) for name in ("layers", "h", "blocks") if hasattr(base, name)), None)
-    if stack is None:
-        raise ValueError(f"{type(model).__name__} has no list of layers that features could be read from")
-    index = layer + len(stack) + 1 if layer < 0 else layer
-    if not 0 <= index <= len(stack):
-        raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-    def behind(module: nn.Module, args: Any, output: Any) -> None:
-        captured[layer] = output[0]
-
-    if index == len(stack):
-        return base.register_forward_hook(behind)
-    return stack[index].register_forward_pre_hook(before, with_kwargs=True)

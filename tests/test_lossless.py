@@ -17,6 +17,7 @@ from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+HEADS = [("medusa", False), ("hydra", False), ("hydra", True)]
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
 
 
@@ -176,10 +177,22 @@ class Mixed(Adversary):
         return Tree(tree.tokens[:, :kept], tree.parents[:, :kept], tree.sizes.clamp(max=kept), tree.height)
 
 
+def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
+    """Proposers of random heads of all kinds, given how many paths to follow."""
+    medusa, hydra, prefix = (make_head(kind, target, prefix=on) for kind, on in HEADS)
+    eagles = [make_head(kind, target) for kind in ("eagle", "eagle3")]
+    return [
+        lambda width: MedusaProposer(medusa, nodes=2 * width + 1),
+        lambda width: HydraProposer(hydra, nodes=2 * width),
+        lambda width: HydraProposer(prefix, tree="static", nodes=9),
+        *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
+    ]
+
+
 def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
     """Random prompts, trees, seeds, batch shapes and limits: never a difference to plain decoding."""
     accepted = 0
-    heads = {kind: make_head(name, targets[kind]) for kind, name in zip(KINDS, ["eagle", "eagle3"] * 2, strict=True)}
+    heads = {kind: draft_with_heads(target) for kind, target in targets.items()}
     for case in range(request.config.getoption("--cases")):
         choose = random.Random(case)
         kind = choose.choice(KINDS)
@@ -192,8 +205,7 @@ def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest
             "max_new_tokens": choose.randint(1, 8),
             "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
         }
-        eagle = EagleProposer(heads[kind], depth=2, width=1 + case % 4, nodes=8)
-        others = [NGramProposer(length=3), Mixed(case, target), eagle]
+        others = [NGramProposer(length=3), Mixed(case, target), choose.choice(heads[kind])(1 + case % 4)]
         proposer = choose.choice([Adversary(case), Adversary(case), *others])
         nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
         answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.features import find_decoder
+
 
 class Update(nn.Module):
     """What one linear layer learns: scale * up(down(inputs)), nothing at first, since `up` is zero."""
@@ -49,7 +51,7 @@ class Adapters(nn.Module):
     def __init__(self, model: PreTrainedModel, rank: int = 32, alpha: float = 16.0) -> None:
         super().__init__()
         self.active = True
-        decoder = set(model.get_decoder().modules())
+        decoder = set(find_decoder(model)[0].modules())
         linears = {
             name: module for name, module in model.named_modules() if type(module) is nn.Linear and module in decoder
         }

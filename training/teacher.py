@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode import Target
-from decode.session import hook_feature
+from decode.features import hook_feature
 from training.data import Example
 
 ROWS = 256  # answer rows whose logits are looked at at a time

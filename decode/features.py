@@ -1,0 +1,52 @@
+"""Features: hidden states of a stock model, read by hooks while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+
+def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
+    """Put `hidden_states[layer]` [B, N, H] of every forward pass into `captured[layer]` until the hook is removed.
+
+    Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
+    what leaves the final norm. Raises ValueError where the layer does not exist and, in a pass, where it has no
+    single state.
+    """
+    decoder, stack = find_decoder(model)
+    index = layer + len(stack) + 1 if layer < 0 else layer
+    if not 0 <= index <= len(stack):
+        raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        if states.ndim != 3:
+            raise ValueError(
+                f"layer {layer} of {type(model).__name__} works on several states at once; "
+                "features can only be read from its last layer, -1"
+            )
+        captured[layer] = states
+
+    def behind(module: nn.Module, args: Any, output: Any) -> None:
+        captured[layer] = output[0]
+
+    if index == len(stack):
+        return decoder.register_forward_hook(behind)
+    return stack[index].register_forward_pre_hook(before, with_kwargs=True)
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The part of a model that ends with its final norm, and the list of its layers.
+
+    Raises ValueError where there is no such list.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    # For some models (Llama 4, ModernBERT) transformers names the whole or the output layer as the decoder.
+    for decoder in (model.get_decoder(), *model.children()):
+        for module in decoder.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count and decoder is not model:
+                return decoder, module
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers that features could be read from")
