@@ -16,8 +16,6 @@ from decode.rejection import RULES, Drafted, block_batch
 from decode.sampling import Sampling, widen
 from decode.tree import Tree
 
-BLOCK = 8  # rows whose laws are made together on a CPU
-
 
 @dataclass(frozen=True)
 class Accepted:
@@ -53,7 +51,8 @@ def accept(
 
 def walk_greedily(tree: Tree, logits: Tensor) -> Accepted:
     """The walk at temperature 0: all nodes are judged at once."""
-    drawn = widen(logits).argmax(dim=-1)  # [B, N]
+    # A CPU is slow at half precision; a GPU would need room for all logits once more.
+    drawn = (widen(logits) if logits.device.type == "cpu" else logits).argmax(dim=-1)  # [B, N]
     wrong = drawn.gather(1, tree.parents.clamp(min=0)) != tree.tokens
     wrong[:, 0] = False
     wrong |= ~tree.real
@@ -109,12 +108,17 @@ def draw(
 ) -> Tensor:
     """A token a row, [B]: from laws of logits [B, V], as `Sampling.law` makes them, with the noise of seeds [B].
 
-    On a CPU a few rows at a time: together, their laws in float64 are larger than its caches.
+    On a CPU row by row: together, their laws and noise in float64 are larger than its caches.
     """
-    size = BLOCK if logits.device.type == "cpu" else len(logits)
-    blocks = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
-    laws = (sampling.law(logits[block], prefixes[block], rows[block]) for block in blocks)
-    return torch.cat([race(law, seeds[block]) for law, block in zip(laws, blocks, strict=True)])
+    if logits.device.type != "cpu":
+        return race(sampling.law(logits, prefixes, rows), seeds)
+    drawn = []
+    for row in range(len(logits)):
+        one = slice(row, row + 1)
+        law = sampling.law(logits[one], prefixes[one], rows[one])
+        tokens = law[0].nonzero()[:, 0]  # noise for the others would be made in vain
+        drawn.append(tokens[race(law[:, tokens], seeds[one], tokens)])
+    return torch.cat(drawn)
 
 
 def verify_chain(

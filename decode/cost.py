@@ -51,7 +51,12 @@ def measure_cost(target: Target, batch: int) -> Cost:
     _time(session, trees[0])  # the first pass of all is a slow one
     begun, times = perf_counter(), [_time(session, trees[0])]
     for tree in trees[1:]:
-        taken = _time(session, tree)
+        try:
+            taken = _time(session, tree)
+        except torch.OutOfMemoryError:  # trees of that size cannot be verified anyway
+            if len(times) == 1:
+                raise
+            break
         if taken > DEAREST * times[0]:  # it may be that this was the first of its size
             taken = min(taken, _time(session, tree))
         times.append(taken)

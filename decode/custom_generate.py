@@ -100,7 +100,7 @@ def speculate(
     streamer = inputs.pop("streamer", None) or _argument_of_generate("streamer")
     refuse_unsupported(model)
     _refuse_settings(generation_config, logits_processor)
-    _refuse_inputs(model, input_ids, inputs)
+    _refuse_inputs(input_ids, inputs)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
     real, length = _real_tokens(input_ids, inputs), input_ids.shape[1]
@@ -174,15 +174,13 @@ def _refuse_settings(config: GenerationConfig, processors: Sequence[LogitsProces
             raise ValueError(f"speculate cannot honour {type(processor).__name__}: {reason}")
 
 
-def _refuse_inputs(model: PreTrainedModel, input_ids: Tensor, inputs: dict[str, Any]) -> None:
+def _refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
     strange = sorted(name for name, value in inputs.items() if name not in HONOURED_INPUTS and value is not None)
     if strange:
         raise ValueError(f"speculate cannot honour {', '.join(strange)}; a prompt is input_ids and an attention_mask")
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
         raise ValueError("speculate cannot honour past_key_values: it has a KV cache of its own and reads all tokens")
-    if any(module.training for module in model.modules()):
-        raise ValueError("the model is in training mode, where dropout changes what it says; call model.eval() first")
     if input_ids.numel() == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
 

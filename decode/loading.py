@@ -70,7 +70,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     layers = getattr(base, name)
     if not 1 <= count <= len(layers):
         raise ValueError(f"cannot cut a model of {len(layers)} layers to {count}")
-    setattr(base, name, layers[:count])
+    setattr(base, name, layers[:count].train(layers.training))  # a new list is in training mode
     setattr(cut, model.base_model_prefix, base)
     cut.config = base.config = copy.deepcopy(model.config)
     cut.config.num_hidden_layers = count

@@ -42,7 +42,7 @@ def keys(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Te
 
 def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
     """`uniform` for a table of arguments, float64."""
-    return keys(table, device) * 2.0**-53
+    return keys(table, device).double() * 2.0**-53
 
 
 def spread(seeds: Tensor, numbers: Tensor) -> Tensor:
@@ -61,15 +61,16 @@ def _shift(state: Tensor, by: int) -> Tensor:
     return (state >> by).bitwise_and_((1 << 64 - by) - 1)
 
 
-def race(weights: Tensor, seeds: Tensor) -> Tensor:
+def race(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Draw from laws by letting all tokens run: the first to arrive wins (Gumbel-max; Maddison et al. 2014).
 
-    weights [B, V] as for `invert`, float64; seeds [B] long. Returns tokens [B]. Each token has its own noise, so that
-    laws which differ by as little as rounding all but always give the same token. (An inverted distribution function
-    would not: at each of a large vocabulary's many borders there is room for another one.)
+    weights [B, V] as for `invert`, float64; seeds [B] long; tokens [V]: which they are of, None for 0, 1, ... Returns
+    the winners' places [B]. Each token has its own noise, whatever others there are, so that laws which differ by as
+    little as rounding all but always give the same token. (An inverted distribution function would not: at each of a
+    large vocabulary's many borders there is room for another one.)
     """
-    numbers = torch.arange(weights.shape[1], device=weights.device)
-    times = spread(seeds, numbers).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
+    tokens = torch.arange(weights.shape[1], device=weights.device) if tokens is None else tokens
+    times = spread(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
     return torch.div(weights, times, out=times).argmax(dim=1)
 
 

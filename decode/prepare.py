@@ -88,6 +88,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed, self.bias = pack([linear])
+        self.eval()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return multiply(inputs, self.packed, self.bias)
@@ -120,6 +121,7 @@ class PackedMember(nn.Module):
     def __init__(self, family: PackedFamily, index: int) -> None:
         super().__init__()
         self.family, self.index = family, index
+        self.eval()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.family.output(inputs, self.index)

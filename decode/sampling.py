@@ -30,17 +30,25 @@ def widen(logits: Tensor) -> Tensor:
 
 
 class QuickTopP(TopPLogitsWarper):
-    """The same in a tenth of the time on a CPU: a few tokens nearly always hold that much, and no others are sorted."""
+    """The same in a tenth of the time on a CPU: a few tokens nearly always hold that much, and no others are sorted.
+
+    A row is sorted whole where they do not, and where tokens tie at the border: which of them stay is for transformers
+    to say.
+    """
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        if scores.device.type != "cpu":
+        if scores.device.type != "cpu" or scores.shape[-1] <= SORTED:
             return super().__call__(input_ids, scores)
-        likeliest, tokens = scores.softmax(dim=-1).topk(min(SORTED, scores.shape[-1]), dim=-1)
-        if bool((likeliest.sum(dim=-1) < self.top_p).any()):
-            return super().__call__(input_ids, scores)
-        above = likeliest.cumsum(dim=-1) - likeliest  # what is likelier than each
-        kept = scores.gather(-1, tokens).masked_fill(above >= self.top_p, -torch.inf)
-        return torch.full_like(scores, -torch.inf).scatter(-1, tokens, kept)
+        likeliest, tokens = scores.softmax(dim=-1).topk(SORTED, dim=-1)
+        kept = likeliest.cumsum(dim=-1) - likeliest < self.top_p  # what is likelier than each does not suffice
+        count = kept.sum(dim=-1, keepdim=True)
+        border = likeliest.gather(-1, torch.cat([count - 1, count.clamp(max=SORTED - 1)], dim=-1))
+        unsure = border[:, 0] == border[:, 1]  # the last that stays and the first that goes, or all stay
+        result = torch.full_like(scores, -torch.inf)
+        result.scatter_(-1, tokens, scores.gather(-1, tokens).masked_fill(~kept, -torch.inf))
+        if bool(unsure.any()):
+            result[unsure] = super().__call__(input_ids, scores[unsure])
+        return result
 
 
 class RowProcessor(LogitsProcessor):

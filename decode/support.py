@@ -29,7 +29,9 @@ SLOTS_AHEAD = 512  # no tree has so many nodes: a node's slot is less than this 
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ValueError, saying why, for a model whose state cannot branch into a tree or be read by position."""
+    """Raise ValueError, saying why, for a model in training, or whose state cannot branch or be read by position."""
+    if any(module.training for module in model.modules()):
+        raise ValueError("the model is in training mode, where dropout changes what it says; call model.eval() first")
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if model.config.is_encoder_decoder or not model.can_generate():

@@ -31,7 +31,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, prepare: bool = False) -> None:
         refuse_unsupported(model)
-        self.model = (prepared_copy(model) if prepare else model).eval()
+        self.model = prepared_copy(model) if prepare else model
         self.tokenizer = tokenizer
         self.config = self.model.config.get_text_config(decoder=True)
         self.reaches = layer_reaches(self.model)

@@ -193,6 +193,10 @@ class Tree:
         inner = self.real & (nodes > 0)
         if bool(((self.parents >= nodes) | (self.parents < 0))[inner].any()) or bool((self.parents[:, 0] != -1).any()):
             raise ValueError("a tree's root must have parent -1, every other node a parent before itself")
+        if bool((self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1)[inner].any()):
+            raise ValueError(f"a tree is deeper than the height of {self.height} that it names")
+        if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
+            raise ValueError("a tree that is called a chain must have each node behind the one before it")
         drafted = self.tokens[self.real]
         if int(drafted.min()) < 0 or int(drafted.max()) >= vocabulary:
             raise ValueError(

@@ -110,11 +110,11 @@ class DraftProposer:
         for level in range(self._drafted):
             laws.append(sampling.law(logits))
             # Keyed by where the draft starts, too: the verdict on this draft depends on guesses that it then rejects.
-            keys = [
+            table = [
                 [(sampling.seed, row, len(sequence), DRAFT, level)]
                 for row, sequence in zip(self.step.rows, self.step.sequences, strict=True)
             ]
-            drawn = invert(laws[-1], uniforms(keys, roots.device)[:, 0])
+            drawn = invert(laws[-1], uniforms(table, roots.device)[:, 0])
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if level + 1 < self._drafted:
                 grown = Tree.chain_of(tokens[:, 1:], sizes * (level + 1))

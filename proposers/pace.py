@@ -27,6 +27,7 @@ class Pace:
         self.steps = self.time = 1.0  # with drafts, lately
         self.nodes = 1  # of the last tree
         self._hoped: float | None = None  # tokens expected of it; None: it was no draft
+        self.hopeful = True
         self._rest, self._rests = 0, 0
         self._level_seconds = self._pass_seconds = inf  # the shortest seen: other work on the machine only adds
 
@@ -48,6 +49,7 @@ class Pace:
 
     def begin(self, hopeful: bool = True) -> None:
         """Another text: drafts may pay now. Where there is little hope of it, the first is made late."""
+        self.hopeful = hopeful
         self._rests = 0 if hopeful else len(RESTS)
         self._rest = 0 if hopeful else RESTS[-1]
         self.forget_times()

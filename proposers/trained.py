@@ -132,8 +132,9 @@ class TrainedProposer(ABC):
                 return
             self.pace.forget_times()
         self._cost = step.target.cost(len(step.rows))
-        if step.first:
-            self.pace.begin(hopeful=self._may_pay())
+        hopeful = self._may_pay()
+        if step.first or hopeful > self.pace.hopeful:  # what does not pay in a large batch may pay in a smaller one
+            self.pace.begin(hopeful)
 
     def _may_pay(self) -> bool:
         """Whether any tree would pay on average, by the calibration, if drafting took no time at all.

@@ -188,7 +188,7 @@ def has_room(text: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("kind", MAIN)
 def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> None:
     """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
-    settings: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=4), "stop_ids": [3, 9], "max_new_tokens": 30}
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=3), "stop_ids": [3, 9], "max_new_tokens": 30}
     alone, *together = [
         {
             text: paths

@@ -80,6 +80,20 @@ def test_no_first_try_where_the_calibration_gives_no_hope(
     assert any(tree.width > 1 for tree in recorder.trees) == drafts
 
 
+def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("llama"))
+    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0 if batch == 1 else 64.0]))
+    calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
+    recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
+
+    def ends(row: int, tokens: list[int]) -> bool:
+        return row == 1 and len(tokens) > 5
+
+    generate(target, [[5, 9, 5], [7]], recorder, max_new_tokens=20, criterion=ends, stop_ids=())
+    drafts = [tree.width > 1 for tree in recorder.trees]
+    assert drafts[:6] == [tree.batch == 1 for tree in recorder.trees[:6]] and True in drafts[:6]
+
+
 def test_late_hope_is_tried() -> None:
     pace = Pace()
     pace.begin(hopeful=False)

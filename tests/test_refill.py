@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decode import Answer, Sampling, Target, Tree, generate
-from decode.accept import BLOCK, draw
+from decode.accept import draw
 from decode.cache import TreeCache
 from decode.noise import race
 from decode.session import Session
@@ -131,9 +131,9 @@ def test_rows_that_stay_are_moved_to_the_front(rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_are_drawn_block_by_block_as_all_at_once(dtype: torch.dtype) -> None:
+def test_tokens_are_drawn_row_by_row_as_all_at_once(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = 3 * BLOCK + 1
+    rows = 25
     logits = torch.randn(rows, 1000, generator=generator).to(dtype)
     seeds = torch.randint(2**53, (rows,), generator=generator)
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9)

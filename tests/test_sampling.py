@@ -7,7 +7,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.noise import ACCEPTANCE, KeyedDice, invert, key, race, spread, uniform
+from decode.noise import ACCEPTANCE, KeyedDice, invert, key, race, spread, uniform, uniforms
 from decode.sampling import QuickTopP
 
 
@@ -17,6 +17,16 @@ def test_noise_is_a_function_of_its_keys() -> None:
     assert numbers == [uniform(*key) for key in keys]
     assert len(set(numbers)) == len(numbers)
     assert uniform(1, 2, 3) != uniform(1, 2, 3, ACCEPTANCE) != uniform(1, 2, 3, ACCEPTANCE, 1)
+
+
+def test_noise_for_many_keys_is_the_same() -> None:
+    """To the last bit: in float32 some would be rounded up to 1."""
+    table = [[(seed, row, 5, ACCEPTANCE, row) for row in range(7)] for seed in range(50)]
+    assert uniforms(table, torch.device("cpu")).tolist() == [[uniform(*keys) for keys in row] for row in table]
+    highest = torch.tensor([[2**53 - 1]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.noise.keys", lambda table, device: highest)
+        assert uniforms([], torch.device("cpu")).item() < 1
 
 
 def test_noise_is_uniform_and_neighbours_are_independent() -> None:
@@ -79,8 +89,11 @@ def test_top_p_is_transformers_own(top_p: float) -> None:
     """Where few tokens hold that much, where most are needed, and where others are ruled out before."""
     logits = torch.randn(60, 3000, generator=torch.Generator().manual_seed(1)).double()
     logits *= torch.linspace(0.01, 8, 60)[:, None]
-    for scores in (logits, TopKLogitsWarper(40)(None, logits), logits[:1], logits[-1:]):
-        assert torch.equal(QuickTopP(top_p)(None, scores), TopPLogitsWarper(top_p)(None, scores))
+    tied = logits.bfloat16().float()  # as a model in bfloat16 has them
+    for scores in (logits, TopKLogitsWarper(40)(None, logits), logits[:1], logits[-1:], tied):
+        together = QuickTopP(top_p)(None, scores)
+        assert torch.equal(together, TopPLogitsWarper(top_p)(None, scores))
+        assert torch.equal(together, torch.cat([QuickTopP(top_p)(None, row) for row in scores.split(1)]))
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,17 @@ def test_what_is_no_tree_is_refused(tokens: list, parents: list, sizes: list, me
         tree.check(batch=1, budget=2, vocabulary=9)
 
 
+def test_what_a_tree_says_of_itself_is_checked() -> None:
+    tree = Tree.chain([[1, 2, 3, 4, 5]])
+    for flat in (replace(tree, height=1), replace(tree, height=2)):
+        with pytest.raises(ValueError, match="deeper than the height of"):
+            flat.check(1, 9, 9)
+    bush = Tree.from_paths([1], [[[2, 3], [4]]])
+    bush.check(1, 9, 9)
+    with pytest.raises(ValueError, match="called a chain"):
+        replace(bush, is_chain=True).check(1, 9, 9)
+
+
 def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
     """Two implementations, and a third here that follows one row by hand."""
     for seed in range(200):

@@ -207,6 +207,7 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "rates": self.rates.state_dict(),
                 "random": torch.get_rng_state(),
+                "random_cuda": torch.cuda.get_rng_state_all(),
             }
             save_checkpoint(self.folder, state)
         self.accelerator.wait_for_everyone()
@@ -219,6 +220,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.rates.load_state_dict(state["rates"])
         torch.set_rng_state(state["random"])
+        if len(state["random_cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["random_cuda"])
 
     def _group(self, shares: Mapping[str, float]) -> list[dict[str, Any]]:
         """The weights by their learning rates, as an optimizer takes them."""
