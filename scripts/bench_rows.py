@@ -66,7 +66,7 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
         "nodes_per_step": _divide(sum(nodes), steps) if nodes else None,
         "tokens_per_second": _divide(tokens, seconds),
         "mean_of_speeds": fmean(_count(group) / sum(median(turn["seconds"]) for turn in group) for group in groups),
-        "overhead": _overhead([turn["parts"] for turn in turns if turn["parts"] is not None]),
+        "parts": _share_out([turn["parts"] for turn in turns if turn["parts"] is not None]),
         "identical": fmean(same) if same else None,
     }
 
@@ -79,14 +79,15 @@ def _divide(upper: float, lower: float) -> float | None:
     return upper / lower if lower else None
 
 
-def _overhead(parts: Sequence[Mapping[str, float]]) -> float | None:
-    """The share of the time that is not the target's forward passes."""
+def _share_out(parts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    """The share of the time that each part of the loop took; all but the target's is overhead."""
     total = sum(sum(part.values()) for part in parts)
-    return 1 - sum(part["target"] for part in parts) / total if total else None
+    return {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None
 
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Two Markdown tables: the methods over all questions, and their speed-ups over the plain loop by category."""
+    """Markdown tables: the methods over all questions; where their time went; speed-ups over the plain loop and tau by
+    category."""
     everything = [row for row in rows if row["category"] == "all"]
     overall = [["method", "tau", "tokens/s", "vs none", "vs hf", "identical", "loops"]]
     overall += [
@@ -101,13 +102,18 @@ def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in everything
     ]
+    timed = [row for row in everything if row.get("parts") is not None]
+    spent = [["time in", "nodes", *(timed[0]["parts"] if timed else ())]]
+    spent += [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
     names = [row["method"] for row in everything if row["method"] != "none"]
     found = {(row["category"], row["method"]): row for row in rows}
-    single = [["vs none", "questions", *names]]
+    faster, taus = [["vs none", "questions", *names]], [["tau", "questions", *names]]
     for category in _order(dict.fromkeys(row["category"] for row in rows)):
-        ratios = [_times(found[category, name]["speedup_vs_none"]) for name in names]
-        single.append([category, str(found[category, "none"]["questions"]), *ratios])
-    return "\n\n".join(map(_markdown, [overall, *([single] if names else [])]))
+        cells = [found[category, name] for name in names]
+        questions = str(found[category, "none"]["questions"])
+        faster.append([category, questions, *(_times(cell["speedup_vs_none"]) for cell in cells)])
+        taus.append([category, questions, *(f"{cell['tau']:.2f}" for cell in cells)])
+    return "\n\n".join(map(_markdown, [overall, *([spent] if timed else []), *([faster, taus] if names else [])]))
 
 
 def _order(categories: Iterable[str]) -> list[str]:

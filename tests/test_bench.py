@@ -28,7 +28,7 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 ROW = (
     *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops", "loops"),
-    *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "overhead", "identical", "largest_gap"),
+    *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "parts", "identical", "largest_gap"),
     *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
 )
 
@@ -118,8 +118,9 @@ def test_passes_are_counted_alike(report: dict[str, Any]) -> None:
     assert rows["hf-prompt-lookup"]["tau"] > 1
     assert rows["hf-assistant"]["tau"] >= 1
     assert rows["none"]["nodes_per_step"] == 0 < rows["draft"]["nodes_per_step"]
-    assert 0 <= rows["ngram"]["overhead"] <= 1
-    assert rows["hf"]["overhead"] is None
+    assert list(rows["ngram"]["parts"]) == ["proposer", "target", "accept", "rest"]
+    assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1)
+    assert rows["hf"]["parts"] is None
 
 
 def test_answers_and_conversations_are_the_loops_own(
@@ -288,7 +289,12 @@ def test_rows_take_medians_and_leave_loops_out() -> None:
     assert (row["tokens"], row["seconds"], row["tau"], row["tau_without_loops"]) == (60, 6.0, 3.0, 4.0)
     assert (row["tokens_per_second"], row["mean_of_speeds"]) == (10.0, (30 / 5 + 30 / 1) / 2)
     assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    assert row["nodes_per_step"] == 24 / 20 and row["overhead"] == pytest.approx(0.4)
+    assert row["nodes_per_step"] == 24 / 20 and row["parts"] == {
+        "proposer": 0.1,
+        "target": 0.6,
+        "accept": 0.2,
+        "rest": 0.1,
+    }
     assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25]
     assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
 
