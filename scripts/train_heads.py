@@ -113,20 +113,20 @@ def load_init(args: argparse.Namespace, target: Target) -> Any:
 def make_objective(args: argparse.Namespace, target: Target, head: Any) -> Objective:
     """What the head minimises, as the options say."""
     if args.head == "medusa":
-        return HeadObjective(head, args.loss, None)
+        return HeadObjective(head, args.loss, None, args.decay)
     embeddings = target.model.get_input_embeddings()
     with torch.no_grad():
         table = embeddings(torch.arange(target.vocabulary, device=target.device))  # scaled, where the model scales
     if args.head == "hydra":
-        return HeadObjective(head, args.loss, table)
+        return HeadObjective(head, args.loss, table, args.decay)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
-    return EagleObjective(head, args.loss, table, **_unrolling(args))
+    return EagleObjective(head, args.loss, table, **_unrolling(args), decay=args.decay)
 
 
 def describe_objective(args: argparse.Namespace) -> dict[str, Any]:
     """What of it a training that is resumed must have been begun with."""
-    return {"loss": args.loss, **(_unrolling(args) if args.head in EAGLES else {})}
+    return {"loss": args.loss, "decay": args.decay, **(_unrolling(args) if args.head in EAGLES else {})}
 
 
 def _unrolling(args: argparse.Namespace) -> dict[str, Any]:

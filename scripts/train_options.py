@@ -16,6 +16,7 @@ from scripts.train_joint import EPILOG as JOINT_EPILOG
 from scripts.train_joint import add_joint_options
 from training.checkpoint import METRICS
 from training.losses import LOSSES
+from training.objective import DECAY
 from training.schedule import Schedule
 
 DESCRIPTION = "Train a head that guesses what a model says next. The model itself stays as it is, but for --joint."
@@ -90,6 +91,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     """The options that `make_schedule` reads, and some more."""
     group = parser.add_argument_group("training")
     group.add_argument("--loss", choices=LOSSES, default="kl", help="see training/README.md (default: %(default)s)")
+    group.add_argument(
+        "--decay",
+        type=float,
+        default=DECAY,
+        metavar="X",
+        help="weight of each guess against that for the token before it (default: %(default)s)",
+    )
     group.add_argument("--epochs", type=at_least(1), default=1, metavar="N", help="default: %(default)s")
     group.add_argument("--max-steps", type=at_least(1), metavar="N", help="stop after so many steps")
     group.add_argument("--batch-tokens", type=at_least(1), default=2048, metavar="N", help="default: %(default)s")
@@ -153,6 +161,8 @@ def check_head_options(args: argparse.Namespace) -> None:
     for name in foreign:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is not for {args.head} heads; leave it out")
+    if not 0 < args.decay < math.inf:
+        raise ValueError(f"--decay is {args.decay}; it must be a positive number")
     for name in ("regression", "noise"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be a number from 0 on")

@@ -125,6 +125,7 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
         (["--head", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
         (["--head", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
         (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
+        (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
         (["--head", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
         (["--plot", "nowhere/loss.png"], "--plot nowhere/loss.png cannot be written"),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from heads import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, LayerConfig
 from training.eagle import EagleObjective, gather_anchors
-from training.objective import DECAY
 from training.teacher import Lesson
 
 VOCABULARY, DRAFTED, SIZE, LABELS = 20, 12, 16, 6
@@ -67,7 +66,7 @@ def test_steps_are_those_of_a_draft_from_each_token(kind: str, steps: int) -> No
     head, lesson = make_head(kind, **settings), make_lesson(kind)
     embedding = torch.randn(VOCABULARY, SIZE, dtype=torch.float64)
     regression = 2.0 if kind == "eagle" else 0.0
-    objective = EagleObjective(head, "kl", embedding, steps, regression)
+    objective = EagleObjective(head, "kl", embedding, steps, regression, decay=0.7)
     loss = objective(lesson)
     loss.total.backward()
     gradients = [parameter.grad.clone() for parameter in head.parameters()]
@@ -88,7 +87,7 @@ def test_steps_are_those_of_a_draft_from_each_token(kind: str, steps: int) -> No
             if regression:
                 distance = torch.nn.functional.smooth_l1_loss(state, lesson.features[row, said])
                 value = value + regression * distance
-            expected = expected + DECAY**step * value
+            expected = expected + 0.7**step * value
             anchors[step] += 1
     assert loss.anchors.tolist() == anchors and anchors[-1] > 0
     torch.testing.assert_close(loss.total.double(), expected, rtol=1e-6, atol=1e-6)

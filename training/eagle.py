@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import Eagle3Head, EagleHead
-from training.objective import Objective
+from training.objective import DECAY, Objective
 from training.teacher import Lesson
 from training.unrolled import Unrolled
 
@@ -29,9 +29,16 @@ class EagleObjective(Objective):
     head: EagleHead | Eagle3Head
 
     def __init__(
-        self, head: Any, loss: str, embedding: Tensor, steps: int, regression: float = 0.0, noise: float = 0.0
+        self,
+        head: Any,
+        loss: str,
+        embedding: Tensor,
+        steps: int,
+        regression: float = 0.0,
+        noise: float = 0.0,
+        decay: float = DECAY,
     ) -> None:
-        super().__init__(head, loss, embedding)
+        super().__init__(head, loss, embedding, decay)
         self.steps, self.regression, self.noise = steps, regression, noise
 
     def guess(self, lesson: Lesson) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

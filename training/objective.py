@@ -20,7 +20,7 @@ from heads import HydraHead, MedusaHead
 from training.losses import vocabulary_loss
 from training.teacher import Lesson
 
-DECAY = 0.8  # weight of a head against the one before it (Medusa, 2.2.1)
+DECAY = 0.8  # Medusa, 2.2.1
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class Loss:
 class Objective(nn.Module, ABC):
     """What is minimised: the loss of a head's law against the target's, over all its guesses.
 
-    embedding: the target's [V, H], for heads that read guesses.
+    embedding: the target's [V, H], for heads that read guesses. decay: the weight of each guess against that for the
+    token before it.
     """
 
     embedding: Tensor | None
     drafted: Tensor
 
-    def __init__(self, head: Any, loss: str, embedding: Tensor | None) -> None:
+    def __init__(self, head: Any, loss: str, embedding: Tensor | None, decay: float = DECAY) -> None:
         super().__init__()
-        self.head, self.loss = head, loss
+        self.head, self.loss, self.decay = head, loss, decay
         self.register_buffer("embedding", None if embedding is None else embedding.detach(), persistent=False)
         drafted = torch.full((head.vocab_size,), -1)
         own = torch.arange(head.vocab_size) if head.token_map is None else head.token_map.cpu()
@@ -56,7 +57,7 @@ class Objective(nn.Module, ABC):
         anchors, agreed = [], []
         for index, (states, row, column) in enumerate(self.guess(lesson)):
             loss, right = self._judge(lesson, index, states, row, column)
-            total = total + DECAY**index * (loss + self.regress(lesson, states, row, column))
+            total = total + self.decay**index * (loss + self.regress(lesson, states, row, column))
             anchors.append(len(row))
             agreed.append(right.sum())
         return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
