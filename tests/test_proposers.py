@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -206,17 +204,3 @@ def test_every_proposer_has_a_name() -> None:
     drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
     assert {"none": Plain, "ngram": NGramProposer, **drafters} == PROPOSERS
-
-
-def test_the_proposer_in_the_readme_works(target: Target) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    source = next(code for code in re.findall(r"```python\n(.*?)```", readme, re.S) if "class " in code)
-    names: dict = {}
-    exec(source, names)
-    proposer = next(value for name, value in names.items() if name.endswith("Proposer") and name != "Proposer")()
-    prompts = [[5, 6, 5, 6, 5], [8, 9]]
-    plain = generate(target, prompts, max_new_tokens=30)
-    drafted = generate(target, prompts, proposer, max_new_tokens=30)
-    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
-    assert sum(answer.stats.nodes for answer in drafted) > 0
-    assert len(source.splitlines()) <= 20

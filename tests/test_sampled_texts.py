@@ -13,7 +13,8 @@ from transformers import TopKLogitsWarper
 
 from decode import Sampling, Target, Tree, generate
 from decode.cost import Cost
-from proposers.sampled import draw_in_turn, keep_order, renumber, spread
+from decode.noise import spread
+from proposers.sampled import draw_in_turn, keep_order, renumber
 from tests.drafting import Recorder
 from tests.models import tiny
 from tests.test_lossless import texts
@@ -164,16 +165,6 @@ def test_laws_that_are_used_up() -> None:
         assert drawn[0][:2] == [1, 3] and sorted(drawn[1]) == [0, 1, 2, 3, 4]
         assert all(law[0, token] == 0 or token in (1, 3) for token in drawn[0])
     assert law[1].tolist() == [0.2] * 5
-
-
-def test_spread_is_splitmix() -> None:
-    """The first outputs of the published generator from seed 1234567."""
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    first = spread(torch.tensor([1234567, 9]), torch.arange(3))
-    assert first[0].tolist() == [(number >> 11) * 2.0**-53 for number in expected]
-    numbers = spread(torch.arange(100), torch.arange(100)).flatten()
-    assert len(numbers.unique()) == 10_000 and 0 <= float(numbers.min()) <= float(numbers.max()) < 1
-    assert abs(float(numbers.mean()) - 0.5) < 0.015
 
 
 def test_children_are_numbered_as_they_are_listed() -> None:

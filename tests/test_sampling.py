@@ -61,11 +61,14 @@ def test_laws_that_rounding_parts_draw_the_same() -> None:
     assert torch.equal(*(race(law, seeds) for law in laws))
 
 
-def test_noise_of_a_seed_is_that_of_the_paper() -> None:
-    """SplitMix64's first outputs for the seed 1234567 (as its author's and the JDK's own tests have them)."""
-    numbers = spread(torch.tensor([1234567]), torch.arange(3))[0]
-    outputs = 6457827717110365317, 3203168211198807973, 9817491932198370423
-    assert numbers.tolist() == [(output >> 11) * 2.0**-53 for output in outputs]
+def test_spread_is_splitmix() -> None:
+    """The first outputs of the published generator from seed 1234567."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    first = spread(torch.tensor([1234567, 9]), torch.arange(3))
+    assert first[0].tolist() == [(number >> 11) * 2.0**-53 for number in expected]
+    numbers = spread(torch.arange(100), torch.arange(100)).flatten()
+    assert len(numbers.unique()) == 10_000 and 0 <= float(numbers.min()) <= float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.015
 
 
 def test_dice_never_draw_what_has_no_weight() -> None:
