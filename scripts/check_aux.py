@@ -36,6 +36,7 @@ def check_layers_read(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         yield Finding("error", "both", "aux-layer-ids", text)
     elif not folder.speculators:
         yield from _check_default(top, nested, default)
+        yield from _check_convention(top, nested, default)
     yield from _check_range(top or nested or default, layers)
 
 
@@ -58,6 +59,17 @@ def _check_default(top: Layers | None, nested: Layers | None, default: Layers) -
         place = "at the top of config.json" if engine == "vllm" else "within eagle_config"
         text = f"there is no {READ} {place}, so that it would read {default} and not {given}: {WRITE}"
         yield Finding("error", engine, "aux-layer-ids", text)
+
+
+def _check_convention(top: Layers | None, nested: Layers | None, default: Layers) -> Iterator[Finding]:
+    """One list alone does not say by whose convention it was written."""
+    other = [layer + 1 for layer in top] if top else [layer - 1 for layer in nested or ()]
+    if None in (top, nested) and other == default:
+        text = (
+            f"the one {READ} that there is says the outputs of {top or nested} layers, and in the other convention it "
+            f"would say the usual {default}: decode with both, keep the one with the higher tau, and {WRITE}"
+        )
+        yield Finding("warning", "both", "aux-layer-ids-convention", text)
 
 
 def _check_range(read: Layers, layers: int) -> Iterator[Finding]:

@@ -162,7 +162,17 @@ EAGLE3_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({}, {"d2t": torch.full((DRAFTED,), 90)}, {"error both d2t-not-offsets"}),
     ({}, {"d2t": torch.zeros(DRAFTED, dtype=torch.int64)}, {"error both d2t-not-offsets"}),
     ({READ: GONE, "eagle_config": GONE}, {}, {"warning both aux-layer-ids-default"}),
-    ({READ: [1, 5, 8], "eagle_config": GONE}, {}, {"error sglang aux-layer-ids"}),
+    (
+        {READ: [1, 5, 8], "eagle_config": GONE},
+        {},
+        {"error sglang aux-layer-ids", "warning both aux-layer-ids-convention"},
+    ),
+    ({READ: [3, 5, 8], "eagle_config": GONE}, {}, {"error sglang aux-layer-ids"}),
+    (
+        {READ: GONE, "eagle_config": {READ: [2, 6, 9]}},
+        {},
+        {"error vllm aux-layer-ids", "warning both aux-layer-ids-convention"},
+    ),
     ({READ: GONE, "eagle_config": {READ: [0, 4, 7]}}, {}, {"error vllm aux-layer-ids"}),
     ({READ: GONE}, {}, set()),  # the list that is left says what is the default
     ({"eagle_config": {READ: [2, 6, 9]}}, {}, {"error both aux-layer-ids"}),
