@@ -224,6 +224,14 @@ def test_the_text_is_the_targets(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_random_heads_are_hardly_ever_right(target: Target, kind: str) -> None:
+    """A drafter that is right more often than chance would be looking at the answer."""
+    answers = generate(target, PROMPTS, make(kind, target, nodes=9), max_new_tokens=60, stop_ids=())
+    tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
+    assert 1 <= tau < 1.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_prepared_heads_draft_the_same(kind: str) -> None:
     target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32))
     proposer = make(kind, target, depth=3, nodes=12)

@@ -105,9 +105,21 @@ def test_processors_see_each_nodes_own_prefix(
             assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
 
 
-def test_grammar_is_kept_by_sampled_drafts(llama: Target, draft: Target) -> None:
+def draw_drafts(target: Target, draft: Target) -> dict[str, Proposer]:
+    """Ways to draft at random."""
+    return {
+        "draft": DraftProposer(draft, sampled=True),
+        "hydra": HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
+        "eagle": EagleProposer(make_head("eagle", target), depth=3, width=1, sampled=True, nodes=4),
+        "eagle3": EagleProposer(make_head("eagle3", target), depth=3, width=4, sampled=True, nodes=12),
+    }
+
+
+@pytest.mark.parametrize("name", ["draft", "hydra", "eagle", "eagle3"])
+def test_grammar_is_kept_by_sampled_drafts(llama: Target, draft: Target, name: str) -> None:
     sampling = Sampling(temperature=1.0, processors=[Grammar()], seed=1)
-    for answer in generate(llama, PROMPTS, DraftProposer(draft, sampled=True), sampling=sampling, max_new_tokens=24):
+    proposer = draw_drafts(llama, draft)[name]
+    for answer in generate(llama, PROMPTS, proposer, sampling=sampling, max_new_tokens=24):
         sequence = answer.prompt + answer.tokens
         for place in range(len(answer.prompt), len(sequence)):
             assert (sequence[place] + sequence[place - 1] + place) % 3 == 0
