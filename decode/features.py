@@ -45,8 +45,9 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     # For some models (Llama 4, ModernBERT) transformers names the whole or the output layer as the decoder.
-    for decoder in (model.get_decoder(), *model.children()):
+    named = model.get_decoder()
+    for decoder in (*model.children(),) if named is model else (named, *model.children()):
         for module in decoder.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count and decoder is not model:
+            if isinstance(module, nn.ModuleList) and len(module) == count:
                 return decoder, module
     raise ValueError(f"{type(model).__name__} has no list of {count} layers that features could be read from")
