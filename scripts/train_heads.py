@@ -45,7 +45,7 @@ def make_head(args: argparse.Namespace, target: Target, dataset: Dataset) -> Any
 
 def shape_heads(args: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The shape of Medusa and Hydra heads, as far as options say it."""
-    given: dict[str, Any] = {name: getattr(args, name) for name in ("heads", "layers")}
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("heads", "layers", "output")}
     given["prefix"] = shape_layer(target) if args.prefix else None
     return {name: value for name, value in given.items() if value is not None}
 
@@ -96,7 +96,7 @@ def load_init(args: argparse.Namespace, target: Target) -> Any:
     head = load_head(args.init, torch.float32, target.vocabulary, target.config.num_hidden_layers)
     if head.kind != args.head:
         raise ValueError(f"--init {args.init} holds a head of kind {head.kind}, not {args.head}")
-    own = {"heads": getattr(head.config, "heads", None), "layers": getattr(head.config, "layers", None)}
+    own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
     for name, value in (own | {"draft_vocab": head.draft_size}).items():
         if getattr(args, name) not in (None, value):
             option = f"--{name.replace('_', '-')}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import get_args
 
 from heads import HEADS
+from heads.vocabulary import Output
 from proposers.loading import EAGLES
 from scripts.bench_files import check_folder
 from scripts.bench_plot import check_plot
@@ -78,6 +80,11 @@ def add_head_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layers", type=at_least(1), metavar="N", help="for medusa and hydra: blocks (default: 1)")
     group.add_argument(
         "--prefix", action="store_true", help="for hydra: look back over the text with a decoder layer first (Hydra++)"
+    )
+    group.add_argument(
+        "--output",
+        choices=get_args(Output),
+        help="for medusa and hydra: an output matrix for each, one for all, or the target's own (default: shared)",
     )
     group.add_argument(
         "--draft-vocab",
@@ -157,7 +164,7 @@ def check_head_options(args: argparse.Namespace) -> None:
     """Raise ValueError where an option is for another kind of head, or out of range."""
     if args.prefix and (args.head != "hydra" or args.init is not None):
         raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
-    foreign = ("heads", "layers", "joint") if args.head in EAGLES else ("ttt_steps", "regression", "noise")
+    foreign = ("heads", "layers", "output", "joint") if args.head in EAGLES else ("ttt_steps", "regression", "noise")
     for name in foreign:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is not for {args.head} heads; leave it out")

@@ -111,6 +111,14 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
 
 
+@pytest.mark.parametrize("output", ["own", "shared", "target"])
+def test_what_a_head_speaks_through(call: Call, tmp_path: Path, output: str) -> None:
+    options = ["--head", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
+    assert call(*SHORT, *options).status == 0
+    head = load_head(tmp_path / "out")
+    assert (head.output, head.draft_size) == (output, 60) and head.prefix is not None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -123,6 +131,7 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
         (["--cache-gib", "nan"], "--cache-gib is nan; it must be a number from 0 on"),
         (["--prefix"], "--prefix is for a new hydra head"),
         (["--head", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
+        (["--head", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
         (["--head", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
         (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
@@ -172,6 +181,7 @@ def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_m
         (MedusaConfig(32, 60, heads=3), [], "whose vocabulary size is 60; this target's is 96"),
         (MedusaConfig(32, 96, heads=3, target_layers=7), [], "whose number of layers is 7; this target's is 1"),
         (MedusaConfig(32, 96, heads=4), [], "--heads is 3, and the head of --init {} has 4"),
+        (MedusaConfig(32, 96, heads=3), ["--output", "own"], "--output is own, and the head of --init {} has shared"),
         (MedusaConfig(32, 96, heads=3, layers=2), ["--draft-vocab", "9"], "--draft-vocab is 9, and the head"),
         (MedusaConfig(32, 96, heads=3, layers=2), ["--head", "hydra"], "holds a head of kind medusa, not hydra"),
     ],
