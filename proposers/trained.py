@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from math import inf
 from time import perf_counter
 from typing import Any, ClassVar, Self
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step, Target, Tree
-from decode.cost import Cost
 from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration, trust_blindly
@@ -65,10 +63,8 @@ class TrainedProposer(ABC):
         self.dtype = next(head.parameters()).dtype
         self.nodes, self.sampled, self.paths = nodes, sampled, choose_paths(tree, calibration, self.static)
         self.confidence = trust_blindly if calibration is None else calibration.trust
-        self.hopes = (1.0, inf) if calibration is None else calibration.expect_tau(LARGEST)
-        self.pace = Pace()
+        self.pace = Pace() if calibration is None else Pace(calibration.expect_tau(LARGEST))
         self.step: Step
-        self._cost: Cost
         self._handed = 0.0  # when the target got the last tree
         self._shapes: dict[tuple[int, int, bool], Shape] = {}  # by nodes, levels, and whether tokens are drawn
 
@@ -84,7 +80,7 @@ class TrainedProposer(ABC):
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
         fresh = copy(self)
-        fresh.pace, fresh._shapes = Pace(), {}
+        fresh.pace, fresh._shapes = Pace(self.pace.hopes), {}
         return fresh
 
     def prepare(self, target: Target) -> Self:
@@ -126,31 +122,19 @@ class TrainedProposer(ABC):
 
     def _learn(self, step: Step) -> None:
         if not step.first:
-            self.pace.clock_pass(perf_counter() - self._handed, self._cost)
-            self.pace.learn(sum(len(path) - 1 for path in step.path) / len(step.path))
-            if len(step.rows) == len(self.step.rows):
-                return
-            self.pace.forget_times()
-        self._cost = step.target.cost(len(step.rows))
-        hopeful = self._may_pay()
-        if step.first or hopeful > self.pace.hopeful:  # what does not pay in a large batch may pay in a smaller one
-            self.pace.begin(hopeful)
-
-    def _may_pay(self) -> bool:
-        """Whether any tree would pay on average, by the calibration, if drafting took no time at all.
-
-        In a large batch on a CPU none may; a first try, which runs over the whole prompts, would be dear there.
-        """
-        return any(tau > self._cost(nodes) for nodes, tau in enumerate(self.hopes[1:], start=2))
+            accepted = sum(len(path) - 1 for path in step.path) / len(step.path)
+            self.pace.learn(accepted, perf_counter() - self._handed)
+        if step.first or len(step.rows) < len(self.step.rows):
+            self.pace.begin(step.target.cost(len(step.rows)), anew=step.first)
 
     def _draft_worthwhile(self, roots: Tensor, most: int) -> Tree:
         """As many nodes as pay. The rows of a batch share one forward pass, and so one number of nodes."""
         begun = perf_counter()
         candidates = self._draft(roots, most, self._pays)
         gains = (candidates.gains(most) / len(roots)).tolist()  # a GPU is waited for here
-        self.pace.clock_draft(perf_counter() - begun, candidates.levels)
+        self.pace.clock(perf_counter() - begun, candidates.levels)
         choose = self.pace.grow if self._draws else self.pace.choose
-        return candidates.tree(choose(gains, candidates.levels, self._cost))
+        return candidates.tree(choose(gains, candidates.levels))
 
     def _draft(self, roots: Tensor, most: int, pays: Callable[[Tensor], bool]) -> Candidates:
         guesses = self.guess(self.features(), roots, self.step.target)

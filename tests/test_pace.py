@@ -16,41 +16,50 @@ from tests.drafting import Recorder, make_head
 from tests.models import tiny
 
 
+def begin(rise: float) -> Pace:
+    """A pace at the beginning of a text, where each node more takes `rise` of what one does."""
+    pace = Pace()
+    pace.begin(lambda nodes: 1 + rise * (nodes - 1))
+    return pace
+
+
 def test_pace_weighs_gains_against_costs() -> None:
     gains = [0.0, 0.6, 1.0, 1.2, 1.3]
-    choices = [Pace().choose(gains, 1, lambda nodes, rise=rise: 1 + rise * (nodes - 1)) for rise in (0, 0.15, 0.3, 0.7)]
+    choices = [begin(rise).choose(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
     assert choices == [5, 4, 3, 1]
 
 
 def test_pace_learns_what_drafting_costs() -> None:
-    pace = Pace()
-    pace.clock_draft(2.0, levels=4)
+    pace = begin(0.0)
+    pace.clock(2.0, levels=4)
     assert pace.level_time == 0.0 and pace.pays(0.01)
-    pace.clock_pass(5.0, lambda nodes: 1.0)
+    pace.learn(0.0, 5.0)
     assert pace.level_time == 0.1 and pace.pays(0.2) and not pace.pays(0.05)
-    pace.forget_times()
+    pace.begin(pace.cost)  # another text, the same passes
+    assert pace.level_time == 0.1
+    pace.begin(lambda nodes: 1.0, anew=False)
     assert pace.level_time == 0.0
 
 
 def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
     """Tokens a unit of time over an answer of 128 tokens, where a guess is accepted `truth` times as often as a head
     believes; plain decoding has 1."""
-    chance, pace = random.Random(seed), Pace()
+    chance, pace = random.Random(seed), begin(rise)
+    pace.learn(0.0, 1.0)  # what a pass takes is known from an earlier text
     tokens = time = 0.0
     while tokens < 128:
         tokens, time = tokens + 1, time + 1
         if pace.rests():
             continue
         sure = chance.betavariate(2 * quality, 2 - 2 * quality)
-        pace.clock_draft(draft, 1)
-        pace.clock_pass(1.0, lambda nodes: 1.0)
+        pace.clock(draft, 1)
         steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
         gains = [sum(steps[:count]) for count in range(5)]
-        nodes = pace.choose(gains, 1, lambda nodes: 1 + rise * (nodes - 1))
+        nodes = pace.choose(gains, 1)
         accepted = 0
         while accepted < nodes - 1 and chance.random() < sure * truth:
             accepted += 1
-        pace.learn(accepted)
+        pace.learn(accepted, pace.cost(nodes))
         tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
     return tokens / time
 
@@ -95,8 +104,8 @@ def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_late_hope_is_tried() -> None:
-    pace = Pace()
-    pace.begin(hopeful=False)
+    pace = Pace(hopes=(1.0, 1.5))
+    pace.begin(lambda nodes: float(nodes))
     assert [pace.rests() for _ in range(66)] == [True] * 64 + [False] * 2
-    pace.begin()
+    pace.begin(lambda nodes: 1.0)
     assert not pace.rests()
