@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ class TreeCache(Cache):
     """A transformers `Cache` whose layers write where `place` says and show attention the used slots only."""
 
     def __init__(self, batch: int) -> None:
-        super().__init__(layer_class_to_replicate=partial(TreeCacheLayer, self))
+        # A cycle would keep the memory of a cache that nobody uses until Python looks for cycles.
+        itself: Any = proxy(self)
+        self._make_layer = partial(TreeCacheLayer, itself)
+        super().__init__(layer_class_to_replicate=self._make_layer)
         self.lengths = [0] * batch  # committed tokens of each row, on the host
         self.capacity = 0
         self.used = 0  # slots that attention sees
@@ -73,7 +77,7 @@ class TreeCache(Cache):
         self.capacity = self._capacity_for(max(other.lengths))
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
-                self.layers.append(TreeCacheLayer(self))
+                self.layers.append(self._make_layer())
             if layer.is_initialized:
                 self.layers[number].put(rows, layer)
         for row, length in zip(rows, other.lengths, strict=True):

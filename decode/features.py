@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,15 +14,19 @@ def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]
     """Put `hidden_states[layer]` [B, N, H] of every forward pass into `captured[layer]` until the hook is removed.
 
     Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
-    what leaves the final norm. Raises ValueError where the layer does not exist and, in a pass, where it has no
-    single state.
+    what leaves the final norm. Other threads' passes are left alone. Raises ValueError where the layer does not exist
+    and, in a pass, where it has no single state.
     """
     decoder, stack = find_decoder(model)
     index = layer + len(stack) + 1 if layer < 0 else layer
     if not 0 <= index <= len(stack):
         raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
 
+    thread = get_ident()
+
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if get_ident() != thread:
+            return
         states = args[0] if args else kwargs["hidden_states"]
         if states.ndim != 3:
             raise ValueError(
@@ -31,7 +36,8 @@ def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]
         captured[layer] = states
 
     def behind(module: nn.Module, args: Any, output: Any) -> None:
-        captured[layer] = output[0]
+        if get_ident() == thread:
+            captured[layer] = output[0]
 
     if index == len(stack):
         return decoder.register_forward_hook(behind)

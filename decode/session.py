@@ -6,7 +6,7 @@ Shapes: B rows, N nodes, V vocabulary, H hidden size, F = H x the number of capt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,12 +141,10 @@ class Session:
     def _captured(self) -> Iterator[dict[int, Tensor]]:
         """Collect the named layers' hidden states while the target runs."""
         captured: dict[int, Tensor] = {}
-        handles = [hook_feature(self.target.model, layer, captured) for layer in self.layers]
-        try:
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.callback(hook_feature(self.target.model, layer, captured).remove)
             yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:
