@@ -67,6 +67,7 @@ WARPERS = {
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
+SAMPLE = 64  # numbers of a packed weight that are looked at to see whether it has changed
 
 # What the self-test of each model led to, by `prepare`. A target that uses the model itself is kept without it.
 _TARGETS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Target]]] = WeakKeyDictionary()
@@ -121,7 +122,7 @@ def speculate(
         target,
         prompts,
         proposer,
-        sampling=_choose_sampling(generation_config, logits_processor, padding, length, most, stop_ids),
+        sampling=_choose_sampling(generation_config, logits_processor, padding),
         max_new_tokens=most,
         stop_ids=stop_ids,
         criterion=ends if criteria else None,
@@ -216,9 +217,6 @@ def _choose_sampling(
     config: GenerationConfig,
     processors: Sequence[LogitsProcessor],
     padding: Sequence[Tensor],
-    length: int,
-    most: int,
-    stop_ids: Sequence[int],
 ) -> Sampling:
     """The law that transformers' prepared processors, warpers among them, describe."""
     others, settings = list(processors), {"temperature": 1.0} if config.do_sample else {"seed": 0}
@@ -229,29 +227,18 @@ def _choose_sampling(
     if others:
         copies = config.num_return_sequences or 1
         rows = [[_narrow(each, row, copies) for each in others] for row in range(len(padding))]
-        others = [_RowByRow(rows, padding, length, most, stop_ids)]
+        others = [_RowByRow(rows, padding)]
     return Sampling(processors=others, **settings)
 
 
 class _RowByRow(RowProcessor):
-    """Logits processors made for a padded batch, asked about one row at a time and not beyond its end."""
+    """Logits processors made for a padded batch, asked about one row at a time."""
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[LogitsProcessor]],
-        padding: Sequence[Tensor],
-        length: int,
-        most: int,
-        stop_ids: Sequence[int],
-    ) -> None:
-        self.rows, self.padding, self.length, self.most = rows, padding, length, most
-        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long)
+    def __init__(self, rows: Sequence[Sequence[LogitsProcessor]], padding: Sequence[Tensor]) -> None:
+        self.rows, self.padding = rows, padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
         given = torch.cat([self.padding[row].to(input_ids.device), input_ids[0]])
-        new = given[self.length :]
-        if len(new) >= self.most or bool(torch.isin(new, self.stop_ids.to(new.device)).any()):
-            return scores  # guesses may go on beyond the end of a row; transformers would not ask about them
         for processor in self.rows[row]:
             scores = processor(given[None], scores)
         return scores
@@ -287,7 +274,11 @@ def _wrap(model: PreTrainedModel, prepare: bool) -> Target:
 
 
 def _state_of(model: PreTrainedModel, prepare: bool) -> Any:
-    """What changes when the model moves, gets another attention implementation or, once packed, other weights."""
-    packed = [module.weight for module in model.modules() if prepare and can_pack(module)]
+    """What changes when the model moves, gets another attention implementation or, once packed, other weights.
+
+    Merged adapters write into weights without a new version, so some of each weight's numbers are looked at, too.
+    """
+    packed = [module.weight.detach() for module in model.modules() if prepare and can_pack(module)]
+    samples = [weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist() for weight in packed]
     versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
-    return model.config._attn_implementation, model.dtype, model.device, versions
+    return model.config._attn_implementation, model.dtype, model.device, versions, samples

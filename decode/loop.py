@@ -14,11 +14,11 @@ from decode.accept import Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Row
 from decode.lossy import accept_typically, check_typical
 from decode.proposer import Plain, Proposer, Step
-from decode.sampling import Sampling
+from decode.sampling import Sampling, WithinAnswers
 from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
-from decode.text import Prompt, TextStream, encode
+from decode.text import Prompt, TextStream, encode, find_special
 from decode.tree import Tree
 
 Rule: TypeAlias = Callable[[Tree, Tensor, Sampling, Sequence[int], Sequence[Sequence[int]]], Accepted]
@@ -30,7 +30,7 @@ def generate(
     """Answer the prompts and return the answers in their order. Arguments and errors are those of `stream`."""
     chunks = stream(target, prompts, proposer, **{"text": False, **settings})
     answers = {chunk.row: chunk.answer for chunk in chunks if chunk.answer is not None}
-    return [answers[number] for number in sorted(answers)]
+    return [answers[number] for number in settings.get("numbers") or range(len(prompts))]
 
 
 def stream(
@@ -69,9 +69,14 @@ def stream(
         raise ValueError(f"batch size is {batch_size}; it must be at least 1")
     if nodes < 1:
         raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-    limits = Limits(max_new_tokens, target.stop_ids if stop_ids is None else frozenset(stop_ids), stop, criterion)
+    ends, stop = find_special(stop, target.tokenizer)
+    ends |= target.stop_ids if stop_ids is None else frozenset(stop_ids)
+    limits = Limits(max_new_tokens, ends, stop, criterion)
     waiting = deque(_make_rows(target, prompts, numbers, limits, chat, text or bool(stop)))
     sampling = sampling or Sampling()
+    if sampling.processors:
+        begins = {row.number: len(row.prompt) for row in waiting}
+        sampling = replace(sampling, processors=[WithinAnswers(sampling.processors, begins, ends, max_new_tokens)])
     if lossy_typical_acceptance:
         check_typical(sampling)
     rule = accept_typically if lossy_typical_acceptance else accept

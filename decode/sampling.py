@@ -5,7 +5,7 @@ Shapes: B rows, L tokens of a prefix, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,29 @@ class RowProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
         raise NotImplementedError
+
+
+class WithinAnswers(RowProcessor):
+    """Processors that are asked about answers up to their ends. Guesses may go on behind those, where plain decoding
+    would ask nothing, and a grammar may have no answer.
+
+    begins: where the answer to each prompt begins, by the prompt's number. most: tokens of an answer.
+    """
+
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], begins: Mapping[int, int], stop_ids: Iterable[int], most: int
+    ) -> None:
+        self.processors, self.begins, self.most = processors, begins, most
+        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.long)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
+        answer = input_ids[0, self.begins[row] :]
+        if len(answer) >= self.most or bool(torch.isin(answer, self.stop_ids.to(answer.device)).any()):
+            return scores
+        for processor in self.processors:
+            told = {"row": row} if isinstance(processor, RowProcessor) else {}
+            scores = processor(input_ids, scores, **told)
+        return scores
 
 
 @dataclass(frozen=True)

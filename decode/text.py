@@ -56,6 +56,15 @@ def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return max((read(end).rstrip(BROKEN) for end in range(len(tokens), max(len(tokens) - 4, -1), -1)), key=len)
 
 
+def find_special(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[frozenset[int], Sequence[str]]:
+    """The ids of those stop strings that are special tokens, which no text ever shows, and the other strings."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): number for number, token in added.items() if token.special}
+    if isinstance(stop, str) or not special.keys() & {*stop}:
+        return frozenset(), stop
+    return frozenset(special[text] for text in stop if text in special), [text for text in stop if text not in special]
+
+
 class TextStream:
     """Decodes an answer as it grows, holding back half characters and what may become a stop string."""
 

@@ -105,6 +105,30 @@ def test_processors_see_each_nodes_own_prefix(
             assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
 
 
+class Closed(LogitsProcessor):
+    """Knows no token behind an end token."""
+
+    def __init__(self, end: int, begin: int) -> None:
+        self.end, self.begin = end, begin
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.end in input_ids[0, self.begin :]:
+            raise ValueError("asked behind the end")
+        return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_are_not_asked_behind_an_end_token(llama: Target, draft: Target, temperature: float) -> None:
+    """Though drafts go on behind it."""
+    plain = generate(llama, PROMPTS[:1], sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[0]
+    end = plain.tokens[12]
+    sampling = Sampling(temperature, processors=[Closed(end, len(plain.prompt))], seed=2)
+    makers = {**deterministic(llama, draft), "drawn": lambda: DraftProposer(llama, length=4, sampled=True)}
+    for name, make in makers.items():
+        answer = generate(llama, PROMPTS[:1], make(), sampling=sampling, max_new_tokens=24, stop_ids=[end])[0]
+        assert answer.finish == "eos" or name == "drawn"
+
+
 def draw_drafts(target: Target, draft: Target) -> dict[str, Proposer]:
     """Ways to draft at random."""
     return {

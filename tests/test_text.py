@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.answer import Chunk, Limits, Row
-from decode.text import BROKEN, TextStream, encode
+from decode.text import BROKEN, TextStream, encode, find_special
 
 TEXT = (
     "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "
@@ -182,6 +182,13 @@ def test_stop_strings(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     text, stop, expected = STOPS[name]
     for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
         assert "".join(stream(tokenizer, ids, stop)) == expected
+
+
+def test_stop_strings_that_are_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    """No text shows them, so their ids are what ends an answer."""
+    ends, texts = find_special(["STOP", tokenizer.eos_token], tokenizer)
+    assert (ends, texts) == ({tokenizer.eos_token_id}, ["STOP"])
+    assert find_special(["STOP"], tokenizer) == (frozenset(), ["STOP"])
 
 
 def test_a_stop_string_ends_it_with_its_own_token(tokenizer: PreTrainedTokenizerFast) -> None:
