@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -57,12 +58,14 @@ def _read_scaling(words: Said) -> RopeScaling | None:
     """How rotary positions are stretched, in the older form (rope_scaling) or in transformers 5's (rope_parameters)."""
     said = section(words, "rope_scaling") or section(words, "rope_parameters")
     kind = said.get("rope_type") or said.get("type") or "default"
-    if kind == "default":
-        return None
     known = [field.name for field in fields(RopeScaling)]
     strange = {name: value for name, value in said.items() if name not in {*known, *ROPE_EXTRAS} and value is not None}
+    if kind == "default":  # then no other word counts, but those that are of kinds of layers with words of their own
+        strange = {name: value for name, value in strange.items() if isinstance(value, Mapping)}
     if strange or said.get("partial_rotary_factor", 1) != 1 or not said.get("truncate", True):
         raise ValueError(f"its config says {dict(said)} of rotary positions; beside rope_theta only {known} are known")
+    if kind == "default":
+        return None
     given: dict[str, Any] = {name: value for name in known[1:] if (value := number(said, name)) is not None}
     if "factor" not in given:
         raise ValueError(f"its config says rope_type: {kind!r} without a factor")

@@ -52,7 +52,7 @@ class VocabularyHead(nn.Module):
                 f"the target's output matrix is {list(weight.shape)}, this head's vocabulary needs "
                 f"[{self.vocab_size}, {self.hidden_size}]"
             )
-        rows = weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+        rows = self.drafted_rows(weight)
         if self.output == "target":
             self.borrowed = rows.detach().to(next(self.parameters()).dtype)
             return
@@ -60,6 +60,10 @@ class VocabularyHead(nn.Module):
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
                 linear.bias.data.zero_()
+
+    def drafted_rows(self, weight: Tensor) -> Tensor:
+        """The rows [D, H] of a matrix [V, H] that are of tokens which this head guesses."""
+        return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Raise ValueError where the head was trained for a target of other sizes than these."""

@@ -49,6 +49,8 @@ class DraftProposer:
                 f"the draft model has a vocabulary of {self.draft.vocabulary} tokens, the target one of "
                 f"{target.vocabulary}; a draft must share the target's tokenizer"
             )
+        if self.width > target.vocabulary:
+            raise ValueError(f"width is {self.width}, more than the {target.vocabulary} tokens that there are")
         ours, theirs = self.draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None and ours is not theirs and ours.get_vocab() != theirs.get_vocab():
             raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")

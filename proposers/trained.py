@@ -65,8 +65,9 @@ class TrainedProposer(ABC):
         self.confidence = trust_blindly if calibration is None else calibration.trust
         self.pace = Pace() if calibration is None else Pace(calibration.expect_tau(LARGEST))
         self.step: Step
+        self._lender: Any = None  # the model whose output matrix the head uses, where it has none of its own
         self._handed = 0.0  # when the target got the last tree
-        self._shapes: dict[tuple[int, int, bool], Shape] = {}  # by nodes, levels, and whether tokens are drawn
+        self._shapes: dict[tuple[Any, ...], Shape] = {}  # by nodes, levels, whether tokens are drawn, and device
 
     @property
     def depth(self) -> int:
@@ -157,7 +158,7 @@ class TrainedProposer(ABC):
         levels = min(self.depth, most - 1, max(2, *self.step.room) - 1)
         if self.paths is None:
             return search(roots, guesses, levels, self.width, confidence, pays, self.ranks, pick)
-        key = most, levels, self._draws
+        key = most, levels, self._draws, roots.device
         if key not in self._shapes:
             paths = renumber(self.paths) if self._draws else self.paths
             paths = cut_tree(paths, levels, self.head.draft_size, most - 1)
@@ -173,8 +174,14 @@ class TrainedProposer(ABC):
         """Bring the head to the target's device, with what it shares with it. Raises ValueError as `check` does."""
         self.check(target)
         self.head.to(target.device)
-        if self.head.output == "target" and self.head.borrowed is None:
+        before = self.head.borrowed
+        if self.head.output != "target" or (before is not None and self._lender is target.model):
+            return
+        if not isinstance(self.logits, Readout):
             self.head.borrow(target.output_matrix)
+        elif not torch.equal(before, self.head.drafted_rows(target.output_matrix).to(before)):
+            raise ValueError("this proposer was prepared for another target, whose output matrix it uses; load it anew")
+        self._lender = target.model
 
     def _pays(self, scores: Tensor) -> bool:
         return True

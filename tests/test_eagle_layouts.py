@@ -118,6 +118,16 @@ def test_eagle_with_stretched_positions(tmp_path, word):
     assert_same(loaded, head)
 
 
+@pytest.mark.parametrize(
+    "parameters", [{"full_attention": {"rope_theta": 9.0}}, {"rope_type": "default", "partial_rotary_factor": 0.5}]
+)
+def test_positions_that_are_not_known_are_refused(tmp_path, parameters):
+    said = {**SAID, "bias": False, "rope_parameters": parameters}
+    folder = write(tmp_path, "pytorch_model.bin", name_eagle(made_eagle(LAYER)), said)
+    with pytest.raises(ValueError, match="of rotary positions; beside rope_theta only"):
+        load_head(folder)
+
+
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
 def test_published_eagle3(tmp_path, name, prefix):

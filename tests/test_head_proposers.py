@@ -283,6 +283,18 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
 
 
+def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:
+    one, other = (Target(tiny("llama", dtype=torch.float32, seed=seed)) for seed in (0, 1))
+    proposer = make("medusa", one, {"output": "target"}, nodes=8)
+    for target in (one, other):
+        generate(target, [[5, 9, 5]], proposer, max_new_tokens=2)
+        assert torch.equal(proposer.head.borrowed, target.output_matrix)
+    prepared = proposer.prepare(other)
+    with pytest.raises(ValueError, match="was prepared for another target"):
+        generate(one, [[5, 9, 5]], prepared, max_new_tokens=2)
+    generate(Target(other.model, prepare=True), [[5, 9, 5]], prepared, max_new_tokens=2)
+
+
 def test_published_trees_are_trees() -> None:
     assert [len(PUBLISHED[name]) for name in PUBLISHED] == [63] * 8 + [25]
     for paths in PUBLISHED.values():
