@@ -16,6 +16,8 @@ KNOWN = re.compile(
     r"|lm_heads\.\d+\.weight|lm_head\.weight|token_map"
 )
 HEADS = ("num_heads", "medusa_num_heads")
+LAYERS = ("num_hidden_layers", "num_layers", "medusa_num_layers")  # 1 where none is there
+ITS_OWN, MODEL_TYPE = "MedusaModel", "medusa"
 SHOWN = 3
 
 
@@ -35,9 +37,17 @@ def check_medusa(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         text = "its blocks have biases, which are dropped unless config.json says medusa_fc_bias: true"
         yield Finding("error", "vllm", "medusa-bias-dropped", text)
     heads = next((folder.said[word] for word in HEADS if word in folder.said), None)
-    if (held := count_heads(folder)) != heads:
+    layers = next((folder.said[word] for word in LAYERS if word in folder.said), 1)
+    held, blocks = count_blocks(folder)
+    if held != heads:
         text = f"the file has {held} heads and config.json says {heads}: write num_heads: {held}"
         yield Finding("error", "vllm", "medusa-head-count", text)
+    if blocks != layers:
+        text = (
+            f"the file has {blocks} blocks a head, config.json says, or leaves to the default, {layers}; vLLM passes "
+            f"over the others: write num_hidden_layers: {blocks}"
+        )
+        yield Finding("error", "vllm", "medusa-layer-count", text)
     said = (int(take(folder.said, "hidden_size")), int(take(folder.said, "vocab_size")))
     if said != (target.config.hidden_size, target.vocabulary):
         text = (
@@ -47,11 +57,21 @@ def check_medusa(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         yield Finding("error", "vllm", "medusa-sizes", text)
 
 
-def count_heads(folder: HeadFolder) -> int:
-    """How many heads the file has, whatever its config says."""
+def count_blocks(folder: HeadFolder) -> tuple[int, int]:
+    """How many heads the file has, and how many blocks each, whatever its config says."""
     names = [name.removeprefix(PREFIX) for name in folder.tensors]
     forms = ("blocks.{}.layers.{}.weight", "{}.{}.linear.weight")
-    return max((numbers[0] for form in forms if (numbers := count(form, names))), default=0)
+    found = [numbers for form in forms if (numbers := count(form, names))]
+    return (found[0][0], found[0][1]) if found else (0, 0)
+
+
+def check_names(folder: HeadFolder, target: Target) -> Iterator[Finding]:
+    if (kind := folder.said.get("model_type")) != MODEL_TYPE:
+        text = f'model_type is {kind!r}, by which vLLM chooses how to read the config: write "{MODEL_TYPE}"'
+        yield Finding("error", "vllm", "model-type", text)
+    if folder.architectures not in ([], [ITS_OWN]):
+        text = f'architectures is {folder.architectures}: write ["{ITS_OWN}"]'
+        yield Finding("error", "vllm", "architectures", text)
 
 
 def check_matrices(folder: HeadFolder, target: Target) -> Iterator[Finding]:
@@ -73,5 +93,5 @@ def check_hydra(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     yield Finding("warning", "both", "hydra-not-served", "no server has Hydra; it drafts in Draftless")
 
 
-MEDUSA_RULES = (check_servers, check_medusa, check_matrices)
+MEDUSA_RULES = (check_servers, check_names, check_medusa, check_matrices)
 HYDRA_RULES = (check_hydra,)

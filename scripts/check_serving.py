@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 
 from scripts.check_folder import Engine, Finding, HeadFolder
-from scripts.check_medusa import count_heads
+from scripts.check_medusa import count_blocks
 
 SERVERS: tuple[Engine, ...] = ("vllm", "sglang")
 AHEAD = 3  # tokens that are guessed in a chain, as is usual
@@ -23,7 +23,7 @@ def write_commands(folder: HeadFolder, target: str, findings: Iterable[Finding])
     found, place, kind = list(findings), str(folder.path.resolve()), folder.kind
     commands: dict[Engine, str] = {}
     if kind in ("eagle", "eagle3", "medusa"):
-        ahead = count_heads(folder) if kind == "medusa" else AHEAD
+        ahead = count_blocks(folder)[0] if kind == "medusa" else AHEAD
         said = json.dumps({"method": kind, "model": place, "num_speculative_tokens": ahead})
         commands["vllm"] = shlex.join(["vllm", "serve", target, "--speculative-config", said])
     if kind in ("eagle", "eagle3"):
