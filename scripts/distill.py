@@ -30,13 +30,15 @@ TURNS = 4  # batches of conversations that are led at a time: a kill loses those
 
 EPILOG = """\
 PROMPTS is a .jsonl file with one of these in each line: "prompt"; "turns", questions that are asked one after the
-other; "messages", a chat so far that ends with a question. A line may have its own "id" (else: its number),
-"source" (else: the file's name) and "temperature". Any other file, or - for standard input, is plain text: one prompt.
+other; "messages", a chat so far that ends with a question. A line may have its own "id" (else: its number, behind the
+file's name where there are several files), "source" (else: the file's name) and "temperature". Any other file, or -
+for standard input, is plain text: one prompt.
 
 Each line of FILE is one answer: id, source, temperature, prompt, response (or messages, where turns or messages were
 asked), finished (whether the model itself ended it), response_tokens. Answers that fall into a loop (the last 60
-tokens repeat with a period under 20) and prompts that leave no room in the context have no response; "dropped" says
-"loop" or "context". An answer that is cut off ends its conversation.
+tokens repeat with a period under 20), prompts that leave no room in the context and answers that are cut off before
+their first word have no response; "dropped" says "loop", "context" or "empty". Where that befalls a later turn, the
+line is the conversation before it, and "cut" says why. An answer that is cut off ends its conversation.
 
 A run that was interrupted or killed goes on where it stopped when it is started again: what is in FILE is not asked
 again. FILE.settings.json keeps what the answers depend on. Lines are in the order in which answers were finished.
@@ -187,7 +189,8 @@ def describe(answers: Answers) -> str:
     dropped = answers.dropped
     return (
         f"{answers.path}: {len(answers.done) - dropped.total()} answers, {answers.tokens} tokens; dropped: "
-        f"{dropped['loop']} that fell into a loop, {dropped['context']} that the context has no room for"
+        f"{dropped['loop']} that fell into a loop, {dropped['context']} that the context has no room for, "
+        f"{dropped['empty']} without a word; {answers.cut} conversations were cut before such an answer"
     )
 
 

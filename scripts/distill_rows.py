@@ -38,19 +38,24 @@ class Job:
 
     def take(self, answer: Answer) -> dict[str, Any] | None:
         """Add an answer. Returns the row for the file, or None where another question follows."""
-        self.tokens += len(answer.tokens)
         if answer.finish == "criterion":
             return self.drop("loop")
-        self.messages.append({"role": "assistant", "content": answer.text})
         finished = answer.finish == "eos"
+        if not (finished or answer.text.strip()):
+            return self.drop("empty")
+        self.tokens += len(answer.tokens)
+        self.messages.append({"role": "assistant", "content": answer.text})
         if finished and self.later:  # nobody would ask on in the middle of an answer
             self.messages.append({"role": "user", "content": self.later.pop(0)})
             return None
         return self.row() | {"finished": finished, "response_tokens": self.tokens}
 
     def drop(self, reason: str) -> dict[str, Any]:
-        """The row that remembers that there is no answer, and why."""
-        return self.row() | {"dropped": reason}
+        """The row where an answer cannot be had: the conversation before it, or that there is none; and why."""
+        if not self.tokens:
+            return self.row() | {"dropped": reason}
+        self.messages.pop()  # the question
+        return self.row() | {"finished": True, "response_tokens": self.tokens, "cut": reason}
 
     def row(self) -> dict[str, Any]:
         """What was said so far, as it is written."""
@@ -68,7 +73,9 @@ def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
     for path in paths:
         for line, row in read_rows(path):
             place = f"{path}, line {line}"
-            job = _make_job(len(jobs), {"id": line, "source": Path(path).stem, **row}, temperatures, place)
+            stem = Path(path).stem
+            own = line if len(paths) == 1 else f"{stem}:{line}"
+            job = _make_job(len(jobs), {"id": own, "source": stem, **row}, temperatures, place)
             if job.id in places:
                 raise ValueError(f"{place} has the id {json.dumps(job.id)} of {places[job.id]}; give each row its own")
             places[job.id] = place
@@ -122,6 +129,7 @@ class Answers:
         self.done: dict[int | str, dict[str, Any]] = {}  # rows by their ids
         self.tokens = 0  # of all answers
         self.dropped = Counter[str]()
+        self.cut = 0  # conversations of which a later answer was dropped
         if path.exists() and path.stat().st_size:
             self._read()
 
@@ -174,3 +182,4 @@ class Answers:
             self.dropped[row["dropped"]] += 1
         else:
             self.tokens += row["response_tokens"]
+            self.cut += "cut" in row

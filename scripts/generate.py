@@ -39,7 +39,8 @@ EPILOG = """\
 On a colour terminal, text that was guessed and accepted is painted, from green (one token ahead) over blue to pink.
 
 A prompt with several turns is a conversation: each turn is asked after the answers to those before it. All first
-turns are answered before the second ones.
+turns are answered before the second ones. One whose later turn has no room in the context ends there, the others go
+on, and the exit status is 1.
 
 With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (how many), tokens
 (ids, the end token included), text, finish (why it ended: eos, stop, length or context), steps (forward passes of
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.proposer in ("ngram", AUTO) or (args.proposer in TRAINED and args.nodes is None):
             target.cost(min(args.batch_size, len(conversations)))  # asked for now, it is not in an answer's seconds
         answer(conversations, target, proposer, sampling, args)
+        if any(len(conversation.answers) < len(conversation.turns) for conversation in conversations):
+            raise SystemExit(1)
 
 
 def make_parser() -> Parser:
@@ -168,10 +171,10 @@ def answer(
     turns = max(len(conversation.turns) for conversation in conversations)
     for turn in range(turns):
         # Rows are numbered within a turn and not within a batch: their draws must not depend on the batch size.
-        asked = [conversation for conversation in conversations if turn < len(conversation.turns)]
+        asked, prompts = encode_turn(conversations, turn, target, args.chat)
         chunks = stream(
             target,
-            [conversation.encode(target, args.chat) for conversation in asked],
+            prompts,
             proposer,
             batch_size=args.batch_size,
             sampling=sampling,
@@ -184,6 +187,25 @@ def answer(
             print_json(chunks, asked)
         else:
             print_text(chunks, asked, titled=turns + len(conversations) > 2)
+
+
+def encode_turn(
+    conversations: list[Conversation], turn: int, target: Target, chat: bool | None
+) -> tuple[list[Conversation], list[list[int]]]:
+    """The conversations that have such a turn, and its tokens. Later ones that have no room end, and it is said."""
+    asked, prompts = [], []
+    for conversation in conversations:
+        if len(conversation.answers) < turn or len(conversation.turns) <= turn:
+            continue
+        try:
+            prompts.append(conversation.encode(target, chat))
+        except ValueError as error:
+            if turn == 0:
+                raise
+            print(f"{error}: it ends here", file=sys.stderr)
+            continue
+        asked.append(conversation)
+    return asked, prompts
 
 
 def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool) -> None:

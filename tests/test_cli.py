@@ -315,6 +315,14 @@ def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp
     refuse(call(*BASE, "--prompt-file", str(file)), "prompt 1, turn 0, has 318 tokens")
 
 
+def test_a_conversation_that_outgrows_the_context_ends_alone(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a", "x" * 300], ["b", "c"])))
+    run = call(*BASE, "--prompt-file", str(file), "--json")
+    assert run.status == 1 and "prompt 0, turn 1, has" in run.err and "it ends here" in run.err
+    assert [(row["index"], row["turn"]) for row in run.rows] == [(0, 0), (1, 0), (1, 1)]
+
+
 def test_what_ended_is_not_lost_where_work_stops_early(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = call(*TO_FILE).rows
     real = generate.stream

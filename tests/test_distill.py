@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode import Sampling, Target, generate
+from decode import Answer, Sampling, Target, generate
+from decode.stats import Stats
 from scripts import distill
 from training.data import has_looped
 
@@ -133,7 +134,7 @@ def test_files_of_several_kinds_make_one(call: Call) -> None:
     run = call("plain.txt", write("in.jsonl", rows))
     assert run.status == 0 and run.out.startswith("out.jsonl: 3 answers, ")
     shown = [(row["id"], row["source"], row["prompt"], row["temperature"]) for row in read()]
-    assert shown == [(1, "plain", "Two\nlines", 0), (2, "elsewhere", "y", 0), ("own", "in", "x", 0.5)]
+    assert shown == [("in:2", "elsewhere", "y", 0), ("own", "in", "x", 0.5), ("plain:1", "plain", "Two\nlines", 0)]
 
 
 def test_repetition_makes_shares_of_temperatures(call: Call) -> None:
@@ -156,6 +157,25 @@ def test_loops_are_dropped_counted_and_not_made_again(
     assert second["dropped"] == "loop" and second["messages"] == [{"role": "user", "content": "y"}]
     monkeypatch.setattr(distill, "load_target", lambda args: pytest.fail("something was made again"))
     assert call(*options, name=str(looping)).out == run.out
+
+
+def answered(text: str, finish: Any) -> Answer:
+    return Answer([0], [1] * len(text), text, finish, Stats())
+
+
+def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped() -> None:
+    (path,) = [write("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])]
+    talk, single = distill.read_jobs([path], [0.0])
+    assert talk.take(answered("one", "eos")) is None and talk.take(answered("two!", "eos")) is None
+    row = talk.take(answered("loop", "criterion"))
+    assert row is not None and row["cut"] == "loop" and row["finished"] and row["response_tokens"] == 7
+    assert [message["content"] for message in row["messages"]] == ["a", "one", "b", "two!"]
+    assert single.take(answered(" ", "length")) == {**single.row(), "dropped": "empty"}
+
+
+def test_files_without_ids_can_be_asked_together() -> None:
+    paths = [write(f"{name}.jsonl", [{"prompt": name}, {"prompt": "b", "id": name}]) for name in ("one", "two")]
+    assert [job.id for job in distill.read_jobs(paths, [0.0])] == ["one:1", "one", "two:1", "two"]
 
 
 @pytest.mark.parametrize(
