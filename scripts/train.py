@@ -59,16 +59,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         teacher, save_best = Teacher(target, head.features), partial(save_head, head, args.out, torch.bfloat16)
         if args.joint:
             objective, teacher, save_best = join(args, target, objective, save_best)
+        validate = Validator(target, head, dataset.prompts)
         if args.plan:
             print_plan(objective, dataset, schedule, Lessons(dataset.examples, teacher))
             return
-        validate = Validator(target, head, dataset.prompts)
         settings = describe_settings(args, target, head, schedule)
         state = load_state(args.out, settings) if args.resume else None
-        lessons = Lessons(dataset.examples, teacher, fill_cache(args, teacher, dataset, accelerator))
         args.out.mkdir(parents=True, exist_ok=True)
+        lessons = Lessons(dataset.examples, teacher, fill_cache(args, teacher, dataset, accelerator))
         trainer = Trainer(objective, dataset, lessons, validate, save_best, schedule, args.out, accelerator, settings)
-        made = trainer.run(state)
+        made = trainer.run(state, begin_with_best=args.init is not None and not args.joint)
         if accelerator.is_main_process:
             print(describe(trainer, made))
             if args.plot is not None:
@@ -126,12 +126,17 @@ def describe_features(args: argparse.Namespace, target: Target) -> dict[str, Any
     for file in args.data:
         digest.update(file.read_bytes())
     return {
-        "target": target.model.config.name_or_path,
+        "target": _place(target.model.config.name_or_path),
         "hidden_size": target.config.hidden_size,
         "data": digest.hexdigest()[:16],
         "max_length": args.max_length,
         "dtype": args.dtype,
     }
+
+
+def _place(name: str) -> str:
+    """A hub id as it is, of a folder the whole path, however it was given."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def fill_cache(

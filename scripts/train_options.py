@@ -9,7 +9,6 @@ from typing import get_args
 
 from heads import HEADS
 from heads.vocabulary import Output
-from proposers.loading import EAGLES
 from scripts.bench_files import check_folder
 from scripts.bench_plot import check_plot
 from scripts.options import Parser, at_least
@@ -20,6 +19,11 @@ from training.checkpoint import METRICS
 from training.losses import LOSSES
 from training.objective import DECAY
 from training.schedule import Schedule
+
+UNROLLING = "ttt_steps", "regression", "noise"
+STACKED = "heads", "layers", "output", "joint"
+# Options of other kinds of heads. The states of EAGLE-3 are no features, so nothing can hold them to those.
+FOREIGN = {"medusa": UNROLLING, "hydra": UNROLLING, "eagle": STACKED, "eagle3": (*STACKED, "regression")}
 
 DESCRIPTION = "Train a head that guesses what a model says next. The model itself stays as it is, but for --joint."
 EPILOG = """\
@@ -84,7 +88,8 @@ def add_head_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         choices=get_args(Output),
-        help="for medusa and hydra: an output matrix for each, one for all, or the target's own (default: shared)",
+        help="for medusa and hydra: own, a matrix for each guess; shared, one for all, begun as the model's; target, "
+        "the model's own, not trained (default: shared)",
     )
     group.add_argument(
         "--draft-vocab",
@@ -139,7 +144,7 @@ def add_unrolling_options(parser: argparse.ArgumentParser) -> None:
         "--regression",
         type=float,
         metavar="X",
-        help="weight of the distance from the model's next feature (default: 10 for eagle, as published; 0 for eagle3)",
+        help="for eagle: weight of the distance from the model's next feature (default: 10, as published)",
     )
     group.add_argument(
         "--noise", type=float, metavar="X", help="added to features, at most (default: 0; EAGLE-1 was trained with 0.1)"
@@ -164,8 +169,7 @@ def check_head_options(args: argparse.Namespace) -> None:
     """Raise ValueError where an option is for another kind of head, or out of range."""
     if args.prefix and (args.head != "hydra" or args.init is not None):
         raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
-    foreign = ("heads", "layers", "output", "joint") if args.head in EAGLES else ("ttt_steps", "regression", "noise")
-    for name in foreign:
+    for name in FOREIGN[args.head]:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is not for {args.head} heads; leave it out")
     if not 0 < args.decay < math.inf:

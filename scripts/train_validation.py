@@ -20,7 +20,9 @@ class Validator:
 
     def __init__(self, target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
-            raise ValueError("no prompt is held out for validation: one in fifty is, and the data has too few prompts")
+            raise ValueError(
+                "no prompt is held out for validation: the data needs ten at least, short enough for the model"
+            )
         self.target, self.head, self.prompts = target, head, prompts
 
     def __call__(self) -> Validation:

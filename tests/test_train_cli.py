@@ -108,6 +108,8 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     assert after.output == output and after.token_map is not None and len(after.token_map) == 60
 
     assert call(*SHORT, "--init", str(trained), out=tmp_path / "more").status == 0
+    first = read_metrics(tmp_path / "more")[0]
+    assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
 
 
@@ -132,6 +134,8 @@ def test_what_a_head_speaks_through(call: Call, tmp_path: Path, output: str) -> 
         (["--prefix"], "--prefix is for a new hydra head"),
         (["--head", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
         (["--head", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
+        (["--head", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
+        (["--seed", "-1"], "seed is -1; it must be between 0 and"),
         (["--head", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
         (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),

@@ -108,7 +108,8 @@ class FeatureCache:
         if any(not entry.name.startswith(".") and entry.name != SETTINGS for entry in self.folder.iterdir()):
             raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
         with self.locked():
-            write_aside(self.folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
+            if not (self.folder / SETTINGS).exists():  # another training may have begun it meanwhile
+                write_aside(self.folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         file = self.folder / SETTINGS

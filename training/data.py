@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20  # a text whose last 60 tokens repeat with a period under 20 has fallen into a loop
-HELD_OUT = 50  # one prompt of so many is kept for validation
+HELD_OUT = 50  # one prompt of so many is kept for validation,
+FEWEST = 10  # and one at least of so many or more
 Messages = list[dict[str, str]]
 
 
@@ -46,18 +47,19 @@ def load_dataset(
 ) -> Dataset:
     """Read JSONL files of conversations: `prompt` and `response`, or `messages` that end with an answer.
 
-    Every prompt whose digest says so is held out; the first `prompts` of them, in the digest's order, are kept for
-    validation. Examples are cut at `max_length` tokens. ends: tokens that end an answer, beside the tokenizer's own.
-    Raises ValueError, with file and line, for a line that is not such a conversation or has no answer tokens, and
-    where nothing is left to train on.
+    Every prompt whose digest says so is held out, and of ten or more at least one; the first `prompts` of them, in the
+    digest's order, are kept for validation. Examples are cut at `max_length` tokens. ends: tokens that end an answer,
+    beside the tokenizer's own. Raises ValueError, with file and line, for a line that is not such a conversation or has
+    no answer tokens, and where nothing is left to train on.
     """
     examples, held_out, dropped, too_long = [], {}, 0, 0
-    rows = tqdm(list(_read(files)), desc="tokenizing", unit=" answers", leave=False, disable=None)
-    for place, messages, finished in rows:
-        digest = _digest(messages)
+    rows = [(_digest(messages), place, messages, finished) for place, messages, finished in _read(files)]
+    chosen = _hold_out({digest for digest, *_ in rows})
+    shown = tqdm(rows, desc="tokenizing", unit=" answers", leave=False, disable=None)
+    for digest, place, messages, finished in shown:
         example = tokenize(messages, tokenizer, finished, place, ends)
         begin = example.spans[0][0]
-        if int.from_bytes(digest[:4]) % HELD_OUT == 0:
+        if digest in chosen:
             held_out[digest] = list(example.tokens[:begin])
         elif has_looped(example.tokens):
             dropped += 1
@@ -71,8 +73,14 @@ def load_dataset(
             f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
             f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
         )
-    chosen = [held_out[digest] for digest in sorted(held_out) if len(held_out[digest]) < max_length]
-    return Dataset(examples, chosen[:prompts], dropped)
+    kept = [held_out[digest] for digest in sorted(held_out) if len(held_out[digest]) < max_length]
+    return Dataset(examples, kept[:prompts], dropped)
+
+
+def _hold_out(digests: set[bytes]) -> set[bytes]:
+    """Those of prompts for validation: one of `HELD_OUT`, the same ones whatever else there is."""
+    chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % HELD_OUT == 0}
+    return chosen or ({min(digests)} if len(digests) >= FEWEST else set())
 
 
 def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, ends: Collection[int] = ()) -> Example:

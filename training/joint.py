@@ -83,9 +83,13 @@ def save_adapted(target: Target, adapters: Adapters, folder: Path) -> None:
     """
     aside, older = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
     shutil.rmtree(aside, ignore_errors=True)
-    target.model.save_pretrained(aside, state_dict=adapters.merge(target.model.state_dict()))
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(aside)
+    try:
+        target.model.save_pretrained(aside, state_dict=adapters.merge(target.model.state_dict()))
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     shutil.rmtree(older, ignore_errors=True)
     if folder.exists():
         folder.rename(older)

@@ -72,7 +72,9 @@ class _VocabularyLoss(torch.autograd.Function):
         labels, chances = known
         exact = torch.promote_types(dtype, torch.float32)
         narrow, matrix = states.to(dtype), weight.to(dtype)
-        grad_states, grad_weight = torch.empty_like(narrow), torch.zeros_like(weight, dtype=exact)
+        grad_states = torch.empty_like(narrow)
+        # A borrowed matrix is not trained, and its gradient would be a third of the work.
+        grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[3] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         total = torch.zeros((), dtype=exact, device=states.device)
         right = torch.empty(len(states), dtype=torch.bool, device=states.device)
@@ -93,7 +95,8 @@ class _VocabularyLoss(torch.autograd.Function):
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(dtype)
             grad_states[part] = gradient @ matrix
-            grad_weight += gradient.T @ narrow[part]
+            if grad_weight is not None:
+                grad_weight += gradient.T @ narrow[part]
         ctx.save_for_backward(grad_states, grad_weight, grad_bias)
         ctx.dtypes = states.dtype, weight.dtype
         ctx.mark_non_differentiable(right)
@@ -103,5 +106,5 @@ class _VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Any, _: Any) -> Any:
         grad_states, grad_weight, grad_bias = ctx.saved_tensors
         states, weight = ctx.dtypes
-        bias = None if grad_bias is None else (grad_bias * scale).to(weight)
-        return None, None, (grad_states * scale).to(states), (grad_weight * scale).to(weight), bias, None, None
+        matrix, bias = (None if part is None else (part * scale).to(weight) for part in (grad_weight, grad_bias))
+        return None, None, (grad_states * scale).to(states), matrix, bias, None, None

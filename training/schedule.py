@@ -30,6 +30,8 @@ class Schedule:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed is {self.seed}; it must be between 0 and {(1 << 32) - 1}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}; it must be a positive number")
 

@@ -85,7 +85,9 @@ class Trainer:
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.steps = sum(1 for _ in schedule.plan(self.lengths))
-        self.rates = get_cosine_schedule_with_warmup(self.optimizer, int(WARMUP * self.steps) + 1, self.steps)
+        # From its second step on: at the first one the rate would be zero.
+        warmup = int(WARMUP * self.steps) + 1
+        self.rates = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.steps + 1, last_epoch=0)
         self.progress = Progress()
         self._terminated = False
 
@@ -94,8 +96,10 @@ class Trainer:
         """Whether nothing is left to do: all steps were made, or tau has stopped growing."""
         return self.progress.step == self.steps or self.progress.stale >= self.schedule.patience
 
-    def run(self, state: Mapping[str, Any] | None = None) -> int:
+    def run(self, state: Mapping[str, Any] | None = None, begin_with_best: bool = False) -> int:
         """Train to the end, or until tau stops growing; go on from a checkpoint's `state`. Returns the steps made.
+
+        begin_with_best: the head that there is at the beginning is the one to be beaten.
 
         Raises ValueError where the loss explodes (what was saved stays), SystemExit after a SIGTERM (state saved).
         """
@@ -106,6 +110,8 @@ class Trainer:
         self.metrics = Metrics(self.folder, begun) if self.accelerator.is_main_process else None
         before = signal.signal(signal.SIGTERM, self._terminate)
         try:
+            if state is None and begin_with_best:
+                self._validate()
             self._train()
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -228,7 +234,8 @@ class Trainer:
         groups: dict[float, list[Tensor]] = {}
         for name, weight in self.weights.items():
             groups.setdefault(shares.get(name.split(".")[0], 1.0), []).append(weight)
-        return [{"params": weights, "lr": self.schedule.lr * share} for share, weights in groups.items()]
+        rates = {share: self.schedule.lr * share for share in groups}
+        return [{"params": groups[share], "lr": rate, "initial_lr": rate} for share, rate in rates.items()]
 
     def _stopping(self) -> bool:
         """Whether any process was asked to stop."""
