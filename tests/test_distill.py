@@ -163,7 +163,10 @@ def answered(text: str, finish: Any) -> Answer:
     return Answer([0], [1] * len(text), text, finish, Stats())
 
 
-def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped() -> None:
+def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (path,) = [write("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])]
     talk, single = distill.read_jobs([path], [0.0])
     assert talk.take(answered("one", "eos")) is None and talk.take(answered("two!", "eos")) is None
@@ -173,7 +176,8 @@ def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped() -> None:
     assert single.take(answered(" ", "length")) == {**single.row(), "dropped": "empty"}
 
 
-def test_files_without_ids_can_be_asked_together() -> None:
+def test_files_without_ids_can_be_asked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     paths = [write(f"{name}.jsonl", [{"prompt": name}, {"prompt": "b", "id": name}]) for name in ("one", "two")]
     assert [job.id for job in distill.read_jobs(paths, [0.0])] == ["one:1", "one", "two:1", "two"]
 
