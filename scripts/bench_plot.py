@@ -88,6 +88,7 @@ def _draw_bars(axes: Any, heights: Sequence[Sequence[float]], methods: Sequence[
     """A bar for each method in each group; `heights[method][group]`."""
     colours, greys = cycle(COLOURS), cycle(GREYS)
     room = 0.8 / max(len(methods), 1)
+    size = min(8.5, 50 / max(len(methods), 1))  # of numbers, which stand side by side
     for place, (method, row) in enumerate(zip(methods, heights, strict=True)):
         widths = [room] * (len(row) - 1) + [room * ALL_WIDTH]
         lefts = [group - 0.4 + place * width for group, width in enumerate(widths)]
@@ -104,7 +105,7 @@ def _draw_bars(axes: Any, heights: Sequence[Sequence[float]], methods: Sequence[
         )
         middle = lefts[-1] + widths[-1] / 2
         axes.annotate(
-            f"{row[-1]:.2f}", (middle, row[-1]), (0, 2), textcoords="offset points", ha="center", fontsize=8.5
+            f"{row[-1]:.2f}", (middle, row[-1]), (0, 2), textcoords="offset points", ha="center", fontsize=size
         )
 
 
