@@ -49,7 +49,11 @@ class Step:
 
 
 class Proposer(Protocol):
-    """Anything that drafts. These three members are all that the loop knows of it."""
+    """Anything that drafts. These three members are all that the loop knows of it.
+
+    It may remember the text that it drafts for, so a proposer serves one stream at a time; streams that run side by
+    side need one each.
+    """
 
     @property
     def layers(self) -> Sequence[int]:
