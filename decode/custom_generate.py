@@ -214,9 +214,7 @@ def _split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, l
 
 
 def _choose_sampling(
-    config: GenerationConfig,
-    processors: Sequence[LogitsProcessor],
-    padding: Sequence[Tensor],
+    config: GenerationConfig, processors: Sequence[LogitsProcessor], padding: Sequence[Tensor]
 ) -> Sampling:
     """The law that transformers' prepared processors, warpers among them, describe."""
     others, settings = list(processors), {"temperature": 1.0} if config.do_sample else {"seed": 0}

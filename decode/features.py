@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -10,7 +12,17 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 
-def hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
+@contextmanager
+def capture_features(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the hidden states of layers, as `_hook_feature` does, while the model runs."""
+    captured: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(_hook_feature(model, layer, captured).remove)
+        yield captured
+
+
+def _hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
     """Put `hidden_states[layer]` [B, N, H] of every forward pass into `captured[layer]` until the hook is removed.
 
     Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is

@@ -75,10 +75,15 @@ class WithinAnswers(RowProcessor):
         answer = input_ids[0, self.begins[row] :]
         if len(answer) >= self.most or bool(torch.isin(answer, self.stop_ids.to(answer.device)).any()):
             return scores
-        for processor in self.processors:
-            told = {"row": row} if isinstance(processor, RowProcessor) else {}
-            scores = processor(input_ids, scores, **told)
-        return scores
+        return process(self.processors, input_ids, scores, row)
+
+
+def process(processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
+    """What processors make of the scores [1, V] behind a prefix [1, L] of a prompt, called by its number."""
+    for processor in processors:
+        told = {"row": row} if isinstance(processor, RowProcessor) else {}
+        scores = processor(input_ids, scores, **told)
+    return scores
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,4 @@ class Sampling:
         return self.warpers(None, scores).double().softmax(dim=-1)
 
     def _process(self, prefix: Tensor, scores: Tensor, row: int) -> Tensor:
-        scores = scores[None].clone()  # processors may write into what they get
-        for processor in self.processors:
-            told = {"row": row} if isinstance(processor, RowProcessor) else {}
-            scores = processor(prefix[None], scores, **told)
-        return scores[0]
+        return process(self.processors, prefix[None], scores[None].clone(), row)[0]  # they may write into what they get

@@ -5,8 +5,7 @@ Shapes: B rows, N nodes, V vocabulary, H hidden size, F = H x the number of capt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.cache import TreeCache
-from decode.features import hook_feature
+from decode.features import capture_features
 from decode.masks import tree_masks
 from decode.tree import Tree
 
@@ -68,7 +67,7 @@ class Session:
         )
         positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
-        with self._captured() as captured:
+        with capture_features(target.model, self.layers) as captured:
             output = target.model(
                 input_ids=tree.tokens[:, start:],
                 attention_mask=masks,
@@ -136,15 +135,6 @@ class Session:
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only (their places in the batch, ascending)."""
         self.cache.select(rows)
-
-    @contextmanager
-    def _captured(self) -> Iterator[dict[int, Tensor]]:
-        """Collect the named layers' hidden states while the target runs."""
-        captured: dict[int, Tensor] = {}
-        with ExitStack() as stack:
-            for layer in self.layers:
-                stack.callback(hook_feature(self.target.model, layer, captured).remove)
-            yield captured
 
 
 def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -58,10 +58,10 @@ def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 def find_special(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[frozenset[int], Sequence[str]]:
     """The ids of those stop strings that are special tokens, which no text ever shows, and the other strings."""
+    if isinstance(stop, str) or not stop:
+        return frozenset(), stop
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {str(token): number for number, token in added.items() if token.special}
-    if isinstance(stop, str) or not special.keys() & {*stop}:
-        return frozenset(), stop
     return frozenset(special[text] for text in stop if text in special), [text for text in stop if text not in special]
 
 

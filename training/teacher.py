@@ -6,14 +6,13 @@ Shapes: B rows, T tokens, F feature width, S labels (the likeliest tokens), V vo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from decode import Target
-from decode.features import hook_feature
+from decode.features import capture_features
 from training.data import Example
 
 ROWS = 256  # answer rows whose logits are looked at at a time
@@ -72,15 +71,14 @@ class Teacher:
 def read_target(target: Target, layers: Sequence[int], tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Run the target over texts [B, T]. Returns the features [B, T, F] of layers and the logits [R, V] of the R rows
     that are `wanted` [B, T] bool; padding at the right is invisible to what stands before it."""
-    captured: dict[int, Tensor] = {}
     # Most rows belong to prompts, and a vocabulary is wide: the others never reach the model's own output layer.
     output = target.model.get_output_embeddings()
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(hook_feature(target.model, layer, captured).remove)
-        narrowed = output.register_forward_pre_hook(lambda _, args: (args[0][wanted][None], *args[1:]))
-        stack.callback(narrowed.remove)
-        logits = target.model(input_ids=tokens, use_cache=False).logits[0]
+    narrowed = output.register_forward_pre_hook(lambda _, args: (args[0][wanted][None], *args[1:]))
+    try:
+        with capture_features(target.model, layers) as captured:
+            logits = target.model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        narrowed.remove()
     return torch.cat([captured[layer] for layer in layers], dim=-1), logits
 
 
