@@ -24,7 +24,7 @@ demo: $(STAMP)
 
 # A process for each core, with one thread each: the tests' models are too small for more.
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(TESTARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(TESTARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

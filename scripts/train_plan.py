@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -17,7 +19,7 @@ TRIALS = 3
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, lessons: Lessons) -> None:
-    """Print parameters, tokens, memory and expected time, the last from a few batches; no weight is changed."""
+    """Print parameters, tokens, memory and expected time, the last two from a few batches; no weight is changed."""
     lengths = [len(example.tokens) for example in dataset.examples]
     steps = list(schedule.plan(lengths))
     batches = [batch for step in steps for batch in step]
@@ -34,7 +36,7 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, lesso
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
-        "memory": f"{16 * count / 1e6:,.0f} MB for weights, gradients and optimizer, besides the target",
+        "memory": f"{(_peak_memory(lessons.teacher.target.device) + 8 * count) / 2**30:.2f} GiB, by those few batches",
         "speed": f"{tokens / (target_seconds + head_seconds):,.0f} answer tokens/s, of the time "
         f"{target_seconds / (target_seconds + head_seconds):.0%} in the target",
         "time": _hours(share * (target_seconds + head_seconds)) + ", validations aside",
@@ -63,6 +65,14 @@ def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], lessons: Le
             target_seconds += between - begun
             head_seconds += perf_counter() - between
     return target_seconds, head_seconds
+
+
+def _peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use so far: target, weights, gradients and activations, but no optimizer yet."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _hours(seconds: float) -> str:

@@ -72,6 +72,7 @@ def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp
     head = load_head(trained)
     assert rows["parameters"].startswith(f"{sum(parameter.numel() for parameter in head.parameters()):,} (")
     assert rows["steps"].startswith("9,") and rows["time"].startswith("1 min")
+    assert 0.1 < float(rows["memory"].split(" GiB")[0]) < 20  # the process with torch and transformers in it
     assert list(tmp_path.iterdir()) == []
 
     before = {file: file.read_bytes() for file in trained.iterdir()}
