@@ -16,6 +16,7 @@ from heads import HEADS, load_head
 from proposers import TRAINED, EagleProposer
 from tests.predictable import write_answers
 from tests.training_runs import (
+    ADAMW,
     assert_same,
     losses,
     save_predictable,
@@ -175,9 +176,9 @@ def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        ["--accumulate", "2"],
-        ["--head", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example: for one process
-        ["--head", "eagle", "--batch-tokens", "30", "--max-steps", "12"],
+        [ADAMW, "--accumulate", "2"],
+        [ADAMW, "--head", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example: one process
+        [ADAMW, "--head", "eagle", "--batch-tokens", "30", "--max-steps", "12"],
         ["--head", "eagle3"],
     ],
 )
@@ -185,7 +186,7 @@ def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: li
     options = [*SHORT, *options]
     assert train(place, tmp_path / "one", *options) == 0
     assert train_together(place, tmp_path / "two", *options, "--cache", str(tmp_path / "cache")) == [0, 0]
-    assert_close(tmp_path / "one", tmp_path / "two")
+    assert_close(tmp_path / "one", tmp_path / "two", rel=1e-4 if ADAMW in options else 1e-2)
 
 
 def test_two_processes_stop_together_and_one_goes_on(place: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -193,16 +194,16 @@ def test_two_processes_stop_together_and_one_goes_on(place: Path, undisturbed: P
     assert train_together(place, tmp_path, *options, stop=5) == [128 + signal.SIGTERM] * 2
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
     assert train(place, tmp_path, *options, "--resume") == 0
-    assert_close(tmp_path, undisturbed / "out")
+    assert_close(tmp_path, undisturbed / "out", rel=1e-2)
 
 
-def assert_close(out: Path, other: Path) -> None:
+def assert_close(out: Path, other: Path, rel: float) -> None:
     """Two trainings came to the same but for rounding."""
     rows, others = read_metrics(out), read_metrics(other)
     assert [(row["step"], row["tokens"], row.keys()) for row in rows] == [
         (row["step"], row["tokens"], row.keys()) for row in others
     ]
-    assert [row["loss"] for row in losses(out)] == pytest.approx([row["loss"] for row in losses(other)], rel=1e-4)
+    assert [row["loss"] for row in losses(out)] == pytest.approx([row["loss"] for row in losses(other)], rel=rel)
     weights, others = (load_file(folder / "model.safetensors") for folder in (out, other))
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=1e-2, atol=1e-2)

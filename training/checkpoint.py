@@ -30,7 +30,7 @@ def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | 
         return None
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-        begun = state["settings"]
+        begun, _ = state["settings"], state["optimizers"]
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
         raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
     changed = [name for name in settings if begun.get(name, settings[name]) != settings[name]]

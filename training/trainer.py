@@ -27,12 +27,12 @@ from transformers import get_cosine_schedule_with_warmup
 from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
 from training.objective import Loss
+from training.optimizer import make_optimizers
 from training.schedule import Schedule
 from training.teacher import Lesson
 
 WARMUP = 0.03  # of all steps
 CLIP = 1.0  # of the gradient's norm
-WEIGHT_DECAY = 0.01
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean of the steps before
 STOPPED = 128 + signal.SIGTERM
@@ -81,13 +81,15 @@ class Trainer:
         self.schedule, self.folder, self.accelerator, self.settings = schedule, folder, accelerator, settings
         self.weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
         self.lengths = [len(example.tokens) for example in dataset.examples]
-        groups = self._group(getattr(objective, "rates", {}))
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        optimizers = make_optimizers(self.weights, schedule.lr, getattr(objective, "rates", {}))
+        self.objective, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.steps = sum(1 for _ in schedule.plan(self.lengths))
         # From its second step on: at the first one the rate would be zero.
         warmup = int(WARMUP * self.steps) + 1
-        self.rates = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.steps + 1, last_epoch=0)
+        self.rates = [
+            get_cosine_schedule_with_warmup(optimizer, warmup, self.steps + 1, last_epoch=0)
+            for optimizer in self.optimizers
+        ]
         self.progress = Progress()
         self._terminated = False
 
@@ -144,7 +146,7 @@ class Trainer:
                     raise SystemExit(STOPPED)
 
     def _step(self, batch: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """One step of the optimizer over a few batches of examples. Returns what is to be logged."""
+        """One step of the optimizers over a few batches of examples. Returns what is to be logged."""
         accelerator, examples = self.accelerator, self.dataset.examples
         answers = sum(examples[number].answer_tokens for numbers in batch for number in numbers)
         sums = None
@@ -161,9 +163,10 @@ class Trainer:
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), CLIP)
         total, *counts = accelerator.reduce(sums, "sum").tolist()
         self._check_loss(total / answers, float(norm))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.rates.step()
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
         self.progress.tokens += answers
         anchors, agreed = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         agreement = [right / max(1, count) for right, count in zip(agreed, anchors, strict=True)]
@@ -210,8 +213,8 @@ class Trainer:
                 "settings": self.settings,
                 "progress": asdict(self.progress),
                 "weights": {name: weight.detach() for name, weight in self.weights.items()},
-                "optimizer": self.optimizer.state_dict(),
-                "rates": self.rates.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "rates": [rate.state_dict() for rate in self.rates],
                 "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state_all(),
             }
@@ -223,19 +226,12 @@ class Trainer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.rates.load_state_dict(state["rates"])
+        for name, parts in (("optimizers", self.optimizers), ("rates", self.rates)):
+            for part, saved in zip(parts, state[name], strict=True):
+                part.load_state_dict(saved)
         torch.set_rng_state(state["random"])
         if len(state["random_cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["random_cuda"])
-
-    def _group(self, shares: Mapping[str, float]) -> list[dict[str, Any]]:
-        """The weights by their learning rates, as an optimizer takes them."""
-        groups: dict[float, list[Tensor]] = {}
-        for name, weight in self.weights.items():
-            groups.setdefault(shares.get(name.split(".")[0], 1.0), []).append(weight)
-        rates = {share: self.schedule.lr * share for share in groups}
-        return [{"params": groups[share], "lr": rate, "initial_lr": rate} for share, rate in rates.items()]
 
     def _stopping(self) -> bool:
         """Whether any process was asked to stop."""
