@@ -68,7 +68,10 @@ def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], lessons: Le
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use so far: target, weights, gradients and activations, but no optimizer yet."""
+    """The most bytes that were in use so far: target, weights, gradients and activations, but no optimizer yet.
+
+    That will take 8 bytes a weight at most: AdamW has two numbers for each, Muon one.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

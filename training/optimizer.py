@@ -35,9 +35,10 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float, shares: Mapping[st
             groups.setdefault(shares.get(part, 1.0), []).append(weight)
     optimizers: list[Optimizer] = []
     if hidden:
-        optimizers.append(Muon(_begin(hidden, STRIDE * lr), weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+        fast = [_group(hidden, STRIDE * lr)]
+        optimizers.append(Muon(fast, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
     if groups:
-        rest = [group for share, group_weights in groups.items() for group in _begin(group_weights, share * lr)]
+        rest = [_group(members, share * lr) for share, members in groups.items()]
         optimizers.append(AdamW(rest, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
     return optimizers
 
@@ -47,5 +48,5 @@ def is_hidden(name: str, weight: Tensor) -> bool:
     return weight.ndim == 2 and VOCABULARIES.isdisjoint(name.split("."))
 
 
-def _begin(weights: list[Tensor], lr: float) -> list[dict[str, Any]]:
-    return [{"params": weights, "lr": lr, "initial_lr": lr}]
+def _group(weights: list[Tensor], lr: float) -> dict[str, Any]:
+    return {"params": weights, "lr": lr, "initial_lr": lr}
