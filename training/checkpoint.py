@@ -33,9 +33,7 @@ def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | 
         begun = state["settings"]
         state["optimizers"]  # has another name in checkpoints of before there were two
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{file} is damaged, or no checkpoint of a training; begin anew in another folder"
-        ) from error
+        raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
     changed = [name for name in settings if begun.get(name, settings[name]) != settings[name]]
     if changed:
         said = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
