@@ -114,7 +114,7 @@ def _decode(
         if step is not None and verdict.features is not None:
             features = _along(accepted.path, verdict.features)
         yield from _grow(rows, accepted, seconds, target)
-        seconds = Seconds.begin()
+        spent, seconds = seconds.target + seconds.accept, Seconds.begin()  # on a GPU, accepting waits for the target
         if waiting:
             with seconds.measure("target"):
                 _refill(session, rows, waiting)
@@ -126,7 +126,8 @@ def _decode(
             tree, accepted, rows = tree.select(kept), accepted.select(kept), [rows[place] for place in kept]
             verdict, features = verdict.select(kept), None if features is None else features[kept]
         with seconds.measure("proposer"):
-            step = _note(step is None, kept, rows, accepted, tree, Verdict(verdict.logits, features), sampling, target)
+            seen = Verdict(verdict.logits, features)
+            step = _note(step is None, kept, rows, accepted, tree, seen, spent, sampling, target)
             proposer.observe(step)
             tree = proposer.propose(nodes if max(step.room) > 1 else 1)
         if tree.tokens.device.type == "cpu":
@@ -155,6 +156,7 @@ def _note(
     accepted: Accepted,
     tree: Tree,
     verdict: Verdict,
+    seconds: float,
     sampling: Sampling,
     target: Target,
 ) -> Step:
@@ -170,6 +172,7 @@ def _note(
         tree=tree,
         logits=verdict.logits,
         features=verdict.features,
+        seconds=seconds,
         sampling=sampling,
         stop_ids=rows[0].limits.stop_ids,
         target=target,

@@ -18,12 +18,11 @@ from heads import Eagle3Head, EagleHead, LayerCache
 from proposers.calibration import Calibration
 from proposers.packing import Logits
 from proposers.search import Candidates
-from proposers.trained import LevelwiseProposer, pick_last
+from proposers.trained import LevelwiseProposer, in_chunks, pick_last
 from proposers.trees import Ranks
 
 Embed: TypeAlias = Callable[[Tensor], Tensor]  # tokens [...] to embeddings [..., H]
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
-CHUNK = 512  # tokens a row and pass of the head, where a prompt is read
 
 
 class EagleProposer(LevelwiseProposer):
@@ -39,7 +38,7 @@ class EagleProposer(LevelwiseProposer):
     """
 
     static = "eagle_25"
-    depth = DEPTH  # a head goes on for ever
+    depth = DEPTH  # in the place of the base's property: a head goes on for ever
 
     def __init__(
         self,
@@ -64,12 +63,11 @@ class EagleProposer(LevelwiseProposer):
         tokens = pad_sequence(follow, batch_first=True).to(features.device)  # [B, T], each behind its feature
         embed = self._embedding(self.step.target)
         states = []
-        for begin in range(0, max(counts), CHUNK):
-            part = slice(begin, begin + CHUNK)
+        for part, kept in in_chunks(counts):
             fused = self.head.fuse(features[:, part])
             positions = self._cache.positions(fused.shape[1], fused.device)
             states.append(self.head(embed(tokens[:, part]), fused, positions, context=self._cache))
-            self._cache.keep([min(max(count - begin, 0), CHUNK) for count in counts])
+            self._cache.keep(kept)
         return pick_last(torch.cat(states, dim=1), counts)
 
     def guess(self, features: Tensor, roots: Tensor, target: Target) -> EagleGuesses:

@@ -13,7 +13,7 @@ from torch import Tensor
 from decode import Step, Target
 from heads import HydraHead
 from proposers.packing import Logits
-from proposers.trained import LevelwiseProposer, pick_last
+from proposers.trained import LevelwiseProposer, in_chunks, pick_last
 
 
 class HydraProposer(LevelwiseProposer):
@@ -26,7 +26,8 @@ class HydraProposer(LevelwiseProposer):
         if self.head.prefix is None:
             return super().features()
         features, counts = self._hand_over()
-        return pick_last(self.head.contextualize(features, self._cache, counts), counts)
+        states = [self.head.contextualize(features[:, part], self._cache, kept) for part, kept in in_chunks(counts)]
+        return pick_last(torch.cat(states, dim=1), counts)
 
     def ground(self, features: Tensor) -> Tensor:
         return self.head.contextualize(super().ground(features))

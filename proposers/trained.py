@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from time import perf_counter
 from typing import Any, ClassVar, Self
@@ -24,6 +24,8 @@ from proposers.packing import Logits, Readout, pack_head
 from proposers.sampled import Draws, foresee, keep_order, renumber
 from proposers.search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
 from proposers.trees import PUBLISHED, Ranks, Shape, check_tree, cut_tree
+
+CHUNK = 512  # tokens a row and pass of a head, where it reads a prompt
 
 
 class TrainedProposer(ABC):
@@ -66,7 +68,6 @@ class TrainedProposer(ABC):
         self.pace = Pace() if calibration is None else Pace(calibration.expect_tau(LARGEST))
         self.step: Step
         self._lender: Any = None  # the model whose output matrix the head uses, where it has none of its own
-        self._handed = 0.0  # when the target got the last tree
         self._shapes: dict[tuple[Any, ...], Shape] = {}  # by nodes, levels, whether tokens are drawn, and device
 
     @property
@@ -114,17 +115,14 @@ class TrainedProposer(ABC):
         if most > 1 and self.nodes is not None:
             return self._draft(roots, most, lambda scores: True).tree(most)
         if most > 1 and not self.pace.rests():
-            tree = self._draft_worthwhile(roots, most)
-        else:
-            self.pace.skip()
-            tree = Tree.chain_of(roots[:, None], torch.ones_like(roots))
-        self._handed = perf_counter()
-        return tree
+            return self._draft_worthwhile(roots, most)
+        self.pace.skip()
+        return Tree.chain_of(roots[:, None], torch.ones_like(roots))
 
     def _learn(self, step: Step) -> None:
         if not step.first:
             accepted = sum(len(path) - 1 for path in step.path) / len(step.path)
-            self.pace.learn(accepted, perf_counter() - self._handed)
+            self.pace.learn(accepted, step.seconds)
         if step.first or len(step.rows) < len(self.step.rows):
             self.pace.begin(step.target.cost(len(step.rows)), anew=step.first)
 
@@ -235,6 +233,12 @@ class LevelwiseProposer(TrainedProposer):
     def _pays(self, scores: Tensor) -> bool:
         """A level is a pass of the head: not where the paths that it would go on from are all but surely wrong."""
         return self.pace.pays(float(scores.exp().sum()) / len(scores))
+
+
+def in_chunks(counts: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:
+    """Rows of `counts` tokens in passes of at most `CHUNK`: the tokens of each pass, and how many of them a row has."""
+    for begin in range(0, max(counts), CHUNK):
+        yield slice(begin, begin + CHUNK), [min(max(count - begin, 0), CHUNK) for count in counts]
 
 
 def pick_last(states: Tensor, counts: Sequence[int]) -> Tensor:

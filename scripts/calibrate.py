@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         proposer = TRAINED[head.kind](head).prepare(target)
         parts = list(measure(target, proposer, prompts, args))
         calibration = calibrate(Trials.join(parts))
-        calibration.save(args.head)
         print(describe(calibration))
+        calibration.save(args.head)
         if args.plot is not None:
             name = head.config.target_name
             draw_calibration(calibration, f"{head.kind} head" + (f" for {name}" if name else ""), args.plot)

@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
         proposer = make_proposer(args.proposer, target, args)
         if args.proposer in ("ngram", AUTO) or (args.proposer in TRAINED and args.nodes is None):
-            target.cost(min(args.batch_size, len(conversations)))  # asked for now, it is not in an answer's seconds
+            for rows in range(1, min(args.batch_size, len(conversations)) + 1):  # a batch shrinks as answers end
+                target.cost(rows)  # asked for now, it is not in an answer's seconds
         answer(conversations, target, proposer, sampling, args)
         if any(len(conversation.answers) < len(conversation.turns) for conversation in conversations):
             raise SystemExit(1)

@@ -113,7 +113,9 @@ def describe_settings(args: argparse.Namespace, target: Target, head: Any, sched
         **kept,
         **describe_features(args, target),
         "head": args.head,
+        "init": None if args.init is None else _place(str(args.init)),
         "shape": asdict(head.config),
+        "draft_vocabulary": _digest_vocabulary(head),
         **describe_objective(args),
         "lora_rank": args.lora_rank if args.joint else None,
         "validation": args.validation,
@@ -132,6 +134,11 @@ def describe_features(args: argparse.Namespace, target: Target) -> dict[str, Any
         "max_length": args.max_length,
         "dtype": args.dtype,
     }
+
+
+def _digest_vocabulary(head: Any) -> str | None:
+    """Tells draft vocabularies of one size apart: a checkpoint has no map from draft ids to the target's."""
+    return None if head.token_map is None else hashlib.sha256(head.token_map.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _place(name: str) -> str:

@@ -53,7 +53,7 @@ def make_parser() -> Parser:
         required=True,
         metavar="FILE",
         help='JSONL files with "prompt" and "response", or "messages", in each line; best of all answers of the model '
-        "itself, as distill.py makes them",
+        'itself, as distill.py makes them; "finished": false says that an answer was cut off',
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that the head goes to")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
@@ -182,7 +182,7 @@ def check_head_options(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError where options exclude each other, or files are missing, would be overwritten or not written."""
     check_head_options(args)
-    if not args.cache_gib >= 0:
+    if not 0 <= args.cache_gib < math.inf:
         raise ValueError(f"--cache-gib is {args.cache_gib}; it must be a number from 0 on")
     for file in args.data:
         if not file.is_file():

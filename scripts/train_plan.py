@@ -33,7 +33,8 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, lesso
     share = len(batches) / len(trials)
     rows = {
         "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16)",
-        "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {len(dataset.prompts)} prompts held out",
+        "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
+        f"{len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
         "memory": f"{(_peak_memory(lessons.teacher.target.device) + 8 * count) / 2**30:.2f} GiB, by those few batches",

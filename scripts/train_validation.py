@@ -13,6 +13,7 @@ from training.trainer import Validation
 
 NODES = 16
 NEW_TOKENS = 64
+BATCH = 16  # prompts at a time
 
 
 class Validator:
@@ -27,7 +28,8 @@ class Validator:
 
     def __call__(self) -> Validation:
         proposer = TRAINED[self.head.kind](self.head, nodes=NODES)
-        answers = generate(self.target, self.prompts, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
+        settings = {"batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "nodes": NODES}
+        answers = generate(self.target, self.prompts, proposer, **settings)
         stats = Stats()
         for answer in answers:
             stats.add(answer.stats)

@@ -12,7 +12,7 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.cost import Cost
 from heads import save_head
-from proposers import EagleProposer, eagle, load_proposer
+from proposers import EagleProposer, load_proposer, trained
 from proposers.pace import Pace
 from proposers.trees import PUBLISHED
 from tests.drafting import Paths, Recorder, make_head
@@ -153,7 +153,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
 
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(eagle, "CHUNK", 8)
+    monkeypatch.setattr(trained, "CHUNK", 8)
     prompts = [
         [(7 * place + shift) % VOCABULARY for place in range(size)] for shift, size in ((0, 30), (1, 8), (2, 17))
     ]

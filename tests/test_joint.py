@@ -185,7 +185,7 @@ def test_adapters_learn_at_a_quarter_of_the_rate(tmp_path: Path) -> None:
     adapters = [id(parameter) for parameter in objective.adapters.parameters()]
     trainer = Trainer(
         objective,
-        Dataset(EXAMPLES, [], 0),
+        Dataset(EXAMPLES, [], 0, 0),
         lambda numbers: make_lesson([], []),
         lambda: Validation(1.0, []),
         lambda: None,

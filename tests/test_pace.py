@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from decode import Target, generate
+from decode import Target, generate, stream
 from decode.cost import Cost
-from proposers import MedusaProposer
+from proposers import MedusaProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.pace import Pace
 from tests.drafting import Recorder, make_head
@@ -109,3 +109,16 @@ def test_late_hope_is_tried() -> None:
     assert [pace.rests() for _ in range(66)] == [True] * 64 + [False] * 2
     pace.begin(lambda nodes: 1.0)
     assert not pace.rests()
+
+
+def test_a_reader_that_takes_its_time_is_not_taken_for_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("decode.stats.perf_counter", lambda: now[0])
+    target = Target(tiny("llama"))
+    target.model.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 1))
+    proposer = Recorder(NGramProposer())
+    seconds = []
+    for _ in stream(target, [[5, 9, 5, 9, 5]], proposer, max_new_tokens=8, stop_ids=[]):
+        now[0] += 100
+        seconds.append(proposer.step.seconds if proposer.trees else 1.0)
+    assert len(seconds) > 2 and set(seconds) == {1.0}

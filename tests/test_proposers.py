@@ -34,6 +34,7 @@ def first_step(target: Target, *sequences: list[int]) -> Step:
         tree=Tree.chain([sequence[-1:] for sequence in sequences]),
         logits=torch.empty(0),
         features=None,
+        seconds=0.0,
         sampling=Sampling(),
         stop_ids=frozenset([2]),
         target=target,

@@ -107,11 +107,17 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     assert call(*SHORT, "--init", str(tmp_path / "head"), "--draft-vocab", "60").status == 0
     after = load_head(tmp_path / "out")
     assert after.output == output and after.token_map is not None and len(after.token_map) == 60
+    assert head.token_map is not None
+    head.token_map += 1
+    save_head(head, tmp_path / "head")
+    begun = *SHORT, "--resume", "--draft-vocab", "60"
+    call(*begun, "--init", str(tmp_path / "head")).refused("begun with other settings: draft_vocabulary was")
 
     assert call(*SHORT, "--init", str(trained), out=tmp_path / "more").status == 0
     first = read_metrics(tmp_path / "more")[0]
     assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
+    call(*SHORT, "--resume", out=tmp_path / "more").refused(f"init was '{trained}', now None")
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])

@@ -141,12 +141,13 @@ def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
         {"prompt": "x" * 90, "response": "too late"},
         {"messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "bye")]]},
         {"prompt": "five", "response": "12345", "finished": False},
+        {"prompt": "six", "response": "no " * 30},
     ]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows, max_length=13)
     texts = ["".join(tokenizer.convert_ids_to_tokens(list(example.tokens))) for example in dataset.examples]
     assert texts == ["u:one a:yes</s>", "u:hi a:yo</s>#u:", "u:five a:1234"]
     assert [example.spans for example in dataset.examples] == [((8, 12),), ((7, 10),), ((9, 13),)]
-    assert (dataset.dropped, dataset.answer_tokens) == (1, 11)
+    assert (dataset.dropped, dataset.too_long, dataset.answer_tokens) == (2, 1, 11)
 
 
 def talk(prompt: str, system: str | None = None) -> dict[str, Any]:

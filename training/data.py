@@ -36,6 +36,7 @@ class Dataset:
     examples: list[Example]
     prompts: list[list[int]]
     dropped: int  # answers that had fallen into a loop
+    too_long: int  # prompts that left no room for an answer
 
     @property
     def answer_tokens(self) -> int:
@@ -61,7 +62,7 @@ def load_dataset(
         begin = example.spans[0][0]
         if digest in chosen:
             held_out[digest] = list(example.tokens[:begin])
-        elif has_looped(example.tokens):
+        elif has_looped(example.tokens) or has_looped(example.tokens[:-1]):  # its end token may follow
             dropped += 1
         elif begin >= max_length:
             too_long += 1
@@ -74,7 +75,7 @@ def load_dataset(
             f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
         )
     kept = [held_out[digest] for digest in sorted(held_out) if len(held_out[digest]) < max_length]
-    return Dataset(examples, kept[:prompts], dropped)
+    return Dataset(examples, kept[:prompts], dropped, too_long)
 
 
 def _hold_out(digests: set[bytes]) -> set[bytes]:

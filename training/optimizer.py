@@ -36,7 +36,7 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float, shares: Mapping[st
     optimizers: list[Optimizer] = []
     if hidden:
         fast = [_group(hidden, STRIDE * lr)]
-        optimizers.append(Muon(fast, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(fast, weight_decay=WEIGHT_DECAY / STRIDE, adjust_lr_fn="match_rms_adamw"))
     if groups:
         rest = [_group(members, share * lr) for share, members in groups.items()]
         optimizers.append(AdamW(rest, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
