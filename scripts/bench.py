@@ -19,7 +19,7 @@ from heads import PRETRAINED
 from proposers import PROPOSERS, TRAINED
 from proposers.loading import EAGLES
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
-from scripts.bench_files import Records, check_folder, describe_machine, read_report, write_report
+from scripts.bench_files import Records, check_writable, describe_machine, read_report, write_report
 from scripts.bench_methods import PEERS, Method
 from scripts.bench_models import load_ours, make_loops, make_peers, split_method
 from scripts.bench_plot import check_plot, draw_plot
@@ -30,7 +30,7 @@ from scripts.options import (
     Parser,
     add_model_options,
     at_least,
-    check_proposer,
+    check_devices,
     failing_clearly,
     find_head,
 )
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        check_folder(args.plot, "--plot")
+        check_writable(args.plot, "--plot")
         if args.plot is not None:
             check_plot(args.plot)
         report = read_report(args.report) if args.report is not None else run_bench(args)
@@ -126,7 +126,7 @@ def name_head(text: str) -> tuple[str, str]:
 def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for and return the report, written to `--json` where that is given."""
     names, peers = choose_methods(args)
-    check_folder(args.json, "--json")
+    check_writable(args.json, "--json")
     Sampling(args.temperature)  # refuses a bad one
     questions = take_evenly(load_questions(args.questions), args.limit)
     if args.threads is not None:
@@ -180,7 +180,7 @@ def measure_all(
 
 def choose_methods(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The proposers and the peers to be measured, baselines first. Raises ValueError for those that cannot be."""
-    check_proposer("none", args)
+    check_devices(args)
     fits = args.model is None or args.draft_model is not None
     names = _split(args.methods, [name for name in PROPOSERS if _has_models(name, args, fits)])
     default = [name for name in PEERS if fits or name != "hf-assistant"] if args.batch_size == 1 else []

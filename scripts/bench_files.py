@@ -109,7 +109,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return dict(report)
 
 
-def check_folder(path: Path | None, option: str) -> None:
+def check_writable(path: Path | None, option: str) -> None:
     """Raise ValueError unless a file can be written there: before the work, not after it."""
     if path is None:
         return

@@ -15,14 +15,14 @@ from decode.loading import first_layers
 from proposers import PROPOSERS, TRAINED, DraftProposer, load_proposer
 from proposers.loading import EAGLES
 from scripts.bench_methods import PEERS, Loop, Method, Peer
-from scripts.options import DRAFT_LAYERS, TREES, find_head, load_checkpoint
+from scripts.options import DRAFT_LAYERS, TREES, find_head, load_by_options
 
 NODES = 64  # the most of a tree
 
 
 def load_ours(name: str | None, args: argparse.Namespace) -> Target:
     """A target of the project's loop, prepared unless `--no-prepare` is given."""
-    return Target(*load_checkpoint(args, name, args.prepare))
+    return Target(*load_by_options(args, name, args.prepare))
 
 
 def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
@@ -73,7 +73,7 @@ def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -
     """
     if not names:
         return {}
-    model, tokenizer = load_checkpoint(args, args.model, prepare=False)
+    model, tokenizer = load_by_options(args, args.model, prepare=False)
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
     sampled: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
@@ -95,7 +95,7 @@ def _load_draft(target: Target, args: argparse.Namespace) -> Target:
 
 def _load_assistant(model: PreTrainedModel, args: argparse.Namespace) -> PreTrainedModel:
     if args.draft_model is not None:
-        return load_checkpoint(args, args.draft_model, prepare=False)[0]
+        return load_by_options(args, args.draft_model, prepare=False)[0]
     assistant = first_layers(model, DRAFT_LAYERS)
     assistant.generation_config = copy.deepcopy(model.generation_config)  # else it is the model's own, and written to
     return assistant

@@ -17,10 +17,10 @@ from proposers import TRAINED, NGramProposer, TrainedProposer
 from proposers.calibration import Calibration
 from proposers.loading import load_draft_head
 from proposers.measurement import Trials, calibrate, try_head
-from scripts.bench_files import check_folder
+from scripts.bench_files import check_writable
 from scripts.bench_plot import check_plot
 from scripts.calibrate_plot import draw_calibration
-from scripts.options import Parser, add_model_options, at_least, failing_clearly, load_target
+from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
 from scripts.prompts import read_prompts
 
 EPILOG = """\
@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        check_devices(args)
         if args.plot is not None:
-            check_folder(args.plot, "--plot")
+            check_writable(args.plot, "--plot")
             check_plot(args.plot)
         prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
         target = load_target(args)

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from decode import Sampling, Target, stream
 from decode.default_model import NAME
 from decode.prepare import is_fast_in_bfloat16
-from scripts.bench_files import check_folder
+from scripts.bench_files import check_writable
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
-from scripts.options import Parser, add_model_options, at_least, check_proposer, failing_clearly, load_target
+from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
 from training.data import has_looped
 
 WINDOW = 8  # batches that are sorted by length: the cache is as wide as its longest row
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        check_proposer("none", args)
-        check_folder(args.out, "--out")
+        check_devices(args)
+        check_writable(args.out, "--out")
         args.dtype = args.dtype or choose_dtype(args)
         temperatures = [check_temperature(value, "--temperature") for value in args.temperature]
         jobs = read_jobs(args.prompts, temperatures)

@@ -106,12 +106,17 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
 
 def check_proposer(name: str, args: argparse.Namespace) -> None:
     """Raise ValueError where the options cannot make this proposer; needs no model."""
-    if args.device is not None and args.device_map is not None:
-        raise ValueError("--device and --device-map exclude each other; give one of them")
+    check_devices(args)
     if name == "draft" and args.draft_model is None and args.model is not None:
         raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
     if name in TRAINED:
         find_head(name, args.head, args.model)
+
+
+def check_devices(args: argparse.Namespace) -> None:
+    """Raise ValueError where the options of `add_model_options` exclude each other."""
+    if args.device is not None and args.device_map is not None:
+        raise ValueError("--device and --device-map exclude each other; give one of them")
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:
@@ -133,10 +138,10 @@ def list_pretrained(model: str | None) -> dict[str, Path]:
 
 def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
     """The model of `--model`, or another one in its place, as a target."""
-    return Target(*load_checkpoint(args, name or args.model))
+    return Target(*load_by_options(args, name or args.model))
 
 
-def load_checkpoint(
+def load_by_options(
     args: argparse.Namespace, name: str | None, prepare: bool = True
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """A model by name, or the default one, with its tokenizer, by `--dtype`, `--device` and `--device-map`."""

@@ -9,7 +9,7 @@ from typing import get_args
 
 from heads import HEADS
 from heads.vocabulary import Output
-from scripts.bench_files import check_folder
+from scripts.bench_files import check_writable
 from scripts.bench_plot import check_plot
 from scripts.options import Parser, at_least
 from scripts.train_heads import TTT_STEPS
@@ -188,7 +188,7 @@ def check_options(args: argparse.Namespace) -> None:
         if not file.is_file():
             raise ValueError(f"--data {file}: there is no such file")
     if args.plot is not None:
-        check_folder(args.plot, "--plot")
+        check_writable(args.plot, "--plot")
         check_plot(args.plot)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file; give a folder")
