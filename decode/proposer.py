@@ -38,7 +38,7 @@ class Step:
     tree: Tree
     logits: Tensor  # [B, N, V] of the tree; of the prompt only the last token's, [B, 1, V]
     features: Tensor | None  # [B, T, F] of the committed tokens, where the proposer named layers
-    seconds: float  # that the target took for the tree
+    seconds: float  # that it took to verify and to judge the tree
     sampling: Sampling
     stop_ids: frozenset[int]  # an answer ends with any of these
     target: Target

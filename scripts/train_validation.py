@@ -28,8 +28,9 @@ class Validator:
 
     def __call__(self) -> Validation:
         proposer = TRAINED[self.head.kind](self.head, nodes=NODES)
-        settings = {"batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "nodes": NODES}
-        answers = generate(self.target, self.prompts, proposer, **settings)
+        answers = generate(
+            self.target, self.prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES
+        )
         stats = Stats()
         for answer in answers:
             stats.add(answer.stats)
