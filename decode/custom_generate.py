@@ -40,6 +40,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
 from decode.loop import stream
+from decode.masks import layer_reaches
 from decode.prepare import can_pack
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
@@ -88,8 +89,9 @@ def speculate(
     """What `model.generate(..., custom_generate=speculate)` calls; it takes `proposer`, `nodes` and `prepare` as well.
 
     Returns what transformers' greedy decoding and sampling do: the same tokens where greedy, and the same law where
-    sampled, reproducible by `torch.manual_seed`. proposer and nodes are those of `decode.stream`; prepare is that of
-    `Target`, whose copy is kept until the model changes. The model is wrapped and tested once and never changed.
+    sampled, reproducible by `torch.manual_seed`; but rows end where the model's context does. proposer and nodes are
+    those of `decode.stream`; prepare is that of `Target`, whose copy is kept until the model's weights change (hooks
+    that are added later are not noticed). The model is wrapped and tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with the padding that it was given, and never a
     token beyond the row's end. Rows that end before the others are padded, also where transformers would go on with
@@ -272,11 +274,14 @@ def _wrap(model: PreTrainedModel, prepare: bool) -> Target:
 
 
 def _state_of(model: PreTrainedModel, prepare: bool) -> Any:
-    """What changes when the model moves, gets another attention implementation or, once packed, other weights.
+    """What changes when the model moves, gets another vocabulary, window or attention or, once packed, other weights.
 
     Merged adapters write into weights without a new version, so some of each weight's numbers are looked at, too.
     """
     packed = [module.weight.detach() for module in model.modules() if prepare and can_pack(module)]
     samples = [weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist() for weight in packed]
     versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
-    return model.config._attn_implementation, model.dtype, model.device, versions, samples
+    shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if prepare]
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    kind = model.config._attn_implementation, model.dtype, model.device, vocabulary, layer_reaches(model)
+    return kind, shared, versions, samples

@@ -73,8 +73,17 @@ class Target:
             raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
         return matrix.detach()
 
+    @property
+    def output_bias(self) -> Tensor | None:
+        """What the output layer adds to the logits, [V], in the few models whose output layer has a bias."""
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias.detach() if isinstance(bias, Tensor) else None
+
     def cost(self, batch: int = 1) -> Cost:
-        """What verifying N nodes costs at this batch size, beside one; measured when first asked for."""
+        """What verifying N nodes costs at this batch size, beside one; measured when first asked for.
+
+        Sizes between powers of two cost what the next power does.
+        """
         bucket = 1 << (batch - 1).bit_length()
         if bucket not in self._costs:
             self._costs[bucket] = measure_cost(self, bucket)

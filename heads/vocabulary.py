@@ -17,14 +17,15 @@ class VocabularyHead(nn.Module):
     """A head that ends in a vocabulary.
 
     output: "own" is one matrix [D, H] for each of the K heads, "shared" one for all, "target" borrows the target's,
-    which is handed in by `borrow` and is no part of the state. draft_size: D; with fewer tokens than the target has,
-    `token_map` [D] says which of the target's tokens each stands for, ascending.
+    which is handed in by `borrow`, with its bias if it has one, and is no part of the state. draft_size: D; with
+    fewer tokens than the target has, `token_map` [D] says which of the target's tokens each stands for, ascending.
     """
 
     kind: ClassVar[str]  # its key in HEADS
     config: Any  # its kind's own dataclass
     token_map: Tensor | None
     borrowed: Tensor | None
+    borrowed_bias: Tensor | None
     lm_head: nn.Linear
     lm_heads: nn.ModuleList
 
@@ -43,26 +44,29 @@ class VocabularyHead(nn.Module):
         elif output == "shared":
             self.lm_head = nn.Linear(hidden_size, draft_size, bias=bias)
         self.register_buffer("borrowed", None, persistent=False)
+        self.register_buffer("borrowed_bias", None, persistent=False)
         self.register_buffer("token_map", torch.arange(draft_size) if draft_size < vocab_size else None)
 
-    def borrow(self, weight: Tensor) -> None:
-        """Take the target's output matrix [V, H]: as this head's own, or as what its own starts from."""
+    def borrow(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take the target's output matrix [V, H] and bias [V]: as this head's own, or as what its own starts from."""
         if weight.shape != (self.vocab_size, self.hidden_size):
             raise ValueError(
                 f"the target's output matrix is {list(weight.shape)}, this head's vocabulary needs "
                 f"[{self.vocab_size}, {self.hidden_size}]"
             )
-        rows = self.drafted_rows(weight)
+        rows, offsets = self.drafted_rows(weight), None if bias is None else self.drafted_rows(bias)
         if self.output == "target":
-            self.borrowed = rows.detach().to(next(self.parameters()).dtype)
+            dtype = next(self.parameters()).dtype
+            self.borrowed = rows.detach().to(dtype)
+            self.borrowed_bias = None if offsets is None else offsets.detach().to(dtype)
             return
         for linear in self._matrices():
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
-                linear.bias.data.zero_()
+                linear.bias.data.zero_() if offsets is None else linear.bias.data.copy_(offsets)
 
     def drafted_rows(self, weight: Tensor) -> Tensor:
-        """The rows [D, H] of a matrix [V, H] that are of tokens which this head guesses."""
+        """The rows [D, ...] of a matrix or bias [V, ...] that are of tokens which this head guesses."""
         return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
@@ -83,7 +87,7 @@ class VocabularyHead(nn.Module):
         if not matrices:
             if self.borrowed is None:
                 raise ValueError("this head uses the target's output matrix; hand it in with borrow(weight)")
-            return self.borrowed, None
+            return self.borrowed, self.borrowed_bias
         linear = matrices[index % len(matrices)]
         return linear.weight, linear.bias
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from decode import Session, Step, Target, Tree
 from decode.noise import DRAFT, invert, uniforms
@@ -24,9 +25,9 @@ class DraftProposer:
     """Drafts what a smaller model would say next.
 
     draft: the small model; same tokenizer as the target. width 1 drafts a chain; a larger one a tree with the `width`
-    likeliest paths at each depth. sampled: draw a chain at random from the draft's own law (at the run's temperature,
-    top-k, top-p), which the target accepts more of when it samples itself. length: tokens ahead; None adapts it to
-    what was accepted and to how much smaller the draft is.
+    likeliest paths at each depth, fewer where the budget has no room for so many. sampled: draw a chain at random from
+    the draft's own law (at the run's temperature, top-k, top-p), which the target accepts more of when it samples
+    itself. length: tokens ahead; None adapts it to what was accepted and to how much smaller the draft is.
 
     Raises ValueError where draft and target do not share a vocabulary, or `sampled` is asked of a tree.
     """
@@ -59,19 +60,20 @@ class DraftProposer:
         self.step = step
         if step.first:
             self.check(step.target)
-            self.cost = _parameters(self.draft) / _parameters(step.target)
+            self.cost = count_weights(self.draft.config) / count_weights(step.target.config)
             self._session = self.draft.open(len(step.rows))
-            self._drafted = 0
+            self._drafted, self._wide = 0, self.width
             return
         if len(step.kept) < len(self._session.lengths):
             self._session.select(step.kept)
-        known = (self._drafted - 1) * self.width  # the deepest guesses never went through the draft
+        known = (self._drafted - 1) * self._wide  # the deepest guesses never went through the draft
         self._session.keep([[node - 1 for node in path[1:] if node - 1 < known] for path in step.path])
         for path in step.path:
             self.acceptance.learn(len(path) - 1, self._drafted)
 
     def propose(self, budget: int) -> Tree:
-        longest = min((budget - 1) // self.width, max(self.step.room) - 1, self.length or LONGEST)
+        self._wide = min(self.width, max(budget - 1, 1))
+        longest = min((budget - 1) // self._wide, max(self.step.room) - 1, self.length or LONGEST)
         self._drafted = longest if self.length else self.acceptance.best_length(longest, self.cost + NODE_COST)
         roots = Tree.chain([[root] for root in self.step.bonus]).to(self.draft.device).tokens
         if self._drafted == 0:
@@ -82,8 +84,8 @@ class DraftProposer:
         return self._sample(roots, logits) if self.sampled else self._search(roots, logits)
 
     def _search(self, roots: Tensor, logits: Tensor) -> Tree:
-        """The `width` likeliest paths at each depth; a beam search that keeps what it passed."""
-        width, batch = self.width, len(roots)
+        """The likeliest paths at each depth; a beam search that keeps what it passed."""
+        width, batch = self._wide, len(roots)
         tokens, parents, scores = roots[:, :0], roots[:, :0], roots[:, :0].float()
         beam, logits = torch.zeros(batch, 1, device=roots.device), logits[:, None]
         sizes = torch.ones_like(roots[:, 0])
@@ -151,7 +153,15 @@ class Acceptance:
         return best if best or self.paused else min(1, longest)
 
 
-def _parameters(target: Target) -> int:
-    """Weights that a pass reads, from the shapes in the config: packed layers no longer show theirs."""
-    config = target.config
-    return config.num_hidden_layers * config.hidden_size**2 + target.vocabulary * config.hidden_size
+def count_weights(config: PretrainedConfig) -> int:
+    """About how many weights a pass reads, from the shapes in a config: packed layers no longer show theirs.
+
+    Attention, an MLP (a gated one where its size is given) and the output matrix; of a mixture, one expert.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    inner = getattr(config, "intermediate_size", None)
+    mlp = 3 * hidden * inner if isinstance(inner, int) else 8 * hidden**2
+    layer = 2 * hidden * size * (heads + shared) + mlp
+    return config.num_hidden_layers * layer + config.vocab_size * hidden

@@ -33,8 +33,8 @@ class EagleProposer(LevelwiseProposer):
     8 to 15% of what is accepted (vLLM, #14649). A batch's rows may have different numbers of them.
 
     depth: levels of a tree at most. width: the paths that are followed at each, and the tokens that each gets there
-    (EAGLE-2, section 4); 1 drafts a chain. Everything else as in `TrainedProposer`. Raises ValueError as it does, and
-    where depth or width are below 1.
+    (EAGLE-2, section 4), of dynamic trees only; 1 drafts a chain. Everything else as in `TrainedProposer`. Raises
+    ValueError as it does, where depth or width are below 1, and for a width beside a fixed tree.
     """
 
     static = "eagle_25"
@@ -45,12 +45,15 @@ class EagleProposer(LevelwiseProposer):
         head: EagleHead | Eagle3Head,
         *,
         depth: int = DEPTH,
-        width: int = WIDTH,
+        width: int | None = None,
         tree: str | Sequence[Ranks] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
         sampled: bool = False,
     ) -> None:
+        if width is not None and tree != "dynamic":
+            raise ValueError(f"width is for a dynamic tree; {tree} has its own paths")
+        width = WIDTH if width is None else width
         if depth < 1 or width < 1:
             raise ValueError(f"depth {depth} and width {width} must be at least 1")
         self.depth, self.width, self.ranks = depth, width, width

@@ -16,7 +16,7 @@ from proposers.calibration import Calibration, log_odds
 from proposers.search import RANKS, rank_tokens
 from proposers.trained import TrainedProposer
 
-PRIOR = 1e-3  # how strongly an unmeasured head's own word is believed, a candidate
+PRIOR = 3.0  # how strongly a head's own word is believed before it was measured, in outcomes
 TOGETHER = 64  # positions that are tried together: an EAGLE head needs what it looks back on for each of them
 START = (0.0, 1.0, 0.0)  # the head's own word
 
@@ -108,7 +108,7 @@ def fit_logistic(inputs: Tensor, outcomes: Tensor) -> Tensor:
     def loss() -> Tensor:
         optimizer.zero_grad()
         misfit = torch.nn.functional.binary_cross_entropy_with_logits(inputs @ weights, outcomes.to(inputs.dtype))
-        value = misfit + PRIOR * ((weights - start) ** 2).sum()
+        value = misfit + PRIOR / len(inputs) * ((weights - start) ** 2).sum()
         value.backward()
         return value
 

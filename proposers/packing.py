@@ -37,7 +37,7 @@ class Readout:
     """A head's logits, by matrices that are packed where there is a kernel for it."""
 
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
-        self.normalise = normalise
+        self.normalise, self.device = normalise, next(head.parameters()).device
         several = head.config.heads if head.output == "own" else 1
         self.matrices = [_layer(*head.vocabulary(index)) for index in range(several)]
 

@@ -169,14 +169,19 @@ class TrainedProposer(ABC):
         return self.sampled and not self.step.sampling.greedy
 
     def bind(self, target: Target) -> None:
-        """Bring the head to the target's device, with what it shares with it. Raises ValueError as `check` does."""
+        """Bring the head to the target's device, with what it shares with it.
+
+        Raises ValueError as `check` does, and where it was prepared for another target or device.
+        """
         self.check(target)
+        if isinstance(self.logits, Readout) and self.logits.device != target.device:
+            raise ValueError(f"this proposer was prepared for {self.logits.device}, not {target.device}; load it anew")
         self.head.to(target.device)
         before = self.head.borrowed
         if self.head.output != "target" or (before is not None and self._lender is target.model):
             return
         if not isinstance(self.logits, Readout):
-            self.head.borrow(target.output_matrix)
+            self.head.borrow(target.output_matrix, target.output_bias)
         elif not torch.equal(before, self.head.drafted_rows(target.output_matrix).to(before)):
             raise ValueError("this proposer was prepared for another target, whose output matrix it uses; load it anew")
         self._lender = target.model

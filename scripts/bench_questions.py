@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.prompts import check_prompt
+from training.json_lines import decode_text, parse_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 GROUPS = ("mt_bench", "all")  # what categories are counted together as
@@ -30,29 +31,17 @@ def load_questions(path: Path) -> list[Question]:
 
     Raises ValueError that names the line where the file is not so.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{path} has no questions; each line is a JSON object with question_id, category and turns")
     questions: dict[int | str, Question] = {}
-    for number, line in numbered:
-        question = _parse(line, f"{path}, line {number}")
+    for line, fields in parse_lines(decode_text(path.read_bytes(), str(path)), str(path)):
+        place = f"{path}, line {line}"
+        question = _make_question(fields, place)
         if question.id in questions:
-            raise ValueError(f"{path}, line {number}: question_id {question.id!r} is there twice")
+            raise ValueError(f"{place}: question_id {question.id!r} is there twice")
         questions[question.id] = question
     return list(questions.values())
 
 
-def _parse(line: str, place: str) -> Question:
-    try:
-        fields: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: this is not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{place}: a question is a JSON object")
+def _make_question(fields: dict[str, Any], place: str) -> Question:
     missing = [name for name in ("question_id", "category", "turns") if name not in fields]
     if missing:
         raise ValueError(f"{place}: {' and '.join(missing)} missing")

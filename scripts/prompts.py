@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from training.json_lines import decode_text, parse_lines
+
 
 def read_prompts(path: str) -> list[list[str]]:
     """The turns of each prompt in a file; most have one.
@@ -30,18 +32,10 @@ def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
     Raises ValueError and OSError like `read_prompts`; what is in the objects is not looked at.
     """
     raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    try:
-        content = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}, line {number}: this is not UTF-8 text") from error
-    if not path.endswith(".jsonl"):
-        return [(1, {"prompt": check_prompt(content.removesuffix("\n").removesuffix("\r"), path)})]
-    lines = enumerate(content.split("\n"), start=1)
-    rows = [(number, _parse_line(line, f"{path}, line {number}")) for number, line in lines if line.strip()]
-    if not rows:
-        raise ValueError(f"{path} has no prompts; it needs one JSON object a line")
-    return rows
+    content = decode_text(raw, path)
+    if path.endswith(".jsonl"):
+        return parse_lines(content, path)
+    return [(1, {"prompt": check_prompt(content.removesuffix("\n").removesuffix("\r"), path)})]
 
 
 def check_turns(row: dict[str, Any], place: str) -> list[str]:
@@ -63,15 +57,3 @@ def check_prompt(text: object, place: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{place}: character {error.start + 1} of the prompt is half of one (a surrogate)") from error
     return text
-
-
-def _parse_line(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: this is not JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: a line is a JSON object, not {json.dumps(row):.40}")
-    return row

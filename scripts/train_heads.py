@@ -34,7 +34,7 @@ def make_head(args: argparse.Namespace, target: Target, dataset: Dataset) -> Any
     if draft_size < vocab:
         chosen, _ = choose_tokens(dataset.examples, vocab, draft_size)
         head.token_map.copy_(chosen)
-    head.borrow(target.output_matrix)
+    head.borrow(target.output_matrix, target.output_bias)
     if args.head == "eagle3":
         match_norm(head, target, dataset)
     if args.prefix:  # at first it changes nothing: its layer adds nothing, its norm keeps the features' size
@@ -106,7 +106,7 @@ def load_init(args: argparse.Namespace, target: Target) -> Any:
     except ValueError as error:
         raise ValueError(f"--init {args.init}: {error}") from error
     if head.output == "target":
-        head.borrow(target.output_matrix)
+        head.borrow(target.output_matrix, target.output_bias)
     return head
 
 

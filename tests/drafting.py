@@ -47,7 +47,7 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     if head.token_map is not None:
         head.token_map.copy_(torch.randperm(target.vocabulary, generator=generator)[: head.draft_size].sort().values)
     if head.output == "target":
-        head.borrow(target.output_matrix)
+        head.borrow(target.output_matrix, target.output_bias)
     return head
 
 

@@ -324,9 +324,9 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("\n \n", "has no questions"),
+        ("\n \n", "is empty; it needs one JSON object a line"),
         (f"{GOOD}\n{{", "line 2: this is not JSON"),
-        (f"\n{GOOD}\n[1]", "line 3: a question is a JSON object"),
+        (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id and category missing"),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
         ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and none of mt_bench, all"),

@@ -90,6 +90,16 @@ def test_few_trials_do_not_make_for_certainty() -> None:
     assert calibration.positions == (6, 0, 0) and calibration.confidence[1] == PLAIN
 
 
+def test_doubt_takes_outcomes() -> None:
+    """The fewer guesses at even odds were wrong, the nearer to even the head is still believed to be."""
+    chances = []
+    for count in (1, 10, 1000):
+        inputs = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(count, 3)
+        weights = fit_logistic(inputs, torch.zeros(count, dtype=torch.bool))
+        chances.append(torch.sigmoid(weights[0]).item())
+    assert 0.5 > chances[0] > 0.4 > chances[1] > 0.05 > chances[2] > 0
+
+
 def test_a_head_at_its_word() -> None:
     sure = torch.tensor([[[-0.5, -2.0, -1e-9, 0.0, -40.0]]])
     calibration = Calibration(((1.0,),), (PLAIN,), (1,))

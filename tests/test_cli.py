@@ -281,7 +281,7 @@ GOOD = b'{"prompt": "x"}\n'
         (GOOD + b'{"turns": []}', 'line 2: "turns" is a list of at least one prompt'),
         (GOOD + b'{"turns": "x"}', 'line 2: "turns" is a list'),
         (GOOD + b'{"turns": ["x", 7]}', "line 2: a prompt is text, not 7"),
-        (b"\n\n", "has no prompts"),
+        (b"\n\n", "is empty; it needs one JSON object a line"),
     ],
 )
 def test_a_bad_line_is_found_before_a_model_is_loaded(

@@ -392,6 +392,17 @@ def test_it_is_tested_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(tested) == 3
 
 
+def test_other_sizes_and_windows_are_noticed() -> None:
+    model = tiny("mistral", dtype=torch.float64)
+    generate(model)
+    model.config.sliding_window = 2
+    expected = model.generate(PROMPT, max_new_tokens=NEW)
+    assert generate(model).tolist() == expected.tolist()
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    model.eval()
+    assert generate(model, torch.tensor([[model.config.vocab_size - 1]])).shape[1] > 1
+
+
 def test_a_packed_copy_follows_the_weights() -> None:
     model = tiny("llama", dtype=torch.float32)
     for _ in range(2):
@@ -399,6 +410,8 @@ def test_a_packed_copy_follows_the_weights() -> None:
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.neg_()
     model.model.layers[0].mlp.down_proj.weight.data += 1  # as merged adapters do, without a new version
+    assert generate(model, prepare=True).tolist() == generate(model).tolist()
+    model.model.norm.weight = torch.nn.Parameter(torch.randn_like(model.model.norm.weight))
     assert generate(model, prepare=True).tolist() == generate(model).tolist()
 
 

@@ -140,6 +140,11 @@ def test_fixed_trees(target: Target, kind: str) -> None:
             assert agree(drafted[text], Written(target, proposer.head, text).fill(paths))
 
 
+def test_a_fixed_tree_has_no_width(target: Target) -> None:
+    with pytest.raises(ValueError, match="width is for a dynamic tree; static has its own paths"):
+        make("eagle", target, tree="static", width=3)
+
+
 @pytest.mark.parametrize("kind", MAIN)
 @torch.no_grad()
 def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:

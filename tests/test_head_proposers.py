@@ -293,6 +293,18 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
 
 
+@pytest.mark.parametrize("prepare", [False, True])
+def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
+    model = tiny("phi", dtype=torch.float32)
+    torch.nn.init.normal_(model.lm_head.bias)
+    target = Target(model)
+    proposer = make("medusa", target, {"output": "target", "draft_size": 7})
+    proposer.prepare(target) if prepare else proposer.bind(target)
+    states = torch.randn(3, target.config.hidden_size)
+    expected = model.lm_head(states)[:, proposer.head.token_map]
+    assert torch.allclose(proposer.logits(states, 0), expected, atol=1e-5)
+
+
 def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:
     one, other = (Target(tiny("llama", dtype=torch.float32, seed=seed)) for seed in (0, 1))
     proposer = make("medusa", one, {"output": "target"}, nodes=8)

@@ -250,6 +250,8 @@ def test_a_borrowed_matrix_starts_the_heads_own():
         head.borrow(target)
         assert all(torch.equal(head.vocabulary(index)[0], target[[1, 5, 12]]) for index in range(4))
         assert not head.vocabulary(3)[1].any()
+        head.borrow(target, target[:, 0])
+        assert torch.equal(head.vocabulary(3)[1], target[[1, 5, 12], 0])
         assert head.tokens(torch.tensor([[2, 0]])).tolist() == [[12, 1]]
 
 

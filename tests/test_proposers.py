@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import Plain, Sampling, Step, Target, Tree, cost, generate
@@ -14,6 +15,7 @@ from decode.cost import Cost
 from decode.loading import first_layers
 from decode.session import Session
 from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers.draft import count_weights
 from tests.models import tiny
 
 
@@ -151,6 +153,23 @@ def test_draft_length_adapts(target: Target) -> None:
         generate(target, [[5, 6, 7]], proposer, max_new_tokens=60, stop_ids=[])
     assert good.acceptance.best_length(16, 0.2) > 4
     assert [bad.acceptance.best_length(16, 0.5) for _ in range(16)].count(1) == 2  # a try in eight, else nothing
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_draft_costs_what_its_weights_do(layers: int) -> None:
+    model = tiny("llama", num_hidden_layers=layers)
+    passed = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    assert count_weights(model.config) == sum(weight.numel() for weight in passed)
+
+
+def test_weights_of_an_ungated_model() -> None:
+    assert count_weights(GPT2Config()) == pytest.approx(124e6, rel=0.02)
+
+
+def test_a_tree_wider_than_the_budget_is_narrowed(target: Target) -> None:
+    proposer = DraftProposer(target, width=8, length=2)
+    answer = generate(target, [[5, 6, 7]], proposer, max_new_tokens=9, stop_ids=[], nodes=8)[0]
+    assert answer.stats.steps < 9
 
 
 def test_a_draft_with_another_vocabulary_is_refused(target: Target) -> None:

@@ -191,7 +191,7 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"prompt": "x"', "this is not JSON (Expecting"),
-        (b"[" * 100_000, "this is not JSON (maximum recursion"),
+        (b"[" * 100_000, "this JSON cannot be read (maximum recursion"),
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
         (b'["x"]', "a line is a JSON object"),
         (b'{"prompt": "x"}', 'a line needs "prompt" and "response", or "messages"'),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from training.json_lines import decode_text, parse_lines
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20  # a text whose last 60 tokens repeat with a period under 20 has fallen into a loop
 HELD_OUT = 50  # one prompt of so many is kept for validation,
@@ -150,36 +151,10 @@ def _count_common(one: Sequence[int], other: Sequence[int]) -> int:
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, Messages, bool]]:
     """Place, messages and whether the last answer came to its end, of every row of the files."""
     for file in files:
-        rows = 0
-        for number, line in enumerate(_text(file).split("\n"), start=1):
-            if not line.strip():
-                continue
-            rows += 1
+        for number, row in parse_lines(decode_text(file.read_bytes(), str(file)), str(file)):
             place = f"{file}, line {number}"
-            row = _parse(line, place)
             if "dropped" not in row:
                 yield place, _messages(row, place), bool(row.get("finished", True))
-        if rows == 0:
-            raise ValueError(f"{file} is empty; it needs one JSON object a line")
-
-
-def _text(file: Path) -> str:
-    raw = file.read_bytes()
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}, line {number}: this is not UTF-8 text") from error
-
-
-def _parse(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: this is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f'{place}: a line is a JSON object with "prompt" and "response", or with "messages"')
-    return row
 
 
 def _messages(row: dict[str, Any], place: str) -> Messages:

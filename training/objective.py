@@ -26,7 +26,7 @@ DECAY = 0.8  # Medusa, 2.2.1
 @dataclass(frozen=True)
 class Loss:
     """`total`: what is minimised, a sum over anchors. By head: how many anchors it had, and on how many of them its
-    best guess was the target's."""
+    best guess was right: the likeliest label or, with "ce", the text's token."""
 
     total: Tensor
     anchors: Tensor  # [K]

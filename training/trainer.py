@@ -1,7 +1,7 @@
 """The training loop: batches in a fixed order, checkpoints, validation by decoding, and a stop in time.
 
 One process or several, on any device that accelerate knows. With several, each takes its part of every batch, so
-that the number of processes changes the speed and, but for rounding, not the result.
+that the number of processes changes the speed and, but for rounding and the noise of --noise, not the result.
 """
 
 from __future__ import annotations
