@@ -158,10 +158,11 @@ def count_weights(config: PretrainedConfig) -> int:
 
     Attention, an MLP (a gated one where its size is given) and the output matrix; of a mixture, one expert.
     """
+    shape = config.to_dict()  # attributes that differ from layer to layer raise when they are read
     hidden, heads = config.hidden_size, config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    inner = getattr(config, "intermediate_size", None)
+    shared = shape.get("num_key_value_heads") or heads
+    size = shape.get("head_dim") or hidden // heads
+    inner = shape.get("intermediate_size")
     mlp = 3 * hidden * inner if isinstance(inner, int) else 8 * hidden**2
     layer = 2 * hidden * size * (heads + shared) + mlp
     return config.num_hidden_layers * layer + config.vocab_size * hidden

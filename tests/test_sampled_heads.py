@@ -38,10 +38,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 3, "width": 1, "nodes": 4},
     "dynamic": {"depth": 2, "width": 2, "nodes": 5},
     "dynamic, few nodes": {"depth": 2, "width": 2, "nodes": 3},
-    "static": {"depth": 2, "width": 2, "nodes": 6, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0))},
-    "ranks with gaps": {"depth": 2, "width": 2, "nodes": 6, "tree": ((2,), (0,), (2, 1), (0, 0))},
+    "static": {"depth": 2, "nodes": 6, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0))},
+    "ranks with gaps": {"depth": 2, "nodes": 6, "tree": ((2,), (0,), (2, 1), (0, 0))},
     "what pays": {"depth": 2, "width": 2},
-    "what pays, fixed": {"depth": 2, "width": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
+    "what pays, fixed": {"depth": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
     "what pays, chain": {"depth": 3, "width": 1},
 }
 
@@ -51,9 +51,9 @@ def make_small(kind: str, shape: str, target: Target) -> Any:
     settings = dict(SHAPES[shape])
     if kind in EAGLES:
         return make(kind, target, {"draft_size": 3}, **settings)
-    depth, width = settings.pop("depth"), settings.pop("width")
+    depth, width = settings.pop("depth"), settings.pop("width", None)
     proposer = make(kind, target, {"draft_size": 3, "heads": depth}, **settings)
-    proposer.width = proposer.ranks = width
+    proposer.width = proposer.ranks = width or proposer.ranks
     return proposer
 
 
