@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.prompts import check_prompt
-from training.json_lines import decode_text, parse_lines
+from training.json_lines import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 GROUPS = ("mt_bench", "all")  # what categories are counted together as
@@ -32,7 +32,7 @@ def load_questions(path: Path) -> list[Question]:
     Raises ValueError that names the line where the file is not so.
     """
     questions: dict[int | str, Question] = {}
-    for line, fields in parse_lines(decode_text(path.read_bytes(), str(path)), str(path)):
+    for line, fields in read_lines(path):
         place = f"{path}, line {line}"
         question = _make_question(fields, place)
         if question.id in questions:

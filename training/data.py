@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from training.json_lines import decode_text, parse_lines
+from training.json_lines import read_lines
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20  # a text whose last 60 tokens repeat with a period under 20 has fallen into a loop
 HELD_OUT = 50  # one prompt of so many is kept for validation,
@@ -151,7 +151,7 @@ def _count_common(one: Sequence[int], other: Sequence[int]) -> int:
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, Messages, bool]]:
     """Place, messages and whether the last answer came to its end, of every row of the files."""
     for file in files:
-        for number, row in parse_lines(decode_text(file.read_bytes(), str(file)), str(file)):
+        for number, row in read_lines(file):
             place = f"{file}, line {number}"
             if "dropped" not in row:
                 yield place, _messages(row, place), bool(row.get("finished", True))

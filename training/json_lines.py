@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+
+def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a file, as `parse_lines` gives them. Raises ValueError as it and `decode_text` do."""
+    return parse_lines(decode_text(path.read_bytes(), str(path)), str(path))
 
 
 def parse_lines(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
