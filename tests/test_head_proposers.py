@@ -293,6 +293,15 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
 
 
+def test_a_head_prepared_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("llama", dtype=torch.float32))
+    prepared = make("medusa", target).prepare(target)
+    prepared.bind(target)
+    monkeypatch.setattr(target, "device", torch.device("meta"))
+    with pytest.raises(ValueError, match="prepared for cpu, not meta; load it anew"):
+        prepared.bind(target)
+
+
 @pytest.mark.parametrize("prepare", [False, True])
 def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
     model = tiny("phi", dtype=torch.float32)
