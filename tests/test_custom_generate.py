@@ -1,9 +1,7 @@
-"""`speculate` inside transformers' own `generate`: its tokens, its settings, and refusals of what it cannot honour."""
+"""`speculate` inside transformers' own `generate`: its tokens and its settings."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -15,29 +13,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StopStringCriteria,
-    SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
     TextStreamer,
     WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
-import decode.target
 from decode import Plain, Proposer, Target, Tree, speculate
 from proposers import DraftProposer, NGramProposer
 from tests.models import CONTEXT, VOCABULARY, tiny
-
-NEW = 16  # tokens to make
-PROMPT = torch.tensor([[5, 9, 5, 9, 5, 30, 31]])
-BATCH = torch.tensor([[0, 0, 0, 5, 9, 5, 9], [7, 8, 9, 10, 11, 7, 8], [0, 4, 20, 21, 4, 20, 21]])
-MASK = (BATCH != 0).long()
+from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +57,6 @@ def make_proposers(model: PreTrainedModel) -> dict[str, Callable[[], Proposer]]:
 @pytest.fixture(scope="module", params=["none", "ngram", "draft tree", "itself"])
 def proposer(request: pytest.FixtureRequest, make_proposers: dict[str, Callable[[], Proposer]]) -> Proposer:
     return make_proposers[request.param]()
-
-
-def generate(model: PreTrainedModel, ids: Tensor = PROMPT, proposer: Proposer | None = None, **settings: Any) -> Any:
-    settings = {"max_new_tokens": NEW, **settings}
-    return model.generate(ids, custom_generate=speculate, proposer=proposer, **settings)
 
 
 def assert_same(
@@ -360,154 +346,6 @@ def test_samples_follow_transformers_law(model: PreTrainedModel, settings: dict,
         chi = float(((cells - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum())
         freedom = int((expected > 0).sum()) - 1
         assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
-
-
-# The model
-
-
-def test_the_model_is_tested_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = []
-    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target.model) or 0.0)
-    for prepare in (False, True):
-        model = tiny("llama", dtype=torch.float32)
-        for _ in range(3):
-            generate(model, prepare=prepare, max_new_tokens=2)
-        assert len(tested) == 1
-        tested.clear()
-        forgotten = weakref.ref(model)
-        del model
-        gc.collect()
-        assert forgotten() is None
-
-
-def test_it_is_tested_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = []
-    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target) or 0.0)
-    model = tiny("llama", dtype=torch.float32)
-    generate(model)
-    model.double()
-    generate(model)
-    model.set_attn_implementation("eager")
-    generate(model)
-    assert len(tested) == 3
-
-
-def test_other_sizes_and_windows_are_noticed() -> None:
-    model = tiny("mistral", dtype=torch.float64)
-    generate(model)
-    model.config.sliding_window = 2
-    expected = model.generate(PROMPT, max_new_tokens=NEW)
-    assert generate(model).tolist() == expected.tolist()
-    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
-    model.eval()
-    assert generate(model, torch.tensor([[model.config.vocab_size - 1]])).shape[1] > 1
-
-
-def test_a_packed_copy_follows_the_weights() -> None:
-    model = tiny("llama", dtype=torch.float32)
-    for _ in range(2):
-        assert generate(model, prepare=True).tolist() == generate(model).tolist()
-        with torch.no_grad():
-            model.model.layers[0].mlp.down_proj.weight.neg_()
-    model.model.layers[0].mlp.down_proj.weight.data += 1  # as merged adapters do, without a new version
-    assert generate(model, prepare=True).tolist() == generate(model).tolist()
-    model.model.norm.weight = torch.nn.Parameter(torch.randn_like(model.model.norm.weight))
-    assert generate(model, prepare=True).tolist() == generate(model).tolist()
-
-
-@pytest.mark.parametrize("prepare", [False, True])
-def test_the_model_is_left_as_it_was(prepare: bool) -> None:
-    model = tiny("llama", dtype=torch.float32)
-
-    def look() -> tuple:
-        modules = [
-            (name, type(module), module.training, sorted(vars(module)), len(module._forward_hooks))
-            for name, module in model.named_modules()
-        ]
-        weights = [(name, weight.data_ptr(), weight.sum().item()) for name, weight in model.state_dict().items()]
-        return modules, weights, model.config.to_dict(), model.config._attn_implementation
-
-    before = look()
-    generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, prepare=prepare)
-    assert look() == before
-
-
-# Refusals
-
-
-def full_cache(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache()
-    model(PROMPT[:, :4], past_key_values=cache)
-    return cache
-
-
-REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
-    "beams": (lambda model: {"num_beams": 2}, "num_beams=2"),
-    "scores": (lambda model: {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    "logits": (lambda model: {"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-    "attentions": (lambda model: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    "states": (lambda model: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    "assistant": (lambda model: {"assistant_model": model}, "assistant_model"),
-    "lookup": (lambda model: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-    "contrast": (lambda model: {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
-    "dola": (lambda model: {"dola_layers": "high"}, "dola_layers"),
-    "constraints": (lambda model: {"force_words_ids": [[5]], "num_beams": 2}, "num_beams|force_words_ids"),
-    "guidance": (lambda model: {"guidance_scale": 1.5}, "guidance_scale"),
-    "stateful watermark": (
-        lambda model: {"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2, 3]), "do_sample": True},
-        "SynthIDTextWatermark",
-    ),
-    "full cache": (lambda model: {"past_key_values": full_cache(model)}, "past_key_values"),
-    "empty cache": (lambda model: {"past_key_values": DynamicCache()}, "past_key_values"),
-    "offloaded cache": (lambda model: {"cache_implementation": "offloaded"}, "cache_implementation"),
-    "embeddings": (lambda model: {"inputs_embeds": torch.zeros(1, 7, 32).double()}, "inputs_embeds"),
-    "positions": (lambda model: {"position_ids": torch.arange(3, 10)[None]}, "position_ids"),
-    "gpus": (lambda model: {"synced_gpus": True}, "synced_gpus"),
-    "right padding": (lambda model: {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}, "on the left only"),
-    "no prompt": (lambda model: {"attention_mask": torch.zeros(1, 7).long()}, "leaves a prompt empty"),
-    "nodes": (lambda model: {"nodes": 0}, "nodes is 0"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore")
-def test_what_it_cannot_honour_is_refused(model: PreTrainedModel, name: str) -> None:
-    make, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        generate(model, **make(model))
-
-
-def test_a_batch_has_no_streamer(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="a streamer takes the tokens of one row"):
-        generate(model, BATCH, attention_mask=MASK, streamer=Recorder())
-
-
-def test_rows_of_different_length_need_padding(model: PreTrainedModel) -> None:
-    class Never(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    bare = tiny("llama", pad_token_id=None)
-    bare.generation_config.pad_token_id = None
-    assert generate(bare, BATCH).shape == (3, 7 + NEW)
-    with pytest.raises(ValueError, match="set pad_token_id"):
-        generate(bare, BATCH, stopping_criteria=[Never()])
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"), [("t5", "no decoder-only"), ("mamba2", "cannot branch into a tree"), ("falcon alibi", "ALiBi")]
-)
-def test_models_that_cannot_be_a_target_are_refused(kind: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate(tiny(kind))
-
-
-def test_training_mode_is_refused() -> None:
-    model = tiny("llama")
-    model.model.layers[0].train()
-    with pytest.raises(ValueError, match="training mode"):
-        generate(model)
-    assert model.model.layers[0].training
 
 
 class Counting:

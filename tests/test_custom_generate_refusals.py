@@ -1,0 +1,101 @@
+"""What `speculate` cannot honour inside transformers' `generate` is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
+from transformers.generation.streamers import BaseStreamer
+
+from tests.models import tiny
+from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+def full_cache(model: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache()
+    model(PROMPT[:, :4], past_key_values=cache)
+    return cache
+
+
+REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
+    "beams": (lambda model: {"num_beams": 2}, "num_beams=2"),
+    "scores": (lambda model: {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    "logits": (lambda model: {"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+    "attentions": (lambda model: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "states": (lambda model: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "assistant": (lambda model: {"assistant_model": model}, "assistant_model"),
+    "lookup": (lambda model: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "contrast": (lambda model: {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+    "dola": (lambda model: {"dola_layers": "high"}, "dola_layers"),
+    "constraints": (lambda model: {"force_words_ids": [[5]], "num_beams": 2}, "num_beams|force_words_ids"),
+    "guidance": (lambda model: {"guidance_scale": 1.5}, "guidance_scale"),
+    "stateful watermark": (
+        lambda model: {"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2, 3]), "do_sample": True},
+        "SynthIDTextWatermark",
+    ),
+    "full cache": (lambda model: {"past_key_values": full_cache(model)}, "past_key_values"),
+    "empty cache": (lambda model: {"past_key_values": DynamicCache()}, "past_key_values"),
+    "offloaded cache": (lambda model: {"cache_implementation": "offloaded"}, "cache_implementation"),
+    "embeddings": (lambda model: {"inputs_embeds": torch.zeros(1, 7, 32).double()}, "inputs_embeds"),
+    "positions": (lambda model: {"position_ids": torch.arange(3, 10)[None]}, "position_ids"),
+    "gpus": (lambda model: {"synced_gpus": True}, "synced_gpus"),
+    "right padding": (lambda model: {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}, "on the left only"),
+    "no prompt": (lambda model: {"attention_mask": torch.zeros(1, 7).long()}, "leaves a prompt empty"),
+    "nodes": (lambda model: {"nodes": 0}, "nodes is 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_it_cannot_honour_is_refused(model: PreTrainedModel, name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        generate(model, **make(model))
+
+
+class Silent(BaseStreamer):
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def test_a_batch_has_no_streamer(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="a streamer takes the tokens of one row"):
+        generate(model, BATCH, attention_mask=MASK, streamer=Silent())
+
+
+def test_rows_of_different_length_need_padding(model: PreTrainedModel) -> None:
+    class Never(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    bare = tiny("llama", pad_token_id=None)
+    bare.generation_config.pad_token_id = None
+    assert generate(bare, BATCH).shape == (3, 7 + NEW)
+    with pytest.raises(ValueError, match="set pad_token_id"):
+        generate(bare, BATCH, stopping_criteria=[Never()])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("t5", "no decoder-only"), ("mamba2", "cannot branch into a tree"), ("falcon alibi", "ALiBi")]
+)
+def test_models_that_cannot_be_a_target_are_refused(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(tiny(kind))
+
+
+def test_training_mode_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[0].train()
+    with pytest.raises(ValueError, match="training mode"):
+        generate(model)
+    assert model.model.layers[0].training
