@@ -94,6 +94,7 @@ def _decode_all(
         yield from _decode(target, rows, joining, proposer, sampling, nodes, rule)
 
 
+@torch.inference_mode()  # of hundreds of small calls a step, each is cheaper in it
 def _decode(
     target: Target, rows: list[Row], waiting: deque[Row], proposer: Proposer, sampling: Sampling, nodes: int, rule: Rule
 ) -> Iterator[Chunk]:

@@ -21,7 +21,7 @@ ATTENTION = "draftless_grouped_sdpa"
 # Layers that most models feed with the same tensor: one pass over their weights side by side saves calls.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROWS_HINT = 16  # a layout for 16 rows serves 1 to 64 of them; one for a single row is slower even there
-FEW, PADDED = 3, 5  # rows below FEW are computed as so many: oneDNN takes a tenth longer for one, a third for two
+FEW, PADDED = 3, 5  # below FEW, PADDED rows or more are computed: one takes a tenth longer than five, two a third
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
@@ -149,12 +149,10 @@ def pack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 def multiply(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` with a packed weight."""
     rows = inputs.numel() // inputs.shape[-1]
-    if not 0 < rows < FEW:
+    if inputs.dim() == 1 or not 0 < rows < FEW:
         return torch.ops.mkldnn._linear_pointwise(inputs, packed, bias, "none", [], "")
-    flat = inputs.reshape(rows, -1)
-    padded = flat.expand(PADDED, -1) if rows == 1 else nn.functional.pad(flat, (0, 0, 0, PADDED - rows))
-    outputs = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
-    return outputs[:rows].view(*inputs.shape[:-1], -1)
+    repeated = torch.cat([inputs] * -(-PADDED // rows))  # of all ways to more rows the one with the cheapest calls
+    return torch.ops.mkldnn._linear_pointwise(repeated, packed, bias, "none", [], "")[: inputs.shape[0]]
 
 
 def grouped_sdpa(

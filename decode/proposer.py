@@ -53,7 +53,8 @@ class Proposer(Protocol):
     """Anything that drafts. These three members are all that the loop knows of it.
 
     It may remember the text that it drafts for, so a proposer serves one stream at a time; streams that run side by
-    side need one each.
+    side need one each. The loop calls it in torch's inference mode: whoever trains on what a step holds has to leave
+    that mode, and to clone it.
     """
 
     @property

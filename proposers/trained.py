@@ -168,6 +168,7 @@ class TrainedProposer(ABC):
         """Whether this step's tokens are drawn. At temperature 0 the target takes its likeliest; so does the head."""
         return self.sampled and not self.step.sampling.greedy
 
+    @torch.inference_mode(mode=False)  # what a head keeps must be fit for training, too
     def bind(self, target: Target) -> None:
         """Bring the head to the target's device, with what it shares with it.
 

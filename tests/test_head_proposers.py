@@ -293,6 +293,13 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
 
 
+def test_what_is_borrowed_while_decoding_can_be_trained_with(target: Target) -> None:
+    proposer = make("medusa", target, {"output": "target", "draft_size": 40}, nodes=8)
+    proposer.head.borrowed = None
+    record(proposer, target)
+    assert not proposer.head.borrowed.is_inference()  # such tensors take part in no backward pass
+
+
 def test_a_head_prepared_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama", dtype=torch.float32))
     prepared = make("medusa", target).prepare(target)

@@ -26,7 +26,7 @@ def test_a_packed_layer_computes_what_the_dense_one_does(dtype: torch.dtype, bia
     torch.manual_seed(0)
     linear = nn.Linear(64, 100, bias=bias, dtype=dtype)
     packed = PackedLinear(linear)
-    for shape in ((1, 1), (2, 1), (1, 2), (3,), (5,), (2, 7), (4, 16), (2, 200), (0, 4)):
+    for shape in ((), (1,), (1, 1), (2, 1), (1, 2), (3,), (5,), (2, 7), (4, 16), (2, 200), (0, 4)):
         inputs = torch.randn(*shape, 64, dtype=dtype)
         exact = nn.functional.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
         allowed = 2 * (linear(inputs).double() - exact).abs() + (1e-6 if dtype == torch.float32 else 2e-3)
