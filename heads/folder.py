@@ -46,9 +46,7 @@ def load_head(
     model only. Raises ValueError where there is no head, where it is damaged, and with the names of tensors that are
     missing, unexpected or of the wrong shape.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise ValueError(f"cannot load a head from {str(folder)!r}: there is no such local folder")
+    place = find_folder(folder)
     try:
         tensors, notes = read_weights(place)
         said = _read_config(place, notes)
@@ -57,6 +55,14 @@ def load_head(
         return _assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
+
+
+def find_folder(folder: str | Path) -> Path:
+    """The path of a head's folder. Raises ValueError where there is none: heads are not fetched from a hub."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise ValueError(f"cannot load a head from {str(folder)!r}: there is no such local folder")
+    return place
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from decode import Target, stream
 from decode.text import encode
+from heads.folder import find_folder
 from proposers import TRAINED, NGramProposer, TrainedProposer
 from proposers.calibration import Calibration
 from proposers.loading import load_draft_head
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         check_devices(args)
+        find_folder(args.head)
         if args.plot is not None:
             check_writable(args.plot, "--plot")
             check_plot(args.plot)

@@ -21,6 +21,7 @@ from decode import Proposer, Target
 from decode.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
+from heads.folder import find_folder
 from proposers import PROPOSERS, TRAINED, NGramProposer, load_best, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.loading import EAGLES
@@ -109,7 +110,7 @@ def check_proposer(name: str, args: argparse.Namespace) -> None:
     check_devices(args)
     if name == "draft" and args.draft_model is None and args.model is not None:
         raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
-    if name in TRAINED:
+    if name in TRAINED or (name == AUTO and args.head is not None):
         find_head(name, args.head, args.model)
 
 
@@ -120,9 +121,9 @@ def check_devices(args: argparse.Namespace) -> None:
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:
-    """The folder of the head to draft with. Raises ValueError where none is given and none comes with the model."""
+    """The folder of the head to draft with. Raises ValueError where there is none."""
     if folder is not None:
-        return Path(folder)
+        return find_folder(folder)
     if model is not None:
         raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
     if kind not in list_pretrained(model):

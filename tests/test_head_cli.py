@@ -200,6 +200,17 @@ def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("proposer", ["medusa", "auto"])
+def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, proposer: str) -> None:
+    asked = ["--model", "no-such-model", "--head", "nowhere"]
+    for script, more in (
+        (generate, ["--prompt", "x", "--proposer", proposer]),
+        (calibrate, ["--prompt-file", "prompts.jsonl"]),
+    ):
+        status, out, err = call(script, *asked, *more)
+        assert (status, out, err.count("\n")) == (2, "", 1) and "'nowhere': there is no such local folder" in err
+
+
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
 def test_calibrate_writes_into_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
     ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
