@@ -200,15 +200,17 @@ def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("proposer", ["medusa", "auto"])
-def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, proposer: str) -> None:
-    asked = ["--model", "no-such-model", "--head", "nowhere"]
-    for script, more in (
-        (generate, ["--prompt", "x", "--proposer", proposer]),
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (generate, ["--prompt", "x", "--proposer", "medusa"]),
+        (generate, ["--prompt", "x", "--proposer", "auto"]),
         (calibrate, ["--prompt-file", "prompts.jsonl"]),
-    ):
-        status, out, err = call(script, *asked, *more)
-        assert (status, out, err.count("\n")) == (2, "", 1) and "'nowhere': there is no such local folder" in err
+    ],
+)
+def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, script: Any, arguments: list[str]) -> None:
+    status, out, err = call(script, "--model", "no-such-model", "--head", "nowhere", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "'nowhere': there is no such local folder" in err
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
