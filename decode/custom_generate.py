@@ -41,7 +41,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from decode.answer import Chunk
 from decode.loop import stream
 from decode.masks import layer_reaches
-from decode.prepare import can_pack
+from decode.packed import can_pack
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
 from decode.support import refuse_unsupported

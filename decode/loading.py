@@ -25,13 +25,15 @@ def load_model(
     device: str | None = None,
     device_map: str | None = None,
     prepare: bool = True,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model and its tokenizer from a local folder or a hub id; without a name, the default model.
 
     dtype: one of `DTYPES`; None keeps the checkpoint's, or float32 on a CPU. device: e.g. "cuda:0"; None takes a GPU
     where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
-    speed where they lie on a CPU. Raises ValueError for an unknown dtype or device, and where the name leads nowhere
-    or to a damaged or incomplete model.
+    speed where they lie on a CPU. compile: prepare, and have torch.compile make kernels for passes over a single token
+    there, which takes a C++ compiler, seconds, and memory for the dense weights. Raises ValueError for an unknown dtype
+    or device, where the name leads nowhere or to a damaged or incomplete model, and where nothing can be compiled.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
@@ -56,7 +58,7 @@ def load_model(
     _refuse_gaps(report, folder)
     if device_map is None:
         model = model.to(place)
-    return prepare_model(model) if prepare else model, tokenizer
+    return prepare_model(model, compile=compile) if prepare or compile else model, tokenizer
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:

@@ -26,12 +26,20 @@ class Target:
 
     `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
     is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
-    that memory. Raises ValueError for models that cannot be verified as a tree.
+    that memory; `compile=True` has torch.compile make kernels for passes over a single token as well, with the
+    machine's C++ compiler. Raises ValueError for models that cannot be verified as a tree.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, prepare: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        prepare: bool = False,
+        compile: bool = False,
+    ) -> None:
         refuse_unsupported(model)
-        self.model = prepared_copy(model) if prepare else model
+        self.model = prepared_copy(model, compile=compile) if prepare or compile else model
         self.tokenizer = tokenizer
         self.config = self.model.config.get_text_config(decoder=True)
         self.reaches = layer_reaches(self.model)
@@ -65,7 +73,7 @@ class Target:
 
         Raises ValueError where the model hides it.
         """
-        output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        output, embeddings = self._output_layer, self.model.get_input_embeddings()
         if hasattr(output, "packed") and not self.config.tie_word_embeddings:
             return output.packed.to_dense().detach()
         matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
@@ -76,8 +84,14 @@ class Target:
     @property
     def output_bias(self) -> Tensor | None:
         """What the output layer adds to the logits, [V], in the few models whose output layer has a bias."""
-        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        bias = getattr(self._output_layer, "bias", None)
         return bias.detach() if isinstance(bias, Tensor) else None
+
+    @property
+    def _output_layer(self) -> Any:
+        """The output layer; of one that is compiled, the form with the dense weight."""
+        output = self.model.get_output_embeddings()
+        return getattr(output, "one", output)
 
     def cost(self, batch: int = 1) -> Cost:
         """What verifying N nodes costs at this batch size, beside one; measured when first asked for.

@@ -9,9 +9,9 @@ import copy
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from decode.prepare import PackedLinear, can_pack, pack_layers
+from decode.packed import PackedLinear, can_pack, make_linear, pack_layers
 from heads.vocabulary import VocabularyHead
 
 Head = TypeVar("Head", bound=VocabularyHead)
@@ -39,15 +39,8 @@ class Readout:
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
         self.normalise, self.device = normalise, next(head.parameters()).device
         several = head.config.heads if head.output == "own" else 1
-        self.matrices = [_layer(*head.vocabulary(index)) for index in range(several)]
+        layers = [make_linear(*head.vocabulary(index)) for index in range(several)]
+        self.matrices = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
 
     def __call__(self, states: Tensor, index: int) -> Tensor:
         return self.matrices[index % len(self.matrices)](self.normalise(states))
-
-
-def _layer(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return PackedLinear(linear) if can_pack(linear) else linear

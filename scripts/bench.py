@@ -131,6 +131,8 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     names, peers = choose_methods(args)
     check_writable(args.json, "--json")
     Sampling(args.temperature)  # refuses a bad one
+    if args.compile and not args.prepare:
+        raise ValueError("--compile and --no-prepare exclude each other; give one of them")
     questions = take_evenly(load_questions(args.questions), args.limit)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -234,6 +236,7 @@ def describe_settings(
         "seed": args.seed,
         "batch_size": args.batch_size,
         "prepare": args.prepare,
+        "compile": args.compile,
     }
 
 

@@ -78,7 +78,7 @@ def make_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
-    parser.set_defaults(device_map=None)
+    parser.set_defaults(device_map=None, compile=False)
     return parser
 
 

@@ -27,7 +27,7 @@ from scripts.painting import paints, show
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
 METHODS = ("none", "ngram", "draft")  # and the best head
-OPTIONS = ("model", "dtype", "device", "device_map", "draft_model", "head")  # all left at their defaults
+OPTIONS = ("model", "dtype", "device", "device_map", "compile", "draft_model", "head")  # all left at their defaults
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "
     "winter. The lighthouse was lit by oil until 1932, when it was given electric light. Its last keeper, Anna "

@@ -51,6 +51,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="on a CPU with a C++ compiler: faster passes over single tokens, by torch.compile; takes seconds at the "
+        "start and twice the model's memory",
+    )
 
 
 def add_proposer_options(parser: argparse.ArgumentParser) -> None:
@@ -145,10 +151,20 @@ def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
 def load_by_options(
     args: argparse.Namespace, name: str | None, prepare: bool = True
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """A model by name, or the default one, with its tokenizer, by `--dtype`, `--device` and `--device-map`."""
+    """A model by name, or the default one, with its tokenizer, by the options of `add_model_options`.
+
+    prepare=False gives it as it comes, neither packed nor compiled.
+    """
     _silence_transformers()
     try:
-        return load_model(name, dtype=args.dtype, device=args.device, device_map=args.device_map, prepare=prepare)
+        return load_model(
+            name,
+            dtype=args.dtype,
+            device=args.device,
+            device_map=args.device_map,
+            prepare=prepare,
+            compile=prepare and args.compile,
+        )
     except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
         raise ValueError(str(error)) from error
 

@@ -5,14 +5,21 @@ They are stock transformers models: only their sizes are changed, and the weight
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 VOCABULARY = 96
 CONTEXT = 256
 WINDOW = 8  # shorter than most prompts of the tests, so that windows are felt
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile finds no C++ compiler here"
+)
 
 # Names that nearly every configuration knows; the others ignore them.
 SIZES: dict[str, Any] = {

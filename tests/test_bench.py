@@ -358,6 +358,7 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
         (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
         (["--from", "out.json"], "not allowed with argument"),
+        (["--compile", "--no-prepare"], "exclude each other"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from decode import Chunk
 from scripts import generate
 from scripts.painting import paints
-from tests.models import tiny
+from tests.models import needs_compiler, tiny
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
 # The last two are the bytes of an "é", so that some answers have whole and half characters.
@@ -209,6 +209,12 @@ def test_half_precision_and_a_device_map_work(call: Call) -> None:
         assert call("--model", "target", "--prompt", "x", "--max-new-tokens", "3", *settings).status == 0
 
 
+@needs_compiler
+def test_a_compiled_model_says_the_same(call: Call) -> None:
+    asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
+    assert call(*asked, "--compile").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
+
+
 def refuse(run: Run, message: str) -> None:
     assert run.status == 2
     assert run.out == ""
@@ -243,6 +249,7 @@ def refuse(run: Run, message: str) -> None:
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
         (["--device-map", "everywhere"], "everywhere"),
+        (["--compile"], "nothing to compile: only linear layers on a CPU, in float32 or bfloat16, are"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from decode import Target, generate
-from decode.prepare import PackedFamily, PackedLinear, PackedMember, can_pack, prepare, prepared_copy
+from decode.packed import PackedFamily, PackedLinear, PackedMember, can_pack
+from decode.prepare import prepare, prepared_copy
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny

@@ -1,0 +1,98 @@
+"""Kernels from torch.compile for passes over a single token, on a CPU with a C++ compiler.
+
+Plain decoding reads every weight for one product with it. oneDNN's packed layers do that at half of the memory's
+speed, a sum of products that torch.compile makes a loop of at nearly all of it. From two tokens on oneDNN is faster.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from decode.packed import PackedLinear, can_pack, pack_layers
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Pack all linear layers within a model, in place, and compile them for a single token beside it.
+
+    Raises ValueError where there is nothing to compile, or no C++ compiler.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_block(child):
+                single = for_one(child)
+                pack_layers(child)
+                setattr(parent, name, OneOrMany(single, child))
+    pack_layers(model, lambda linear: OneOrMany(for_one(linear), PackedLinear(linear)))
+    _try(model)
+
+
+class OneOrMany(nn.Module):
+    """A layer in two forms: `one` is compiled and serves a single token, `many` is packed and serves more."""
+
+    def __init__(self, one: nn.Module, many: nn.Module) -> None:
+        super().__init__()
+        self.one, self.many = one, many
+        self.eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return _compiled(self.one, inputs) if inputs.numel() == inputs.shape[-1] else self.many(inputs)
+
+
+class SumOfProducts(nn.Module):
+    """`nn.Linear` for a single token, written so that torch.compile makes one loop over the weight of it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():  # e.g. in a model of more shapes than torch.compile makes kernels for
+            return nn.functional.linear(inputs, self.weight, self.bias)
+        outputs = (self.weight * inputs.flatten()).sum(-1)
+        return (outputs if self.bias is None else outputs + self.bias).view(*inputs.shape[:-1], -1)
+
+
+def for_one(module: nn.Module) -> nn.Module:
+    """A copy for single tokens that shares the module's tensors."""
+    if isinstance(module, nn.Linear):
+        return SumOfProducts(module)
+    single = copy.copy(module)
+    single._modules = {name: child if child is None else for_one(child) for name, child in module._modules.items()}
+    return single
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether all weights are those of linear layers, two or more, and one tensor is all it is given: an MLP."""
+    inside = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
+    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    fed_with_one = [argument.kind for argument in arguments] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return fed_with_one and len(inside) > 1 and all(map(can_pack, inside))
+
+
+def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
+    return layer(inputs)
+
+
+# The number of threads is asked for at each call: kernels are kept on disk, and other processes may have other numbers.
+_compiled = torch.compile(_call, dynamic=False, options={"cpp.dynamic_threads": True})
+
+
+@torch.no_grad()
+def _try(model: nn.Module) -> None:
+    """Run the first compiled layer, so that what is missing is said before any text is made."""
+    layer = next((module.one for module in model.modules() if isinstance(module, OneOrMany)), None)
+    if layer is None:
+        raise ValueError("nothing to compile: only linear layers on a CPU, in float32 or bfloat16, are")
+    weight = next(module.weight for module in layer.modules() if isinstance(module, SumOfProducts))
+    try:
+        _compiled(layer, weight.new_zeros(1, 1, weight.shape[1]))
+    except Exception as error:  # whatever torch.compile or the machine's compiler makes of it
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"torch.compile cannot make kernels here ({type(error).__name__}: {reason}); it needs a C++ compiler such "
+            "as g++, or go on without compiling"
+        ) from error
