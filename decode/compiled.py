@@ -66,11 +66,14 @@ def for_one(module: nn.Module) -> nn.Module:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether all weights are those of linear layers, two or more, and one tensor is all it is given: an MLP."""
+    """Whether all weights are those of linear layers, two or more, and one tensor is all it is given: an MLP.
+
+    Not one whose `forward` was replaced, which a copy would not have as its own.
+    """
     inside = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     fed_with_one = [argument.kind for argument in arguments] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    return fed_with_one and len(inside) > 1 and all(map(can_pack, inside))
+    return fed_with_one and "forward" not in vars(module) and len(inside) > 1 and all(map(can_pack, inside))
 
 
 def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
