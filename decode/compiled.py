@@ -14,20 +14,31 @@ from torch import Tensor, nn
 
 from decode.packed import PackedLinear, can_pack, pack_layers
 
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
+
 
 def compile_layers(model: nn.Module) -> None:
     """Pack all linear layers within a model, in place, and compile them for a single token beside it.
 
-    Raises ValueError where there is nothing to compile, or no C++ compiler.
+    Raises ValueError where there is nothing to compile, no C++ compiler, or a kernel computes something else.
     """
+    compiled: list[OneOrMany] = []
+
+    def make(one: nn.Module, many: nn.Module) -> OneOrMany:
+        compiled.append(OneOrMany(one, many))
+        return compiled[-1]
+
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_block(child):
                 single = for_one(child)
                 pack_layers(child)
-                setattr(parent, name, OneOrMany(single, child))
-    pack_layers(model, lambda linear: OneOrMany(for_one(linear), PackedLinear(linear)))
-    _try(model)
+                setattr(parent, name, make(single, child))
+    pack_layers(model, lambda linear: make(for_one(linear), PackedLinear(linear)))
+    if not compiled:
+        raise ValueError("nothing to compile: only linear layers on a CPU, in float32 or bfloat16, are")
+    for layer in compiled:
+        _try(layer)
 
 
 class OneOrMany(nn.Module):
@@ -66,14 +77,14 @@ def for_one(module: nn.Module) -> nn.Module:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether all weights are those of linear layers, two or more, and one tensor is all it is given: an MLP.
+    """Whether all weights are those of two or three linear layers, and one tensor is all it is given: an MLP.
 
     Not one whose `forward` was replaced, which a copy would not have as its own.
     """
     inside = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
     fed_with_one = [argument.kind for argument in arguments] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    return fed_with_one and "forward" not in vars(module) and len(inside) > 1 and all(map(can_pack, inside))
+    return fed_with_one and "forward" not in vars(module) and 1 < len(inside) < 4 and all(map(can_pack, inside))
 
 
 def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -85,17 +96,21 @@ _compiled = torch.compile(_call, dynamic=False, options={"cpp.dynamic_threads": 
 
 
 @torch.no_grad()
-def _try(model: nn.Module) -> None:
-    """Run the first compiled layer, so that what is missing is said before any text is made."""
-    layer = next((module.one for module in model.modules() if isinstance(module, OneOrMany)), None)
-    if layer is None:
-        raise ValueError("nothing to compile: only linear layers on a CPU, in float32 or bfloat16, are")
-    weight = next(module.weight for module in layer.modules() if isinstance(module, SumOfProducts))
+def _try(layer: OneOrMany) -> None:
+    """Compile a layer now rather than amid an answer, and hold it to its packed form."""
+    weight = next(part.weight for part in layer.one.modules() if isinstance(part, SumOfProducts))
+    inputs = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     try:
-        _compiled(layer, weight.new_zeros(1, 1, weight.shape[1]))
+        found = _compiled(layer.one, inputs)
     except Exception as error:  # whatever torch.compile or the machine's compiler makes of it
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"torch.compile cannot make kernels here ({type(error).__name__}: {reason}); it needs a C++ compiler such "
             "as g++, or go on without compiling"
         ) from error
+    expected = layer.many(inputs)
+    share = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not share <= TOLERANCE[weight.dtype]:
+        raise ValueError(
+            f"a compiled layer's result is off by {share:.1e} of its largest number; go on without compiling"
+        )

@@ -95,3 +95,6 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode.compiled, "_compiled", fail)
     with pytest.raises(ValueError, match=r"\(RuntimeError: no compiler found\); it needs a C\+\+ compiler"):
         compile_layers(tiny("llama", dtype=torch.float32))
+    monkeypatch.setattr(decode.compiled, "_compiled", lambda layer, inputs: layer(inputs) * 1.01)
+    with pytest.raises(ValueError, match=r"is off by 1\.0e-02 of its largest number"):
+        compile_layers(tiny("llama", dtype=torch.float32))
