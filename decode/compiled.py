@@ -12,7 +12,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from decode.packed import PackedLinear, can_pack, pack_layers
+from decode.packed import PackedLinear, can_pack, make_linear, pack_layers
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
 
@@ -58,7 +58,8 @@ class SumOfProducts(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        frozen = make_linear(linear.weight, linear.bias)
+        self.weight, self.bias = frozen.weight, frozen.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():  # e.g. in a model of more shapes than torch.compile makes kernels for
@@ -95,7 +96,7 @@ def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
 _compiled = torch.compile(_call, dynamic=False, options={"cpp.dynamic_threads": True})
 
 
-@torch.no_grad()
+@torch.inference_mode()  # as the loop has it: kernels are made for a mode
 def _try(layer: OneOrMany) -> None:
     """Compile a layer now rather than amid an answer, and hold it to its packed form."""
     weight = next(part.weight for part in layer.one.modules() if isinstance(part, SumOfProducts))

@@ -43,6 +43,7 @@ class Cost:
         return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
 
 
+@torch.inference_mode()  # as the loop has it
 def measure_cost(target: Target, batch: int) -> Cost:
     """Time passes of all `SIZES`, in turn, and take the shortest: other work on the machine only adds."""
     session = target.open(batch)
