@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +51,11 @@ class OneOrMany(nn.Module):
         self.eval()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _compiled(self.one, inputs) if inputs.numel() == inputs.shape[-1] else self.many(inputs)
+        return run_compiled(self.one, inputs) if inputs.numel() == inputs.shape[-1] else self.many(inputs)
 
 
 class SumOfProducts(nn.Module):
-    """`nn.Linear` for a single token, written so that torch.compile makes one loop over the weight of it."""
+    """`nn.Linear` for a single token."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -62,10 +63,7 @@ class SumOfProducts(nn.Module):
         self.weight, self.bias = frozen.weight, frozen.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():  # e.g. in a model of more shapes than torch.compile makes kernels for
-            return nn.functional.linear(inputs, self.weight, self.bias)
-        outputs = (self.weight * inputs.flatten()).sum(-1)
-        return (outputs if self.bias is None else outputs + self.bias).view(*inputs.shape[:-1], -1)
+        return _sum_products(inputs, self.weight, self.bias)
 
 
 def for_one(module: nn.Module) -> nn.Module:
@@ -88,12 +86,29 @@ def _is_block(module: nn.Module) -> bool:
     return fed_with_one and "forward" not in vars(module) and 1 < len(inside) < 4 and all(map(can_pack, inside))
 
 
+def run_compiled(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """A layer made by `for_one`, compiled when first run. Tensors are quicker to look over than a module each time."""
+    if isinstance(layer, SumOfProducts):
+        return _compiled_linear(inputs, layer.weight, layer.bias)
+    return _compiled_block(layer, inputs)
+
+
+def _sum_products(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, written so that torch.compile makes one loop over the weight of it."""
+    if not torch.compiler.is_compiling():  # e.g. in a model of more shapes than torch.compile makes kernels for
+        return nn.functional.linear(inputs, weight, bias)
+    outputs = (weight * inputs.flatten()).sum(-1)
+    return (outputs if bias is None else outputs + bias).view(*inputs.shape[:-1], -1)
+
+
 def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
     return layer(inputs)
 
 
 # The number of threads is asked for at each call: kernels are kept on disk, and other processes may have other numbers.
-_compiled = torch.compile(_call, dynamic=False, options={"cpp.dynamic_threads": True})
+OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
+_compiled_linear = torch.compile(_sum_products, dynamic=False, options=OPTIONS)
+_compiled_block = torch.compile(_call, dynamic=False, options=OPTIONS)
 
 
 @torch.inference_mode()  # as the loop has it: kernels are made for a mode
@@ -102,7 +117,7 @@ def _try(layer: OneOrMany) -> None:
     weight = next(part.weight for part in layer.one.modules() if isinstance(part, SumOfProducts))
     inputs = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     try:
-        found = _compiled(layer.one, inputs)
+        found = run_compiled(layer.one, inputs)
     except Exception as error:  # whatever torch.compile or the machine's compiler makes of it
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(

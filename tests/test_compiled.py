@@ -73,7 +73,7 @@ def test_more_than_one_token_goes_to_the_packed_layers(monkeypatch: pytest.Monke
         asked.append(inputs.numel() // inputs.shape[-1])
         return layer(inputs)
 
-    monkeypatch.setattr(decode.compiled, "_compiled", record)
+    monkeypatch.setattr(decode.compiled, "run_compiled", record)
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
     asked.clear()
     generate(target, PROMPTS[:1], max_new_tokens=4)
@@ -92,9 +92,9 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler found\nand a long story")
 
-    monkeypatch.setattr(decode.compiled, "_compiled", fail)
+    monkeypatch.setattr(decode.compiled, "run_compiled", fail)
     with pytest.raises(ValueError, match=r"\(RuntimeError: no compiler found\); it needs a C\+\+ compiler"):
         compile_layers(tiny("llama", dtype=torch.float32))
-    monkeypatch.setattr(decode.compiled, "_compiled", lambda layer, inputs: layer(inputs) * 1.01)
+    monkeypatch.setattr(decode.compiled, "run_compiled", lambda layer, inputs: layer(inputs) * 1.01)
     with pytest.raises(ValueError, match=r"is off by 1\.0e-02 of its largest number"):
         compile_layers(tiny("llama", dtype=torch.float32))
