@@ -124,6 +124,8 @@ def check_devices(args: argparse.Namespace) -> None:
     """Raise ValueError where the options of `add_model_options` exclude each other."""
     if args.device is not None and args.device_map is not None:
         raise ValueError("--device and --device-map exclude each other; give one of them")
+    if args.compile and (args.device not in (None, "cpu") or args.dtype in ("float64", "float16")):
+        raise ValueError("--compile is for --device cpu and --dtype float32 or bfloat16")
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:

@@ -249,7 +249,7 @@ def refuse(run: Run, message: str) -> None:
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
         (["--device-map", "everywhere"], "everywhere"),
-        (["--compile"], "nothing to compile: only linear layers on a CPU, in float32 or bfloat16, are"),
+        (["--compile"], "--compile is for --device cpu and --dtype float32 or bfloat16"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),

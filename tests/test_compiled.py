@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,19 +19,27 @@ from tests.models import needs_compiler, tiny
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
 
 
+@pytest.fixture(autouse=True)
+def fresh_kernels() -> Iterator[None]:
+    """No kernels of other tests; and an error instead of uncompiled layers where there are too many."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
 @needs_compiler
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_compiled_layer_computes_what_the_dense_one_does(bias: bool) -> None:
+@pytest.mark.parametrize(("size", "bias"), [(70, False), (70, True), (5000, True)])
+def test_a_compiled_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(70, 100, bias=bias).requires_grad_(False)
+    linear = nn.Linear(size, 100, bias=bias).requires_grad_(False)
     layer = OneOrMany(SumOfProducts(linear), PackedLinear(linear))
-    for shape in ((1,), (1, 1), (3,), (2, 5)):
-        inputs = torch.randn(*shape, 70)
+    for shape in ((), (1,), (1, 1), (3,), (2, 5)):
+        inputs = torch.randn(*shape, size)
         assert torch.allclose(layer(inputs), linear(inputs), atol=1e-5)
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "qwen2_moe"])
 def test_a_compiled_model_says_the_same(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -64,6 +74,30 @@ def test_an_mlp_is_compiled_as_one_and_shares_its_tensors() -> None:
     assert isinstance(layer.mlp, OneOrMany) and isinstance(layer.mlp.many.down_proj, PackedLinear)
     assert layer.mlp.one.down_proj.weight.data_ptr() == weight.data_ptr()
     assert isinstance(layer.self_attn.o_proj, OneOrMany) and isinstance(model.lm_head, OneOrMany)
+
+
+@needs_compiler
+def test_layers_of_many_shapes_are_all_compiled() -> None:
+    model = nn.Sequential(*[nn.Linear(8 + number, 9 + number) for number in range(12)])
+    with torch.inference_mode():
+        inputs = torch.randn(1, 8)
+        expected = model(inputs)
+        compile_layers(model)
+        assert torch.allclose(model(inputs), expected, atol=1e-5)
+
+
+@needs_compiler
+def test_an_mlp_with_a_hook_or_another_forward_keeps_it() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    first, second = (layer.mlp for layer in model.model.layers)
+    seen: list[str] = []
+    original = first.forward
+    first.forward = lambda inputs: seen.append("forward") or original(inputs)
+    second.register_forward_hook(lambda *_: seen.append("hook"))
+    prepare(model, compile=True)
+    seen.clear()
+    generate(Target(model), PROMPTS[:1], max_new_tokens=3)
+    assert seen[-4:] == ["forward", "hook"] * 2
 
 
 def test_more_than_one_token_goes_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
