@@ -31,18 +31,20 @@ class TreeCache(Cache):
         self.capacity = 0
         self.used = 0  # slots that attention sees
         self.slots: slice | Tensor = slice(0, 0)
+        self.starts = torch.zeros(batch, dtype=torch.long)  # the slot of each row's first new node
 
     def place(self, start: int, count: int, device: torch.device) -> Tensor:
         """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor, [B]."""
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        self.capacity = self._capacity_for(self.used)
+        self.capacity = self._capacity_for(self.used + 1)  # compiled layers have a kernel for a cache that isn't full
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
+        self.starts = lengths + start if start else lengths
         if min(self.lengths) == longest:
             self.slots = slice(longest + start, end)
         else:
-            self.slots = lengths[:, None] + torch.arange(start, start + count, device=device)  # [B, N]
+            self.slots = self.starts[:, None] + torch.arange(count, device=device)  # [B, N]
         return lengths
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
@@ -61,6 +63,11 @@ class TreeCache(Cache):
                         placed[layer.device] = moves.to(layer.device, non_blocking=layer.device.type == "cuda")
                     layer.move(*placed[layer.device])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def show(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """A layer's keys and values in all used slots; None where it has not written yet."""
+        layer = self.layers[number] if number < len(self.layers) else None
+        return layer.show() if layer is not None and layer.is_initialized else None
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what was committed beyond the given lengths."""
@@ -114,6 +121,11 @@ class TreeCacheLayer(CacheLayerMixin):
         self._allocate(key_states, value_states)
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
+        return self.show()
+
+    def show(self) -> tuple[Tensor, Tensor]:
+        """All used slots, with room for the new nodes among them."""
+        self._grow()
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -151,7 +163,10 @@ class TreeCacheLayer(CacheLayerMixin):
     def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.cache.capacity:
+        self._grow()
+
+    def _grow(self) -> None:
+        if self.keys.shape[2] < self.cache.capacity:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def _write(self, states: Tensor, new: Tensor) -> None:

@@ -1,144 +1,169 @@
-"""Kernels from torch.compile for passes over a single token, on a CPU with a C++ compiler.
+"""A model's passes over a single token, compiled: its decoder layers whole, and the linear layers that lie elsewhere.
 
-Plain decoding reads every weight for one product with it. oneDNN's packed layers do that at about half of the memory's
-speed, a sum of products that torch.compile makes a loop of at most of it. With four tokens nothing is gained any more.
+Between its weights a decoder layer is dozens of operations on small tensors, each of which costs a call; torch.compile
+makes a few loops of them. One kernel serves all layers alike: what sets them apart is given to it.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable
-from functools import cache
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from decode.packed import PackedLinear, can_pack, make_linear, pack_layers
+from decode.cache import TreeCache
+from decode.features import find_decoder
+from decode.kernels import TOLERANCE, OneOrMany, difference, for_one, new_kind, run_compiled
+from decode.masks import layer_reaches, tree_masks
+from decode.packed import pack_layers
+from decode.tree import Tree
 
-Kernel = Callable[..., Tensor]
-KINDS = 256  # of layers, by their shapes; torch.compile would stop at 8
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
+BEFORE = 4  # tokens before the one that layers are tried on
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Pack all linear layers within a model, in place, and compile them for a single token beside it.
+def compile_model(model: PreTrainedModel) -> None:
+    """Pack all linear layers within a model, in place, and compile passes over a single token beside them.
 
     Raises ValueError where there is nothing to compile, no C++ compiler, or a kernel computes something else.
     """
-    compiled: list[OneOrMany] = []
-
-    def make(one: nn.Module, many: nn.Module) -> OneOrMany:
-        compiled.append(OneOrMany(one, many))
-        return compiled[-1]
-
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_block(child):
-                single = for_one(child)
-                pack_layers(child)
-                setattr(parent, name, make(single, child))
-    pack_layers(model, lambda linear: make(for_one(linear), PackedLinear(linear)))
-    if not compiled:
-        raise ValueError("nothing to compile: only linear layers on a CPU (--device cpu), in float32 or bfloat16, are")
-    for layer in compiled:
-        _try(layer)
+    if model.device.type != "cpu" or model.dtype not in TOLERANCE:
+        raise ValueError("nothing to compile: only models on a CPU (--device cpu), in float32 or bfloat16, are")
+    refused: set[type] = set()
+    for layer, call in _watch_layers(model).items():
+        number = _number(layer)
+        if number is None or type(layer) in refused:
+            continue
+        whole = WholeLayer(layer, number)
+        if whole.agrees(call):
+            pack_layers(layer)
+            layer.forward = whole
+        else:
+            refused.add(type(layer))  # each try takes a second
+    pack_layers(model, OneOrMany)
 
 
-class OneOrMany(nn.Module):
-    """A layer in two forms: `one` is compiled and serves a single token, `many` is packed and serves more."""
+class WholeLayer:
+    """The `forward` of a decoder layer in two forms: compiled for a single token, with packed weights for more."""
 
-    def __init__(self, one: nn.Module, many: nn.Module) -> None:
-        super().__init__()
-        self.one, self.many = one, many
-        self.eval()
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        self.one, self.many, self.number = for_one(layer), layer.forward, number
+        for part in self.one.modules():
+            if "layer_idx" in vars(part):
+                vars(part)["layer_idx"] = 0  # it would make a kernel of its own for every layer
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.numel() != inputs.shape[-1]:
-            return self.many(inputs)
-        outputs = run_compiled(self.one, inputs.reshape(1, 1, -1))  # a kernel is for one shape
-        return outputs.view(*inputs.shape[:-1], -1)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        # Kernels are made for a shape and a mode.
+        token = self._take(args, kwargs) if states.shape[:-1] == (1, 1) and torch.is_inference_mode_enabled() else None
+        return self.many(*args, **kwargs) if token is None else self._run(token, args, kwargs)
 
+    @torch.inference_mode()
+    def agrees(self, call: Call) -> bool:
+        """Whether it can be compiled, which is done now and not later, and then makes of a call what the layer did."""
+        token = self._take(call.args, call.kwargs)
+        if token is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
+            return False
+        for states in (token.keys, token.values):
+            torch._dynamo.mark_dynamic(states, 2)
+        try:
+            with new_kind():
+                found = _states(self._run(token, call.args, call.kwargs))
+        except Exception:  # whatever torch.compile makes of a model's code
+            return False
+        return difference(found, call.states) <= TOLERANCE.get(found.dtype, 0.0)
 
-class SumOfProducts(nn.Module):
-    """`nn.Linear` for a single token."""
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenCache | None:
+        """This layer's part of the KV cache among its arguments; None before it has written to it."""
+        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
+        shown = None if cache is None else cache.show(self.number)
+        return None if cache is None or shown is None else TokenCache(*shown, cache.starts)
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        frozen = make_linear(linear.weight, linear.bias)
-        self.weight, self.bias = frozen.weight, frozen.bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return _sum_products(inputs, self.weight, self.bias)
-
-
-def for_one(module: nn.Module) -> nn.Module:
-    """A copy for single tokens that shares the module's tensors."""
-    if isinstance(module, nn.Linear):
-        return SumOfProducts(module)
-    single = copy.copy(module)
-    single._modules = {name: child if child is None else for_one(child) for name, child in module._modules.items()}
-    return single
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether all weights are those of two or three linear layers, and one tensor is all it is given: an MLP.
-
-    Not one with hooks or another `forward` than its class's: a kernel is shared by all blocks alike.
-    """
-    if any("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
-        return False
-    inside = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
-    arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    fed_with_one = [argument.kind for argument in arguments] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    return fed_with_one and 1 < len(inside) < 4 and all(map(can_pack, inside))
+    def _run(self, token: TokenCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = tuple(token if isinstance(value, TreeCache) else value for value in args)
+        kwargs = {name: token if isinstance(value, TreeCache) else value for name, value in kwargs.items()}
+        return run_compiled(_forward, self.one, args, kwargs)
 
 
-def run_compiled(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """A layer made by `for_one`, compiled when first run. Tensors are quicker to look over than a module each time."""
-    linear, block = _make_kernels()
-    return linear(inputs, layer.weight, layer.bias) if isinstance(layer, SumOfProducts) else block(layer, inputs)
+@dataclass
+class TokenCache:
+    """What a compiled layer takes for the KV cache: its keys and values [1, H, S, D], and the slot of its token [1]."""
+
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What `TreeCacheLayer.update` does."""
+        self.keys.index_copy_(2, self.slot, key_states)
+        self.values.index_copy_(2, self.slot, value_states)
+        return self.keys, self.values
 
 
-@cache  # not when this file is imported: torch.compile takes a second for its own imports
-def _make_kernels() -> tuple[Kernel, Kernel]:
-    """What runs linear layers, and what runs blocks; each holds a kernel for every kind of layer that it was given."""
-    # The number of threads is asked for at each call: kernels are kept on disk, other processes may have other numbers.
-    options: dict[str, Any] = {"cpp.dynamic_threads": True}
-    linear, block = (torch.compile(function, dynamic=False, options=options) for function in (_sum_products, _call))
-    return linear, block
+@dataclass(frozen=True)
+class Call:
+    """What a layer was given in a pass, and the states that it made of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: Tensor
 
 
-def _sum_products(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, written so that torch.compile makes one loop over the weight of it."""
-    if not torch.compiler.is_compiling():  # another mode than the loop's may meet torch.compile's limit
-        return nn.functional.linear(inputs, weight, bias)
-    outputs = (weight * inputs.flatten()).sum(-1)
-    return (outputs if bias is None else outputs + bias).view(*inputs.shape[:-1], -1)
+def _watch_layers(model: PreTrainedModel) -> dict[nn.Module, Call]:
+    """Each decoder layer's call in a pass over one token behind a few others; none where the model fails in it."""
+    calls: dict[nn.Module, Call] = {}
 
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls[layer] = Call(args, kwargs, _states(output))
 
-def _call(layer: nn.Module, inputs: Tensor) -> Tensor:
-    return layer(inputs)
-
-
-@torch.inference_mode()  # as the loop has it: kernels are made for a mode
-def _try(layer: OneOrMany) -> None:
-    """Compile a layer now rather than amid an answer, and hold it to its packed form."""
-    weight = next(part.weight for part in layer.one.modules() if isinstance(part, SumOfProducts))
-    inputs = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     try:
-        with torch._dynamo.config.patch(recompile_limit=KINDS, fail_on_recompile_limit_hit=True):
-            found = run_compiled(layer.one, inputs)
-        expected = layer.many(inputs)
-        share = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-    except Exception as error:  # whatever torch.compile or the machine's compiler makes of it
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"torch.compile cannot make kernels here ({type(error).__name__}: {reason}); it needs a C++ compiler such "
-            "as g++ and Python's headers, or go on without compiling"
-        ) from error
-    if not share <= TOLERANCE[weight.dtype]:
-        raise ValueError(
-            f"a compiled layer's result is off by {share:.1e} of its largest number; go on without compiling"
-        )
+        with ExitStack() as stack:
+            for layer in find_decoder(model)[1]:
+                stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
+            _pass_token(model)
+    except Exception:  # the target's self-test will say what its code does not take
+        return {}
+    return calls
+
+
+@torch.inference_mode()
+def _pass_token(model: PreTrainedModel) -> None:
+    """Run a model over a few tokens, then over one more."""
+    cache, reaches = TreeCache(1), layer_reaches(model)
+    for done, count in ((0, BEFORE), (BEFORE, 1)):
+        cache.lengths = [done]
+        tree = Tree.chain([list(range(count))])
+        lengths = cache.place(0, count, model.device)
+        masks = tree_masks(reaches, lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            torch._dynamo.mark_dynamic(mask, 3)
+        positions = lengths[:, None] + tree.depth
+        model(tree.tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)
+
+
+def _number(layer: nn.Module) -> int | None:
+    """Which layer of a KV cache a layer writes to; None where that is not one, or where its parts were changed."""
+    parts = list(layer.modules())
+    if any("forward" in vars(part) for part in parts):
+        return None
+    if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
+        return None  # a kernel is shared by all layers alike
+    numbers = {vars(part)["layer_idx"] for part in parts if "layer_idx" in vars(part)}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is one that a layer only reads, or the KV cache."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Tensor | TreeCache | int | float | str)
+
+
+def _states(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _forward(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer.forward(*args, **kwargs)  # hooks on the layer are run by itself

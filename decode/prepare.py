@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from decode.compiled import compile_layers
+from decode.compiled import compile_model
 from decode.packed import PACKED, pack_layers
 
 ATTENTION = "draftless_grouped_sdpa"
@@ -24,12 +24,12 @@ def prepare(model: PreTrainedModel, *, compile: bool = False) -> PreTrainedModel
     compile: passes over a single token run compiled kernels on the dense weights, which are kept. Raises ValueError
     where nothing can be compiled.
     """
-    if compile:
-        compile_layers(model)
-    else:
-        pack_layers(model)
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
+    if compile:
+        compile_model(model)
+    else:
+        pack_layers(model)
     return model
 
 

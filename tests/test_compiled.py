@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PreTrainedModel
 
 import decode.compiled
+import decode.kernels
 from decode import Target, generate
-from decode.compiled import OneOrMany, SumOfProducts, compile_layers
-from decode.packed import PackedLinear
+from decode.compiled import WholeLayer, compile_model
+from decode.kernels import OneOrMany
+from decode.packed import PackedLinear, pack_layers
 from decode.prepare import prepare
+from decode.tree import Tree
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
 
-PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
+PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 
 
 @pytest.fixture(autouse=True)
@@ -27,53 +32,80 @@ def fresh_kernels() -> Iterator[None]:
         yield
 
 
+def whole_layers(model: PreTrainedModel) -> list[Any]:
+    return [module.forward for module in model.modules() if isinstance(vars(module).get("forward"), WholeLayer)]
+
+
 @needs_compiler
 @pytest.mark.parametrize(("size", "bias"), [(70, False), (70, True), (5000, True)])
-def test_a_compiled_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
+def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(size, 100, bias=bias).requires_grad_(False)
-    layer = OneOrMany(SumOfProducts(linear), PackedLinear(linear))
+    layer = OneOrMany(linear)
     for shape in ((), (1,), (1, 1), (3,), (2, 5)):
         inputs = torch.randn(*shape, size)
         assert torch.allclose(layer(inputs), linear(inputs), atol=1e-5)
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "llama eager", "qwen2_moe"])
 def test_a_compiled_model_says_the_same(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, compiled = Target(model), Target(model, compile=True)
     assert torch.equal(plain.output_matrix, compiled.output_matrix)
     for proposer in (None, NGramProposer(length=4)):
-        for prompts in (PROMPTS, PROMPTS[:1]):
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
             answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, compiled)]
             assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not any(isinstance(module, OneOrMany) for module in model.modules())
+    assert not whole_layers(model) and not any(isinstance(module, OneOrMany) for module in model.modules())
 
 
 @needs_compiler
-def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer() -> None:
-    torch.manual_seed(0)
-    linear, inputs = nn.Linear(512, 64, dtype=torch.bfloat16).requires_grad_(False), torch.randn(1, 1, 512).bfloat16()
-    exact = linear.double()(inputs.double())
-    linear = linear.bfloat16()
-    errors = [
-        (layer(inputs).double() - exact).abs().max() for layer in (linear, OneOrMany(SumOfProducts(linear), linear))
-    ]
-    assert errors[1] <= 1.5 * errors[0]
-
-
-@needs_compiler
-def test_an_mlp_is_compiled_as_one_and_shares_its_tensors() -> None:
+def test_decoder_layers_are_compiled_whole_and_share_their_tensors() -> None:
     model = tiny("llama", dtype=torch.float32)
-    weight = model.model.layers[0].mlp.down_proj.weight
+    weight = model.model.layers[1].mlp.down_proj.weight
     prepare(model, compile=True)
-    layer = model.model.layers[0]
-    assert isinstance(layer.mlp, OneOrMany) and isinstance(layer.mlp.many.down_proj, PackedLinear)
-    assert layer.mlp.one.down_proj.weight.data_ptr() == weight.data_ptr()
-    assert isinstance(layer.self_attn.o_proj, OneOrMany) and isinstance(model.lm_head, OneOrMany)
+    first, second = whole_layers(model)
+    assert (first.number, second.number) == (0, 1)
+    assert second.one.mlp.down_proj.weight.data_ptr() == weight.data_ptr()
+    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, OneOrMany)
+
+
+@needs_compiler
+def test_what_cannot_be_compiled_whole_is_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = tiny("qwen2_moe", dtype=torch.float32)  # which of its layers a token meets is known only then
+    prepare(experts, compile=True)
+    assert not whole_layers(experts) and isinstance(experts.model.layers[0].self_attn.o_proj, OneOrMany)
+
+    original = decode.compiled.run_compiled
+    monkeypatch.setattr(decode.compiled, "run_compiled", lambda *args: original(*args) * 1.01)
+    wrong = tiny("llama", dtype=torch.float32)
+    prepare(wrong, compile=True)
+    assert not whole_layers(wrong) and isinstance(wrong.model.layers[0].self_attn.o_proj, OneOrMany)
+
+
+@needs_compiler
+def test_nothing_is_compiled_amid_an_answer() -> None:
+    model = tiny("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
+    target = Target(model, compile=True)
+    assert len(whole_layers(target.model)) == len(model.model.layers)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        answer = generate(target, [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
+    assert answer.tokens == generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0].tokens
+
+
+@needs_compiler
+def test_features_are_those_of_the_plain_model() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    found = []
+    for target in (Target(model), Target(model, compile=True)):
+        session = target.open(1, layers=(1, -1))
+        with torch.inference_mode():
+            session.extend(PROMPTS[:1])
+            found.append(session.verify(Tree.chain([[4]])).features)
+    assert torch.allclose(found[0], found[1], atol=1e-5)
 
 
 @needs_compiler
@@ -82,39 +114,53 @@ def test_layers_of_many_shapes_are_all_compiled() -> None:
     with torch.inference_mode():
         inputs = torch.randn(1, 8)
         expected = model(inputs)
-        compile_layers(model)
+        pack_layers(model, OneOrMany)
         assert torch.allclose(model(inputs), expected, atol=1e-5)
 
 
 @needs_compiler
-def test_an_mlp_with_a_hook_or_another_forward_keeps_it() -> None:
-    model = tiny("llama", dtype=torch.float32)
-    first, second = (layer.mlp for layer in model.model.layers)
+def test_hooks_and_other_forwards_are_kept() -> None:
+    model = tiny("llama", dtype=torch.float32, num_hidden_layers=3)
+    first, second, third = model.model.layers
     seen: list[str] = []
-    original = first.forward
-    first.forward = lambda inputs: seen.append("forward") or original(inputs)
-    second.register_forward_hook(lambda *_: seen.append("hook"))
+    original = first.mlp.forward
+    first.mlp.forward = lambda inputs: seen.append("forward") or original(inputs)
+    second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
+    third.register_forward_hook(lambda *_: seen.append("hook"))
     prepare(model, compile=True)
+    assert [layer.number for layer in whole_layers(model)] == [2]
+    target = Target(model)
     seen.clear()
-    generate(Target(model), PROMPTS[:1], max_new_tokens=3)
-    assert seen[-4:] == ["forward", "hook"] * 2
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert seen == ["forward", "hook within", "hook"] * 3
 
 
 def test_more_than_one_token_goes_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    calls: list[str] = []
 
-    def record(layer: nn.Module, inputs: Tensor) -> Tensor:
-        asked.append(inputs.numel() // inputs.shape[-1])
-        return layer(inputs)
+    def run(function: Any, *args: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args)
 
-    monkeypatch.setattr(decode.compiled, "run_compiled", record)
+    for module in (decode.compiled, decode.kernels):
+        monkeypatch.setattr(module, "run_compiled", run)
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
-    asked.clear()
-    generate(target, PROMPTS[:1], max_new_tokens=4)
-    assert asked and set(asked) == {1}
-    asked.clear()
-    generate(target, PROMPTS, max_new_tokens=4)
-    assert not asked
+    calls.clear()
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert calls == ["sum_products"] + ["_forward", "_forward", "sum_products"] * 2  # the prompt's last token, two more
+    calls.clear()
+    generate(target, PROMPTS[:1] * 2, max_new_tokens=3)
+    assert not calls
+
+
+@needs_compiler
+def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    linear, inputs = nn.Linear(512, 64, dtype=torch.bfloat16).requires_grad_(False), torch.randn(1, 1, 512).bfloat16()
+    exact = linear.double()(inputs.double())
+    linear = linear.bfloat16()
+    errors = [(layer(inputs).double() - exact).abs().max() for layer in (linear, OneOrMany(linear))]
+    assert errors[1] <= 1.5 * errors[0]
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +172,10 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler found\nand a long story")
 
-    monkeypatch.setattr(decode.compiled, "run_compiled", fail)
+    for module in (decode.compiled, decode.kernels):
+        monkeypatch.setattr(module, "run_compiled", fail)
     with pytest.raises(ValueError, match=r"\(RuntimeError: no compiler found\); it needs a C\+\+ compiler"):
-        compile_layers(tiny("llama", dtype=torch.float32))
-    monkeypatch.setattr(decode.compiled, "run_compiled", lambda layer, inputs: layer(inputs) * 1.01)
+        compile_model(tiny("llama", dtype=torch.float32))
+    monkeypatch.setattr(decode.kernels, "run_compiled", lambda function, *args: function(*args) * 1.01)
     with pytest.raises(ValueError, match=r"is off by 1\.0e-02 of its largest number"):
-        compile_layers(tiny("llama", dtype=torch.float32))
+        compile_model(tiny("llama", dtype=torch.float32))
