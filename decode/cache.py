@@ -31,7 +31,7 @@ class TreeCache(Cache):
         self.capacity = 0
         self.used = 0  # slots that attention sees
         self.slots: slice | Tensor = slice(0, 0)
-        self.starts = torch.zeros(batch, dtype=torch.long)  # the slot of each row's first new node
+        self.places = torch.empty(batch, 0, dtype=torch.long)  # the slots of the new nodes, [B, N]
 
     def place(self, start: int, count: int, device: torch.device) -> Tensor:
         """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor, [B]."""
@@ -40,11 +40,8 @@ class TreeCache(Cache):
         self.used = -(-end // BUCKET) * BUCKET
         self.capacity = self._capacity_for(self.used + 1)  # compiled layers have a kernel for a cache that isn't full
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
-        self.starts = lengths + start if start else lengths
-        if min(self.lengths) == longest:
-            self.slots = slice(longest + start, end)
-        else:
-            self.slots = self.starts[:, None] + torch.arange(count, device=device)  # [B, N]
+        self.places = lengths[:, None] + torch.arange(start, start + count, device=device)
+        self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.places
         return lengths
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:

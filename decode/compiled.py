@@ -1,4 +1,4 @@
-"""A model's passes over a single token, compiled: its decoder layers whole, and the linear layers that lie elsewhere.
+"""A model's passes over a few tokens, compiled: its decoder layers whole, and the linear layers that lie elsewhere.
 
 Between its weights a decoder layer is dozens of operations on small tensors, each of which costs a call; torch.compile
 makes a few loops of them. One kernel serves all layers alike: what sets them apart is given to it.
@@ -16,89 +16,89 @@ from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.features import find_decoder
-from decode.kernels import TOLERANCE, OneOrMany, difference, for_one, new_kind, run_compiled
+from decode.kernels import FEW, TOLERANCE, FewOrMany, difference, for_few, new_kind, run_compiled
 from decode.masks import layer_reaches, tree_masks
 from decode.packed import pack_layers
 from decode.tree import Tree
 
-BEFORE = 4  # tokens before the one that layers are tried on
+BEFORE = 4  # empty slots before the tokens that layers are tried on
 
 
 def compile_model(model: PreTrainedModel) -> None:
-    """Pack all linear layers within a model, in place, and compile passes over a single token beside them.
+    """Pack all linear layers within a model, in place, and compile passes over a few tokens beside them.
 
     Raises ValueError where there is nothing to compile, no C++ compiler, or a kernel computes something else.
     """
     if model.device.type != "cpu" or model.dtype not in TOLERANCE:
         raise ValueError("nothing to compile: only models on a CPU (--device cpu), in float32 or bfloat16, are")
     refused: set[type] = set()
-    for layer, call in _watch_layers(model).items():
+    for layer, calls in _watch_layers(model).items():
         number = _number(layer)
         if number is None or type(layer) in refused:
             continue
         whole = WholeLayer(layer, number)
-        if whole.agrees(call):
+        if all(map(whole.agrees, calls)):
             pack_layers(layer)
             layer.forward = whole
         else:
             refused.add(type(layer))  # each try takes a second
-    pack_layers(model, OneOrMany)
+    pack_layers(model, FewOrMany)
 
 
 class WholeLayer:
-    """The `forward` of a decoder layer in two forms: compiled for a single token, with packed weights for more."""
+    """The `forward` of a decoder layer in two forms: compiled for a few tokens, with packed weights for more."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
-        self.one, self.many, self.number = for_one(layer), layer.forward, number
-        for part in self.one.modules():
+        self.few, self.many, self.number = for_few(layer), layer.forward, number
+        for part in self.few.modules():
             if "layer_idx" in vars(part):
                 vars(part)["layer_idx"] = 0  # it would make a kernel of its own for every layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        states = args[0] if args else kwargs["hidden_states"]
+        batch, nodes, _ = (args[0] if args else kwargs["hidden_states"]).shape
         # Kernels are made for a shape and a mode.
-        token = self._take(args, kwargs) if states.shape[:-1] == (1, 1) and torch.is_inference_mode_enabled() else None
-        return self.many(*args, **kwargs) if token is None else self._run(token, args, kwargs)
+        part = self._take(args, kwargs) if batch == 1 and nodes <= FEW and torch.is_inference_mode_enabled() else None
+        return self.many(*args, **kwargs) if part is None else self._run(part, args, kwargs)
 
     @torch.inference_mode()
     def agrees(self, call: Call) -> bool:
         """Whether it can be compiled, which is done now and not later, and then makes of a call what the layer did."""
-        token = self._take(call.args, call.kwargs)
-        if token is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
+        part = self._take(call.args, call.kwargs)
+        if part is None or not all(map(_is_plain, (*call.args, *call.kwargs.values()))):
             return False
-        for states in (token.keys, token.values):
+        for states in (part.keys, part.values):
             torch._dynamo.mark_dynamic(states, 2)
         try:
             with new_kind():
-                found = _states(self._run(token, call.args, call.kwargs))
+                found = _states(self._run(part, call.args, call.kwargs))
         except Exception:  # whatever torch.compile makes of a model's code
             return False
         return difference(found, call.states) <= TOLERANCE.get(found.dtype, 0.0)
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenCache | None:
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePart | None:
         """This layer's part of the KV cache among its arguments; None before it has written to it."""
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
         shown = None if cache is None else cache.show(self.number)
-        return None if cache is None or shown is None else TokenCache(*shown, cache.starts)
+        return None if cache is None or shown is None else CachePart(*shown, cache.places[0])
 
-    def _run(self, token: TokenCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = tuple(token if isinstance(value, TreeCache) else value for value in args)
-        kwargs = {name: token if isinstance(value, TreeCache) else value for name, value in kwargs.items()}
-        return run_compiled(_forward, self.one, args, kwargs)
+    def _run(self, part: CachePart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = tuple(part if isinstance(value, TreeCache) else value for value in args)
+        kwargs = {name: part if isinstance(value, TreeCache) else value for name, value in kwargs.items()}
+        return run_compiled(_forward, self.few, args, kwargs)
 
 
 @dataclass
-class TokenCache:
-    """What a compiled layer takes for the KV cache: its keys and values [1, H, S, D], and the slot of its token [1]."""
+class CachePart:
+    """What a compiled layer takes for the KV cache: its keys and values [1, H, S, D], and its tokens' slots [N]."""
 
     keys: Tensor
     values: Tensor
-    slot: Tensor
+    slots: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """What `TreeCacheLayer.update` does."""
-        self.keys.index_copy_(2, self.slot, key_states)
-        self.values.index_copy_(2, self.slot, value_states)
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
         return self.keys, self.values
 
 
@@ -111,36 +111,36 @@ class Call:
     states: Tensor
 
 
-def _watch_layers(model: PreTrainedModel) -> dict[nn.Module, Call]:
-    """Each decoder layer's call in a pass over one token behind a few others; none where the model fails in it."""
-    calls: dict[nn.Module, Call] = {}
+def _watch_layers(model: PreTrainedModel) -> dict[nn.Module, list[Call]]:
+    """Each decoder layer's calls in passes over 1 to `FEW` tokens; none where the model fails in them."""
+    calls: dict[nn.Module, list[Call]] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls[layer] = Call(args, kwargs, _states(output))
+        calls.setdefault(layer, []).append(Call(args, kwargs, _states(output)))
 
     try:
         with ExitStack() as stack:
             for layer in find_decoder(model)[1]:
                 stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
-            _pass_token(model)
+            for tokens in range(1, FEW + 1):
+                _pass(model, tokens)
     except Exception:  # the target's self-test will say what its code does not take
         return {}
     return calls
 
 
 @torch.inference_mode()
-def _pass_token(model: PreTrainedModel) -> None:
-    """Run a model over a few tokens, then over one more."""
-    cache, reaches = TreeCache(1), layer_reaches(model)
-    for done, count in ((0, BEFORE), (BEFORE, 1)):
-        cache.lengths = [done]
-        tree = Tree.chain([list(range(count))])
-        lengths = cache.place(0, count, model.device)
-        masks = tree_masks(reaches, lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
-        for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            torch._dynamo.mark_dynamic(mask, 3)
-        positions = lengths[:, None] + tree.depth
-        model(tree.tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)
+def _pass(model: PreTrainedModel, tokens: int) -> None:
+    """Run a model over a few tokens as a session does, in a KV cache of its own."""
+    cache = TreeCache(1)
+    cache.lengths = [BEFORE]
+    tree = Tree.chain([list(range(tokens))])
+    lengths = cache.place(0, tokens, model.device)
+    masks = tree_masks(layer_reaches(model), lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+        torch._dynamo.mark_dynamic(mask, 3)
+    positions = lengths[:, None] + tree.depth
+    model(tree.tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)
 
 
 def _number(layer: nn.Module) -> int | None:

@@ -1,7 +1,8 @@
-"""Linear layers for a single token, as kernels that torch.compile makes with the machine's C++ compiler.
+"""Linear layers for a few tokens, as kernels that torch.compile makes with the machine's C++ compiler.
 
 Plain decoding reads every weight for one product with it. oneDNN's packed layers do that at about half of the memory's
-speed, a sum of products that torch.compile makes a loop of at most of it. With four tokens nothing is gained any more.
+speed, sums of products that torch.compile makes a loop of at most of it. With each further token they take longer,
+packed layers hardly so.
 """
 
 from __future__ import annotations
@@ -17,54 +18,59 @@ from torch import Tensor, nn
 
 from decode.packed import PackedLinear, can_pack, make_linear
 
-KINDS = 256  # of layers, by their shapes; torch.compile would stop at 8
+FEW = 5  # tokens; for more the packed layers are as fast
+KINDS = 256  # of layers and numbers of tokens; torch.compile would stop at 8
+# Tensors that several loops read are computed once: else each sum of products computes what it is fed with anew.
+OPTIONS: dict[str, Any] = {
+    "realize_reads_threshold": 0,
+    "cpp.dynamic_threads": True,
+}  # kernels on disk are for any number
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
 
 
-class OneOrMany(nn.Module):
-    """A linear layer in two forms: `one` is compiled and serves a single token, `many` is packed and serves more.
+class FewOrMany(nn.Module):
+    """A linear layer in two forms: `few` is compiled and serves up to `FEW` tokens, `many` is packed and serves more.
 
-    Raises ValueError where there is no C++ compiler, or its kernel computes something else.
+    Raises ValueError where there is no C++ compiler, or its kernels compute something else.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.one, self.many = SumOfProducts(linear), PackedLinear(linear)
+        self.few, self.many = SumsOfProducts(linear), PackedLinear(linear)
         self.eval()
         self._try()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.numel() != inputs.shape[-1]:
+        rows = inputs.numel() // inputs.shape[-1]
+        if not (0 < rows <= FEW and torch.is_inference_mode_enabled()):  # kernels are for a shape and a mode
             return self.many(inputs)
-        outputs = self._multiply(inputs.reshape(1, 1, -1))  # a kernel is for one shape
+        outputs = run_compiled(sum_products, inputs.reshape(1, rows, -1), self.few.weight, self.few.bias)
         return outputs.view(*inputs.shape[:-1], -1)
 
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        return run_compiled(sum_products, inputs, self.one.weight, self.one.bias)
-
-    @torch.inference_mode()  # as the loop has it: kernels are made for a mode
+    @torch.inference_mode()  # as the loop has it
     def _try(self) -> None:
         """Compile now rather than amid an answer, and compare."""
-        weight = self.one.weight
-        inputs = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        weight = self.few.weight
+        inputs = torch.randn(FEW, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         try:
             with new_kind():
-                found = self._multiply(inputs)
+                found = [self(inputs[:rows]) for rows in range(1, FEW + 1)]
         except Exception as error:  # whatever torch.compile or the machine's compiler makes of it
             reason = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
                 f"torch.compile cannot make kernels here ({type(error).__name__}: {reason}); it needs a C++ compiler "
                 "such as g++ and Python's headers, or go on without compiling"
             ) from error
-        share = difference(found, self.many(inputs))
+        expected = self.many(inputs)
+        share = max(difference(some, expected[: len(some)]) for some in found)
         if not share <= TOLERANCE[weight.dtype]:
             raise ValueError(
                 f"a compiled layer's result is off by {share:.1e} of its largest number; go on without compiling"
             )
 
 
-class SumOfProducts(nn.Module):
-    """`nn.Linear` for a single token."""
+class SumsOfProducts(nn.Module):
+    """`nn.Linear` for a few tokens."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -76,20 +82,21 @@ class SumOfProducts(nn.Module):
         return sum_products(inputs, self.weight, self.bias)
 
 
-def for_one(module: nn.Module) -> nn.Module:
-    """A copy for single tokens that shares the module's tensors."""
+def for_few(module: nn.Module) -> nn.Module:
+    """A copy for a few tokens that shares the module's tensors."""
     if can_pack(module):
-        return SumOfProducts(module)
-    single = copy.copy(module)
-    single._modules = {name: child if child is None else for_one(child) for name, child in module._modules.items()}
-    return single
+        return SumsOfProducts(module)
+    copied = copy.copy(module)
+    copied._modules = {name: child if child is None else for_few(child) for name, child in module._modules.items()}
+    return copied
 
 
 def sum_products(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, written so that torch.compile makes one loop over the weight of it."""
-    if not torch.compiler.is_compiling():  # another mode than the loop's may meet torch.compile's limit
+    if not torch.compiler.is_compiling():  # beyond torch.compile's limit
         return nn.functional.linear(inputs, weight, bias)
-    outputs = (weight * inputs.flatten()).sum(-1)
+    rows = inputs.reshape(-1, inputs.shape[-1]).unbind()
+    outputs = torch.stack([(weight * row).sum(-1) for row in rows])
     return (outputs if bias is None else outputs + bias).view(*inputs.shape[:-1], -1)
 
 
@@ -100,8 +107,7 @@ def run_compiled(function: Callable[..., Any], *args: Any) -> Any:
 
 @cache  # not when this file is imported: torch.compile takes a second for its own imports
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The number of threads is asked for at each call: kernels are kept on disk, other processes may have other numbers.
-    return torch.compile(function, dynamic=False, options={"cpp.dynamic_threads": True})
+    return torch.compile(function, dynamic=False, options=OPTIONS)
 
 
 @contextmanager

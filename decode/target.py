@@ -91,7 +91,7 @@ class Target:
     def _output_layer(self) -> Any:
         """The output layer; of one that is compiled, the form with the dense weight."""
         output = self.model.get_output_embeddings()
-        return getattr(output, "one", output)
+        return getattr(output, "few", output)
 
     def cost(self, batch: int = 1) -> Cost:
         """What verifying N nodes costs at this batch size, beside one; measured when first asked for.

@@ -1,4 +1,4 @@
-"""Compiled passes over a single token change a model's speed and nothing else."""
+"""Compiled passes over a few tokens change a model's speed and nothing else."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ import decode.compiled
 import decode.kernels
 from decode import Target, generate
 from decode.compiled import WholeLayer, compile_model
-from decode.kernels import OneOrMany
+from decode.kernels import FEW, FewOrMany
 from decode.packed import PackedLinear, pack_layers
 from decode.prepare import prepare
 from decode.tree import Tree
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
 
+WHOLE = ["_forward", "_forward", "sum_products"]  # two decoder layers and the output layer
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 
 
 @pytest.fixture(autouse=True)
-def fresh_kernels() -> Iterator[None]:
+def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernels of other tests; and an error instead of uncompiled layers where there are too many."""
     torch.compiler.reset()
+    compile_up_to(2, monkeypatch)  # tokens: each number takes seconds
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
+
+
+def compile_up_to(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decode.compiled, decode.kernels):
+        monkeypatch.setattr(module, "FEW", few)
 
 
 def whole_layers(model: PreTrainedModel) -> list[Any]:
@@ -41,25 +48,28 @@ def whole_layers(model: PreTrainedModel) -> list[Any]:
 def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(size, 100, bias=bias).requires_grad_(False)
-    layer = OneOrMany(linear)
-    for shape in ((), (1,), (1, 1), (3,), (2, 5)):
+    layer = FewOrMany(linear)
+    for shape in ((), (1,), (1, 1), (3,), (2, 2), (2, 5)):
         inputs = torch.randn(*shape, size)
+        with torch.inference_mode():
+            assert torch.allclose(layer(inputs), linear(inputs), atol=1e-5)
         assert torch.allclose(layer(inputs), linear(inputs), atol=1e-5)
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "llama eager", "qwen2_moe"])
-def test_a_compiled_model_says_the_same(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "few"), [("llama", FEW), ("gpt2", 2), ("gemma3_text", 2), ("qwen2_moe", 2)])
+def test_a_compiled_model_says_the_same(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_up_to(few, monkeypatch)
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, compiled = Target(model), Target(model, compile=True)
     assert torch.equal(plain.output_matrix, compiled.output_matrix)
-    for proposer in (None, NGramProposer(length=4)):
+    for proposer in (None, NGramProposer(length=few)):
         for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
             answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, compiled)]
             assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not whole_layers(model) and not any(isinstance(module, OneOrMany) for module in model.modules())
+    assert not whole_layers(model) and not any(isinstance(module, FewOrMany) for module in model.modules())
 
 
 @needs_compiler
@@ -69,21 +79,21 @@ def test_decoder_layers_are_compiled_whole_and_share_their_tensors() -> None:
     prepare(model, compile=True)
     first, second = whole_layers(model)
     assert (first.number, second.number) == (0, 1)
-    assert second.one.mlp.down_proj.weight.data_ptr() == weight.data_ptr()
-    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, OneOrMany)
+    assert second.few.mlp.down_proj.weight.data_ptr() == weight.data_ptr()
+    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, FewOrMany)
 
 
 @needs_compiler
 def test_what_cannot_be_compiled_whole_is_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = tiny("qwen2_moe", dtype=torch.float32)  # which of its layers a token meets is known only then
     prepare(experts, compile=True)
-    assert not whole_layers(experts) and isinstance(experts.model.layers[0].self_attn.o_proj, OneOrMany)
+    assert not whole_layers(experts) and isinstance(experts.model.layers[0].self_attn.o_proj, FewOrMany)
 
     original = decode.compiled.run_compiled
     monkeypatch.setattr(decode.compiled, "run_compiled", lambda *args: original(*args) * 1.01)
     wrong = tiny("llama", dtype=torch.float32)
     prepare(wrong, compile=True)
-    assert not whole_layers(wrong) and isinstance(wrong.model.layers[0].self_attn.o_proj, OneOrMany)
+    assert not whole_layers(wrong) and isinstance(wrong.model.layers[0].self_attn.o_proj, FewOrMany)
 
 
 @needs_compiler
@@ -91,9 +101,11 @@ def test_nothing_is_compiled_amid_an_answer() -> None:
     model = tiny("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
     target = Target(model, compile=True)
     assert len(whole_layers(target.model)) == len(model.model.layers)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        answer = generate(target, [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
-    assert answer.tokens == generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0].tokens
+    plain = generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
+    for proposer in (None, *[NGramProposer(length=length) for length in (1, 2)]):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            answer = generate(target, [[5]], proposer, max_new_tokens=530, stop_ids=())[0]
+        assert answer.tokens == plain.tokens
 
 
 @needs_compiler
@@ -104,17 +116,17 @@ def test_features_are_those_of_the_plain_model() -> None:
         session = target.open(1, layers=(1, -1))
         with torch.inference_mode():
             session.extend(PROMPTS[:1])
-            found.append(session.verify(Tree.chain([[4]])).features)
-    assert torch.allclose(found[0], found[1], atol=1e-5)
+            found.append([session.verify(Tree.chain([[4] * nodes])).features for nodes in (1, 2, 3)])
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
 
 
 @needs_compiler
-def test_layers_of_many_shapes_are_all_compiled() -> None:
-    model = nn.Sequential(*[nn.Linear(8 + number, 9 + number) for number in range(12)])
+def test_more_kinds_are_compiled_than_torch_would() -> None:
+    model = nn.Sequential(*[nn.Linear(8 + number, 9 + number) for number in range(5)])
     with torch.inference_mode():
         inputs = torch.randn(1, 8)
         expected = model(inputs)
-        pack_layers(model, OneOrMany)
+        pack_layers(model, FewOrMany)
         assert torch.allclose(model(inputs), expected, atol=1e-5)
 
 
@@ -135,7 +147,7 @@ def test_hooks_and_other_forwards_are_kept() -> None:
     assert seen == ["forward", "hook within", "hook"] * 3
 
 
-def test_more_than_one_token_goes_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_few_tokens_go_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def run(function: Any, *args: Any) -> Any:
@@ -145,11 +157,17 @@ def test_more_than_one_token_goes_to_the_packed_layers(monkeypatch: pytest.Monke
     for module in (decode.compiled, decode.kernels):
         monkeypatch.setattr(module, "run_compiled", run)
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    session = target.open(1)
+    steps = ((1, WHOLE[-1:]), (1, WHOLE), (2, WHOLE), (3, []))  # before the first no cache is there
+    for nodes, expected in steps:
+        calls.clear()
+        with torch.inference_mode():
+            session.verify(Tree.chain([[4] * nodes]))
+        assert calls == expected
     calls.clear()
-    generate(target, PROMPTS[:1], max_new_tokens=3)
-    assert calls == ["sum_products"] + ["_forward", "_forward", "sum_products"] * 2  # the prompt's last token, two more
-    calls.clear()
-    generate(target, PROMPTS[:1] * 2, max_new_tokens=3)
+    target.open(1).verify(Tree.chain([[4]]))  # not in the loop's mode
+    with torch.inference_mode():
+        target.open(3).verify(Tree.chain([[4]] * 3))
     assert not calls
 
 
@@ -159,7 +177,8 @@ def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer() -> None:
     linear, inputs = nn.Linear(512, 64, dtype=torch.bfloat16).requires_grad_(False), torch.randn(1, 1, 512).bfloat16()
     exact = linear.double()(inputs.double())
     linear = linear.bfloat16()
-    errors = [(layer(inputs).double() - exact).abs().max() for layer in (linear, OneOrMany(linear))]
+    with torch.inference_mode():
+        errors = [(layer(inputs).double() - exact).abs().max() for layer in (linear, FewOrMany(linear))]
     assert errors[1] <= 1.5 * errors[0]
 
 
