@@ -31,7 +31,7 @@ def load_model(
 
     dtype: one of `DTYPES`; None keeps the checkpoint's, or float32 on a CPU. device: e.g. "cuda:0"; None takes a GPU
     where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
-    speed where they lie on a CPU. compile: prepare, and have torch.compile make kernels for passes over a single token
+    speed where they lie on a CPU. compile: prepare, and have torch.compile make kernels for passes over a few tokens
     there, which takes a C++ compiler, seconds, and memory for the dense weights. Raises ValueError for an unknown dtype
     or device, where the name leads nowhere or to a damaged or incomplete model, and where nothing can be compiled.
     """

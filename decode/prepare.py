@@ -21,7 +21,7 @@ ATTENTION = "draftless_grouped_sdpa"
 def prepare(model: PreTrainedModel, *, compile: bool = False) -> PreTrainedModel:
     """Pack the linear layers of a CPU model in place and free their dense weights; embeddings stay as they are.
 
-    compile: passes over a single token run compiled kernels on the dense weights, which are kept. Raises ValueError
+    compile: passes over a few tokens run compiled kernels on the dense weights, which are kept. Raises ValueError
     where nothing can be compiled.
     """
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":

@@ -54,8 +54,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        help="on a CPU with a C++ compiler: faster passes over single tokens, by torch.compile; takes seconds at the "
-        "start and twice the model's memory",
+        help="on a CPU with a C++ compiler: faster passes over few tokens, by torch.compile; takes seconds at the "
+        "start, half a minute the first time, and twice the model's memory",
     )
 
 
