@@ -21,7 +21,7 @@ from decode.masks import layer_reaches, tree_masks
 from decode.packed import pack_layers
 from decode.tree import Tree
 
-BEFORE = 4  # empty slots before the tokens that layers are tried on
+BEFORE = 4  # tokens before those that layers are tried on
 
 
 def compile_model(model: PreTrainedModel) -> None:
@@ -70,7 +70,8 @@ class WholeLayer:
             torch._dynamo.mark_dynamic(states, 2)
         try:
             with new_kind():
-                found = _states(self._run(part, call.args, call.kwargs))
+                self._run(part, call.args, call.kwargs)
+                found = _states(self(*call.args, **call.kwargs))
         except Exception:  # whatever torch.compile makes of a model's code
             return False
         return difference(found, call.states) <= TOLERANCE.get(found.dtype, 0.0)
@@ -119,23 +120,24 @@ def _watch_layers(model: PreTrainedModel) -> dict[nn.Module, list[Call]]:
         calls.setdefault(layer, []).append(Call(args, kwargs, _states(output)))
 
     try:
-        with ExitStack() as stack:
-            for layer in find_decoder(model)[1]:
-                stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
-            for tokens in range(1, FEW + 1):
-                _pass(model, tokens)
+        for tokens in range(1, FEW + 1):
+            cache = TreeCache(1)
+            _pass(model, cache, BEFORE)
+            cache.lengths = [BEFORE]
+            with ExitStack() as stack:
+                for layer in find_decoder(model)[1]:
+                    stack.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
+                _pass(model, cache, tokens)
     except Exception:  # the target's self-test will say what its code does not take
         return {}
     return calls
 
 
 @torch.inference_mode()
-def _pass(model: PreTrainedModel, tokens: int) -> None:
-    """Run a model over a few tokens as a session does, in a KV cache of its own."""
-    cache = TreeCache(1)
-    cache.lengths = [BEFORE]
-    tree = Tree.chain([list(range(tokens))])
-    lengths = cache.place(0, tokens, model.device)
+def _pass(model: PreTrainedModel, cache: TreeCache, count: int) -> None:
+    """Run a model over so many tokens, as a session does."""
+    tree = Tree.chain([list(range(count))])
+    lengths = cache.place(0, count, model.device)
     masks = tree_masks(layer_reaches(model), lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
     for mask in masks.values() if isinstance(masks, dict) else [masks]:
         torch._dynamo.mark_dynamic(mask, 3)

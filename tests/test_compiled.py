@@ -97,6 +97,14 @@ def test_what_cannot_be_compiled_whole_is_compiled_in_parts(monkeypatch: pytest.
 
 
 @needs_compiler
+def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    monkeypatch.setattr(decode.compiled, "_number", lambda layer: 1 - layer.self_attn.layer_idx)
+    prepare(model, compile=True)
+    assert not whole_layers(model)
+
+
+@needs_compiler
 def test_nothing_is_compiled_amid_an_answer() -> None:
     model = tiny("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
     target = Target(model, compile=True)
