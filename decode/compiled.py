@@ -51,7 +51,7 @@ class WholeLayer:
     def __init__(self, layer: nn.Module, number: int) -> None:
         self.few, self.many, self.number = for_few(layer), layer.forward, number
         for part in self.few.modules():
-            if "layer_idx" in vars(part):
+            if vars(part).get("layer_idx") is not None:
                 vars(part)["layer_idx"] = 0  # it would make a kernel of its own for every layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ def _number(layer: nn.Module) -> int | None:
         return None
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:]):
         return None  # a kernel is shared by all layers alike
-    numbers = {vars(part)["layer_idx"] for part in parts if "layer_idx" in vars(part)}
+    numbers = {vars(part).get("layer_idx") for part in parts} - {None}
     return numbers.pop() if len(numbers) == 1 else None
 
 

@@ -93,10 +93,11 @@ def for_few(module: nn.Module) -> nn.Module:
 
 def sum_products(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, written so that torch.compile makes one loop over the weight of it."""
-    if not torch.compiler.is_compiling():  # beyond torch.compile's limit
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    # Beyond torch.compile's limit nothing is compiled; latent attention has layers that see all tokens of the KV cache.
+    if not torch.compiler.is_compiling() or rows.shape[0] > FEW:
         return nn.functional.linear(inputs, weight, bias)
-    rows = inputs.reshape(-1, inputs.shape[-1]).unbind()
-    outputs = torch.stack([(weight * row).sum(-1) for row in rows])
+    outputs = torch.stack([(weight * row).sum(-1) for row in rows.unbind()])
     return (outputs if bias is None else outputs + bias).view(*inputs.shape[:-1], -1)
 
 
