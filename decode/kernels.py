@@ -20,11 +20,12 @@ from decode.packed import PackedLinear, can_pack, make_linear
 
 FEW = 5  # tokens; for more the packed layers are as fast
 KINDS = 256  # of layers and numbers of tokens; torch.compile would stop at 8
-# Tensors that several loops read are computed once: else each sum of products computes what it is fed with anew.
 OPTIONS: dict[str, Any] = {
+    # What several loops read is computed once: else each sum of products computes its inputs anew.
     "realize_reads_threshold": 0,
+    # Kernels are kept on disk; other processes may have another number of threads.
     "cpp.dynamic_threads": True,
-}  # kernels on disk are for any number
+}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
 
 
