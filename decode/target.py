@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.compiled import compile_batch
 from decode.cost import Cost, measure_cost
 from decode.loading import load_model
 from decode.masks import layer_reaches
@@ -105,6 +106,7 @@ class Target:
 
     def open(self, batch: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch` rows. `layers`: whose hidden states to hand out with each verdict."""
+        compile_batch(self.model, batch)
         return Session(self, batch, layers)
 
 

@@ -21,7 +21,8 @@ from decode.tree import Tree
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
 
-WHOLE = ["_forward", "_forward", "sum_products"]  # two decoder layers and the output layer
+OUTPUT = ["sum_products"]  # of the output layer
+WHOLE = ["_forward", "_forward", *OUTPUT]  # and of two decoder layers
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 
 
@@ -114,6 +115,24 @@ def test_nothing_is_compiled_amid_an_answer() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             answer = generate(target, [[5]], proposer, max_new_tokens=530, stop_ids=())[0]
         assert answer.tokens == plain.tokens
+    target.open(2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        answers = generate(target, [[5], [3, 4]], max_new_tokens=530, stop_ids=plain.tokens[300:301])
+    lengths = [len(answer.tokens) for answer in answers]
+    assert lengths[0] != lengths[1] and answers[0].tokens == plain.tokens[: lengths[0]]
+
+
+@needs_compiler
+def test_what_cannot_be_compiled_for_a_batch_is_left_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    expected = [generate(target, [prompt], max_new_tokens=9)[0].tokens for prompt in PROMPTS]
+    original = decode.compiled.run_compiled
+    monkeypatch.setattr(decode.compiled, "run_compiled", lambda *args: original(*args) * 1.01)
+    target.open(2)
+    monkeypatch.undo()
+    compile_up_to(2, monkeypatch)
+    assert [layer.kernels for layer in whole_layers(target.model)] == [{(1, 1): True, (1, 2): True, (2, 1): False}] * 2
+    assert [answer.tokens for answer in generate(target, PROMPTS, max_new_tokens=9)] == expected
 
 
 @needs_compiler
@@ -165,17 +184,16 @@ def test_more_than_a_few_tokens_go_to_the_packed_layers(monkeypatch: pytest.Monk
     for module in (decode.compiled, decode.kernels):
         monkeypatch.setattr(module, "run_compiled", run)
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
-    session = target.open(1)
-    steps = ((1, WHOLE[-1:]), (1, WHOLE), (2, WHOLE), (3, []))  # before the first no cache is there
-    for nodes, expected in steps:
+    one, two, three = (target.open(rows) for rows in (1, 2, 3))
+    steps = ((one, 1), (one, 1), (one, 2), (one, 3), (two, 1), (two, 1), (two, 2), (three, 1))
+    # Before the first of a session no cache is there.
+    for (session, nodes), expected in zip(steps, (OUTPUT, WHOLE, WHOLE, [], OUTPUT, WHOLE, [], []), strict=True):
         calls.clear()
         with torch.inference_mode():
-            session.verify(Tree.chain([[4] * nodes]))
+            session.verify(Tree.chain([[4] * nodes] * len(session.lengths)))
         assert calls == expected
     calls.clear()
     target.open(1).verify(Tree.chain([[4]]))  # not in the loop's mode
-    with torch.inference_mode():
-        target.open(3).verify(Tree.chain([[4]] * 3))
     assert not calls
 
 
