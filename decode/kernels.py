@@ -1,8 +1,8 @@
 """Linear layers for a few tokens, as kernels that torch.compile makes with the machine's C++ compiler.
 
-Plain decoding reads every weight for one product with it. oneDNN's packed layers do that at about half of the memory's
-speed, sums of products that torch.compile makes a loop of at most of it. With each further token they take longer,
-packed layers hardly so.
+Plain decoding reads every weight for one product with it. oneDNN's packed layers read them at about half of the
+memory's speed; a loop that torch.compile makes of sums of products, at nearly all of it. With each further token the
+loop takes longer, a packed layer hardly so.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class FewOrMany(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.few, self.many = SumsOfProducts(linear), PackedLinear(linear)
+        self._state: tuple[Any, ...] = ()  # torch's, when the kernels were made
         self.eval()
         self._try()
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows = inputs.numel() // inputs.shape[-1]
-        if not (0 < rows <= FEW and torch.is_inference_mode_enabled()):  # kernels are for a shape and a mode
+        if not 0 < rows <= FEW or self._state != state_of_torch():
             return self.many(inputs)
         outputs = run_compiled(sum_products, inputs.reshape(1, rows, -1), self.few.weight, self.few.bias)
         return outputs.view(*inputs.shape[:-1], -1)
@@ -51,7 +52,7 @@ class FewOrMany(nn.Module):
     @torch.inference_mode()  # as the loop has it
     def _try(self) -> None:
         """Compile now rather than amid an answer, and compare."""
-        weight = self.few.weight
+        weight, self._state = self.few.weight, state_of_torch()
         inputs = torch.randn(FEW, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         try:
             with new_kind():
@@ -120,6 +121,12 @@ def new_kind() -> Iterator[None]:
         torch._dynamo.error_on_graph_break(True),
     ):
         yield
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    """What kernels are made for, beside the tensors: in another state torch.compile would make new ones, unasked."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return torch.is_inference_mode_enabled(), torch.get_num_threads(), autocast, torch.get_default_dtype()
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -78,7 +78,7 @@ def usable_context(config: PretrainedConfig) -> int:
     return min((int(limit) for limit in limits if limit), default=1 << 30)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # as the loop has it
 def self_test(target: Target) -> float:
     """Verify two small trees in a row and compare with forward passes without cache or tree mask.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 import decode.compiled
 import decode.kernels
 from decode import Target, generate
-from decode.compiled import WholeLayer, compile_model
+from decode.compiled import compile_model, whole_layers
 from decode.kernels import FEW, FewOrMany
 from decode.packed import PackedLinear, pack_layers
 from decode.prepare import prepare
@@ -40,8 +42,8 @@ def compile_up_to(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "FEW", few)
 
 
-def whole_layers(model: PreTrainedModel) -> list[Any]:
-    return [module.forward for module in model.modules() if isinstance(vars(module).get("forward"), WholeLayer)]
+def forwards(model: PreTrainedModel) -> list[Any]:
+    return [layer.forward for layer in whole_layers(model)]
 
 
 @needs_compiler
@@ -58,19 +60,23 @@ def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bia
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "few"), [("llama", FEW), ("gpt2", 2), ("gemma3_text", 2), ("qwen2_moe", 2)])
-def test_a_compiled_model_says_the_same(kind: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "few", "whole"), [("llama", FEW, 2), ("gpt2", 2, 2), ("gemma3_text", 2, 3), ("qwen2_moe", 2, 0)]
+)
+def test_a_compiled_model_says_the_same(kind: str, few: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_up_to(few, monkeypatch)
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, compiled = Target(model), Target(model, compile=True)
+    assert len(forwards(compiled.model)) == whole
     assert torch.equal(plain.output_matrix, compiled.output_matrix)
     for proposer in (None, NGramProposer(length=few)):
         for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
             answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, compiled)]
             assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert not whole_layers(model) and not any(isinstance(module, FewOrMany) for module in model.modules())
+    assert all(all(layer.kernels.values()) for layer in forwards(compiled.model))
+    assert not forwards(model) and not any(isinstance(module, FewOrMany) for module in model.modules())
 
 
 @needs_compiler
@@ -78,7 +84,7 @@ def test_decoder_layers_are_compiled_whole_and_share_their_tensors() -> None:
     model = tiny("llama", dtype=torch.float32)
     weight = model.model.layers[1].mlp.down_proj.weight
     prepare(model, compile=True)
-    first, second = whole_layers(model)
+    first, second = forwards(model)
     assert (first.number, second.number) == (0, 1)
     assert second.few.mlp.down_proj.weight.data_ptr() == weight.data_ptr()
     assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, FewOrMany)
@@ -88,13 +94,53 @@ def test_decoder_layers_are_compiled_whole_and_share_their_tensors() -> None:
 def test_what_cannot_be_compiled_whole_is_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = tiny("qwen2_moe", dtype=torch.float32)  # which of its layers a token meets is known only then
     prepare(experts, compile=True)
-    assert not whole_layers(experts) and isinstance(experts.model.layers[0].self_attn.o_proj, FewOrMany)
+    assert not forwards(experts) and isinstance(experts.model.layers[0].self_attn.o_proj, FewOrMany)
 
     original = decode.compiled.run_compiled
     monkeypatch.setattr(decode.compiled, "run_compiled", lambda *args: original(*args) * 1.01)
     wrong = tiny("llama", dtype=torch.float32)
     prepare(wrong, compile=True)
-    assert not whole_layers(wrong) and isinstance(wrong.model.layers[0].self_attn.o_proj, FewOrMany)
+    assert not forwards(wrong) and isinstance(wrong.model.layers[0].self_attn.o_proj, FewOrMany)
+
+
+@needs_compiler
+def test_a_wrong_layer_is_found_out_beside_huge_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models, to which layers add little
+    original = decode.compiled.run_compiled
+    monkeypatch.setattr(decode.compiled, "run_compiled", lambda *args: original(*args) + 0.01)
+    prepare(model, compile=True)
+    assert not forwards(model)
+
+
+@needs_compiler
+def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_up_to(FEW, monkeypatch)
+    shapes: list[tuple[int, ...]] = []
+    original = decode.compiled.run_compiled
+    model = prepare(tiny("llama", dtype=torch.float32), compile=True)
+    monkeypatch.setattr(
+        decode.compiled, "run_compiled", lambda *args: shapes.append(args[2][0].shape[:2]) or original(*args)
+    )
+    assert Target(model).self_test_error < 1e-3
+    assert shapes == [(1, 5)] * 4  # two trees, two layers
+
+
+@needs_compiler
+def test_another_number_of_threads_goes_to_the_packed_layers_until_compiled_for() -> None:
+    target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    session, threads = target.open(1), torch.get_num_threads()
+    tree = Tree.chain([[4]])
+    try:
+        with torch.inference_mode():
+            expected = [session.verify(tree).logits for _ in range(2)][1]
+            torch.set_num_threads(threads + 1)
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                assert torch.allclose(session.verify(tree).logits, expected, atol=1e-5)
+            generate(target, PROMPTS[:1], max_new_tokens=3)
+            assert all(sum(layer.kernels.values()) == 4 for layer in forwards(target.model))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_compiler
@@ -102,14 +148,14 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(monkeypat
     model = tiny("llama", dtype=torch.float32)
     monkeypatch.setattr(decode.compiled, "_number", lambda layer: 1 - layer.self_attn.layer_idx)
     prepare(model, compile=True)
-    assert not whole_layers(model)
+    assert not forwards(model)
 
 
 @needs_compiler
 def test_nothing_is_compiled_amid_an_answer() -> None:
     model = tiny("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
     target = Target(model, compile=True)
-    assert len(whole_layers(target.model)) == len(model.model.layers)
+    assert len(forwards(target.model)) == len(model.model.layers)
     plain = generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
     for proposer in (None, *[NGramProposer(length=length) for length in (1, 2)]):
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -131,7 +177,8 @@ def test_what_cannot_be_compiled_for_a_batch_is_left_to_the_packed_layers(monkey
     target.open(2)
     monkeypatch.undo()
     compile_up_to(2, monkeypatch)
-    assert [layer.kernels for layer in whole_layers(target.model)] == [{(1, 1): True, (1, 2): True, (2, 1): False}] * 2
+    for layer in forwards(target.model):
+        assert {key[:2]: made for key, made in layer.kernels.items()} == {(1, 1): True, (1, 2): True, (2, 1): False}
     assert [answer.tokens for answer in generate(target, PROMPTS, max_new_tokens=9)] == expected
 
 
@@ -167,11 +214,38 @@ def test_hooks_and_other_forwards_are_kept() -> None:
     second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
     third.register_forward_hook(lambda *_: seen.append("hook"))
     prepare(model, compile=True)
-    assert [layer.number for layer in whole_layers(model)] == [2]
+    assert [layer.number for layer in forwards(model)] == [2]
     target = Target(model)
     seen.clear()
     generate(target, PROMPTS[:1], max_new_tokens=3)
     assert seen == ["forward", "hook within", "hook"] * 3
+    target.model.model.layers[2].mlp.register_forward_hook(lambda *_: seen.append("late hook"))
+    seen.clear()
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert seen == ["forward", "hook within", "late hook", "hook"] * 3
+
+
+@needs_compiler
+def test_what_a_hook_makes_of_a_layer_is_no_reason_not_to_compile_it() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    model.model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+    plain, compiled = Target(model), Target(model, compile=True)
+    assert len(forwards(compiled.model)) == 2
+    answers = [generate(target, PROMPTS, max_new_tokens=9) for target in (plain, compiled)]
+    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
+@needs_compiler
+def test_weights_are_freed_with_the_model() -> None:
+    model = prepare(tiny("llama", dtype=torch.float32), compile=True)
+    layer = ref(model.model.layers[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
 
 
 def test_more_than_a_few_tokens_go_to_the_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +268,7 @@ def test_more_than_a_few_tokens_go_to_the_packed_layers(monkeypatch: pytest.Monk
         assert calls == expected
     calls.clear()
     target.open(1).verify(Tree.chain([[4]]))  # not in the loop's mode
+    target.open(2)
     assert not calls
 
 
