@@ -38,7 +38,8 @@ class TreeCache(Cache):
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        self.capacity = self._capacity_for(self.used + 1)  # compiled layers have a kernel for a cache that isn't full
+        # More than is used: all slots together would be contiguous, for which compiled layers have no kernel.
+        self.capacity = self._capacity_for(self.used + 1)
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
         self.places = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.places

@@ -47,7 +47,7 @@ def compile_batch(model: PreTrainedModel, batch: int) -> None:
     """See that a compiled model's passes over a few tokens of `batch` rows or fewer are compiled, too.
 
     They have to be for each number of rows, and anew for another number of threads. What cannot be compiled is left to
-    the packed layers, and so are larger batches.
+    the packed layers, and so are larger batches. Hooks on the model see the passes on which layers are tried.
     """
     layers = {layer: layer.forward for layer in whole_layers(model)}
     shapes = [(rows, nodes) for rows in range(1, batch + 1) for nodes in range(1, FEW // rows + 1)]

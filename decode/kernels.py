@@ -32,6 +32,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
 class FewOrMany(nn.Module):
     """A linear layer in two forms: `few` is compiled and serves up to `FEW` tokens, `many` is packed and serves more.
 
+    Where torch's state is another than when it was made (the number of threads, autocast), `many` serves all.
     Raises ValueError where there is no C++ compiler, or its kernels compute something else.
     """
 

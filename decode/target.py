@@ -28,7 +28,8 @@ class Target:
     `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
     is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
     that memory; `compile=True` does so and has torch.compile make kernels for passes over a few tokens as well, with
-    the machine's C++ compiler. Raises ValueError for models that cannot be verified as a tree or, if asked, compiled.
+    the machine's C++ compiler. Weights that change afterwards reach only parts of such copies. Raises ValueError for
+    models that cannot be verified as a tree or, if asked, compiled.
     """
 
     def __init__(
