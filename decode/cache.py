@@ -17,17 +17,23 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 BUCKET = 64  # attention sees the used slots rounded up to this, so that few shapes occur
 GROWTH = 256  # allocation is rounded up to this
+LARGE = 16  # rows of a batch from which on a cache can be gapless
 
 
 class TreeCache(Cache):
-    """A transformers `Cache` whose layers write where `place` says and show attention the used slots only."""
+    """A transformers `Cache` whose layers write where `place` says and show attention the used slots only.
 
-    def __init__(self, batch: int) -> None:
+    gapless: for large batches, allocate no more slots than attention sees, so that the rows lie side by side. It then
+    has to grow more often.
+    """
+
+    def __init__(self, batch: int, *, gapless: bool = False) -> None:
         # A cycle would keep the memory of a cache that nobody uses until Python looks for cycles.
         itself: Any = proxy(self)
         self._make_layer = partial(TreeCacheLayer, itself)
         super().__init__(layer_class_to_replicate=self._make_layer)
         self.lengths = [0] * batch  # committed tokens of each row, on the host
+        self._gapless = gapless
         self.capacity = 0
         self.used = 0  # slots that attention sees
         self.slots: slice | Tensor = slice(0, 0)
@@ -38,12 +44,19 @@ class TreeCache(Cache):
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        # More than is used: all slots together would be contiguous, for which compiled layers have no kernel.
-        self.capacity = self._capacity_for(self.used + 1)
+        if self.gapless:
+            self.used = self.capacity = self._capacity_for(self.used)
+        else:  # more than is used: all slots together would be contiguous, for which compiled layers have no kernel
+            self.capacity = self._capacity_for(self.used + 1)
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
         self.places = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.places
         return lengths
+
+    @property
+    def gapless(self) -> bool:
+        """Whether attention sees all slots that are allocated."""
+        return self._gapless and len(self.lengths) >= LARGE
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit the nodes of each row's path, of which the first counts[b] are meant.
@@ -91,6 +104,8 @@ class TreeCache(Cache):
     def _capacity_for(self, slots: int) -> int:
         if slots <= self.capacity:
             return self.capacity
+        if self.gapless:
+            return -(-slots // BUCKET) * BUCKET
         return -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from decode import Target, generate
+from decode.cache import LARGE
 from decode.packed import PackedFamily, PackedLinear, PackedMember, can_pack
-from decode.prepare import prepare, prepared_copy
+from decode.prepare import grouped_sdpa, prepare, prepared_copy
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny
@@ -103,3 +104,17 @@ def test_a_padding_mask_still_works_on_a_prepared_model() -> None:
     stock = model(ids, attention_mask=mask).logits[:, 2:]
     packed = prepared_copy(model)(ids, attention_mask=mask).logits[:, 2:]
     assert torch.allclose(stock, packed, atol=1e-5)
+
+
+def test_attention_of_large_batches_in_bfloat16_is_as_exact_as_eager_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(LARGE, 6, 1, 8, generator=generator)
+    key, value = (torch.randn(LARGE, 2, 64, 8, generator=generator) for _ in "kv")
+    mask = torch.zeros(LARGE, 1, 1, 64).masked_fill_(torch.arange(64) >= 40, torch.finfo(torch.bfloat16).min)
+    module = nn.Module()
+    exact, _ = grouped_sdpa(module, query.double(), key.double(), value.double(), mask.double())
+    parts = [part.bfloat16() for part in (query, key, value, mask)]
+    gapped = [torch.cat([part, part], dim=2)[:, :, :64] for part in parts[1:3]]
+    for keys in (parts[1:3], gapped):
+        found, _ = grouped_sdpa(module, parts[0], *keys, parts[3])
+        assert found.shape == exact.shape and (found - exact).abs().max() < 0.02

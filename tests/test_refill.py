@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import decode.cache
+import decode.session
 from decode import Answer, Sampling, Target, Tree, generate
 from decode.accept import draw
-from decode.cache import TreeCache
+from decode.cache import LARGE, TreeCache
 from decode.noise import race
 from decode.session import Session
 from proposers import NGramProposer
@@ -110,6 +112,31 @@ def test_a_longer_row_makes_the_cache_grow() -> None:
     expected.extend([long])
     logits = session.verify(Tree.chain([[9], [9]])).logits[1]
     assert torch.allclose(logits, expected.verify(Tree.chain([[9]])).logits[0], atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_without_gaps_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny(kind))
+    expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
+    monkeypatch.setattr(decode.cache, "LARGE", 3)
+    monkeypatch.setattr(decode.session, "TreeCache", lambda batch, gapless: TreeCache(batch, gapless=True))
+    for proposer in (None, NGramProposer()):
+        assert read(generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)) == expected
+
+
+def test_a_cache_without_gaps_lies_in_one_piece_while_many_rows_are_left() -> None:
+    cache = TreeCache(batch=LARGE, gapless=True)
+    states = torch.zeros(LARGE, 1, 3, 1)
+    for length in (0, 60, 200, 130):
+        cache.lengths = [length] * LARGE
+        cache.place(0, 3, torch.device("cpu"))
+        keys, values = cache.update(states, states, layer_idx=0)
+        assert keys.is_contiguous() and values.is_contiguous() and keys.shape[2] % 64 == 0
+        assert length + 3 <= keys.shape[2] <= 256
+    cache.select(range(1, LARGE))
+    cache.place(0, 3, torch.device("cpu"))
+    keys, _ = cache.update(states[1:], states[1:], layer_idx=0)
+    assert not keys.is_contiguous()
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 1], [1, 3], [3], [0, 3]])
