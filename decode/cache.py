@@ -23,8 +23,8 @@ LARGE = 16  # rows of a batch from which on a cache can be gapless
 class TreeCache(Cache):
     """A transformers `Cache` whose layers write where `place` says and show attention the used slots only.
 
-    gapless: for large batches, allocate no more slots than attention sees, so that the rows lie side by side. It then
-    has to grow more often.
+    gapless: in large batches, let attention see all slots, so that the rows lie side by side, and allocate few more
+    than are used: it has to grow more often.
     """
 
     def __init__(self, batch: int, *, gapless: bool = False) -> None:
@@ -45,7 +45,9 @@ class TreeCache(Cache):
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
         if self.gapless:
-            self.used = self.capacity = self._capacity_for(self.used)
+            self.capacity = self._capacity_for(self.used)
+            if self.capacity <= 1.5 * self.used:  # where long rows have ended, gaps cost less than what they left
+                self.used = self.capacity
         else:  # more than is used: all slots together would be contiguous, for which compiled layers have no kernel
             self.capacity = self._capacity_for(self.used + 1)
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
@@ -55,7 +57,7 @@ class TreeCache(Cache):
 
     @property
     def gapless(self) -> bool:
-        """Whether attention sees all slots that are allocated."""
+        """Whether it is while the batch has so many rows."""
         return self._gapless and len(self.lengths) >= LARGE
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
