@@ -57,7 +57,7 @@ class TreeCache(Cache):
 
     @property
     def gapless(self) -> bool:
-        """Whether it is while the batch has so many rows."""
+        """Whether attention may see all slots: in large batches only."""
         return self._gapless and len(self.lengths) >= LARGE
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import decode.compiled
 import decode.kernels
+import decode.packed
 from decode import Target, generate
 from decode.compiled import compile_model, whole_layers
 from decode.kernels import FEW, FewOrMany
@@ -288,6 +289,13 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Target(tiny("llama"), compile=True)  # in float64
     with pytest.raises(ValueError, match="packed already"):
         Target(prepare(tiny("llama", dtype=torch.float32)), compile=True)
+
+    with monkeypatch.context() as patch:
+        for module in (decode.packed, decode.kernels):
+            patch.setattr(module, "can_pack", lambda module: False)
+        patch.setattr(decode.compiled, "_watch_layers", lambda model, shape: {})
+        with pytest.raises(ValueError, match="no linear layers in float32 or bfloat16"):
+            compile_model(tiny("llama", dtype=torch.float32))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler found\nand a long story")
