@@ -48,8 +48,8 @@ class TreeCache(Cache):
             self.capacity = self._capacity_for(self.used)
             if self.capacity <= 1.5 * self.used:  # where long rows have ended, gaps cost less than what they left
                 self.used = self.capacity
-        else:  # more than is used: all slots together would be contiguous, for which compiled layers have no kernel
-            self.capacity = self._capacity_for(self.used + 1)
+        else:
+            self.capacity = self._capacity_for(self.used)
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
         self.places = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.places
@@ -77,10 +77,10 @@ class TreeCache(Cache):
                     layer.move(*placed[layer.device])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def show(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """A layer's keys and values in all used slots; None where it has not written yet."""
+    def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """A layer's keys and values in all slots, used or not; None where it has not written yet."""
         layer = self.layers[number] if number < len(self.layers) else None
-        return layer.show() if layer is not None and layer.is_initialized else None
+        return layer.allocated() if layer is not None and layer.is_initialized else None
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget what was committed beyond the given lengths."""
@@ -136,12 +136,12 @@ class TreeCacheLayer(CacheLayerMixin):
         self._allocate(key_states, value_states)
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
-        return self.show()
-
-    def show(self) -> tuple[Tensor, Tensor]:
-        """All used slots, with room for the new nodes among them."""
-        self._grow()
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
+
+    def allocated(self) -> tuple[Tensor, Tensor]:
+        """All slots, with room for the new nodes among them."""
+        self._grow()
+        return self.keys, self.values
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` [B, T] to `target`; all are read before one is written, so they may overlap."""

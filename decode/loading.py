@@ -25,15 +25,16 @@ def load_model(
     device: str | None = None,
     device_map: str | None = None,
     prepare: bool = True,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model and its tokenizer from a local folder or a hub id; without a name, the default model.
 
     dtype: one of `DTYPES`; None keeps the checkpoint's, or float32 on a CPU. device: e.g. "cuda:0"; None takes a GPU
     where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
-    speed where they lie on a CPU. compile: prepare, and have torch.compile make kernels for passes over a few tokens
-    there, which takes a C++ compiler, seconds, and memory for the dense weights. Raises ValueError for an unknown dtype
-    or device, where the name leads nowhere or to a damaged or incomplete model, and where nothing can be compiled.
+    speed where they lie on a CPU. compile: prepare, and have kernels compiled for passes over a few tokens there, which
+    takes a C++ compiler, a minute the first time, and memory for the dense weights; None does so, with `prepare`, where
+    it pays (`decode.prepare`). Raises ValueError for an unknown dtype or device, where the name leads nowhere or to a
+    damaged or incomplete model, and where it is to be compiled and cannot be.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import sys
 from platform import machine
 from typing import Any
 
@@ -14,27 +17,46 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.cache import LARGE
 from decode.compiled import compile_model
-from decode.packed import PACKED, pack_layers
+from decode.packed import PACKED, can_pack, pack_layers
+from decode.user_cache import say
 
 ATTENTION = "draftless_grouped_sdpa"
+SIZES = 64 << 20, 2 << 30  # bytes in the linear layers of models that are compiled unasked
+COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # as torch has it
 
 
-def prepare(model: PreTrainedModel, *, compile: bool = False) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, *, compile: bool | None = None) -> PreTrainedModel:
     """Pack the linear layers of a CPU model in place and free their dense weights; embeddings stay as they are.
 
-    compile: passes over a few tokens run compiled kernels on the dense weights, which are kept. Raises ValueError
-    where nothing can be compiled.
+    compile: passes over a few tokens run compiled kernels on the dense weights, which are kept. None does so where it
+    pays and works, see `pays_to_compile`. Raises ValueError where it is asked for and cannot be done.
     """
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if compile:
         compile_model(model)
-    else:
+    elif compile is False or not pays_to_compile(model) or not _compiled_now(model):
         pack_layers(model)
     return model
 
 
-def prepared_copy(model: PreTrainedModel, *, compile: bool = False) -> PreTrainedModel:
+def pays_to_compile(model: PreTrainedModel) -> bool:
+    """Whether a model is compiled unasked: on a CPU with a C++ compiler, not tiny, nor too large to keep twice."""
+    size = sum(module.weight.nbytes for module in model.modules() if can_pack(module))
+    return SIZES[0] <= size <= SIZES[1] and shutil.which(os.environ.get("CXX", COMPILER)) is not None
+
+
+def _compiled_now(model: PreTrainedModel) -> bool:
+    """Compile a model if that works; what failed is not tried again, which could take a minute at each start."""
+    try:
+        compile_model(model, again=False)
+    except ValueError as error:
+        say(f"{error}; the model runs without")
+        return False
+    return True
+
+
+def prepared_copy(model: PreTrainedModel, *, compile: bool | None = None) -> PreTrainedModel:
     """The same for a model that must stay as it is: its modules are copied, its tensors are shared.
 
     A model that is prepared already is returned itself, and so is one that accelerate has spread over devices: its

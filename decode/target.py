@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.compiled import compile_batch
+from decode.compiled import compile_batch, whole_layers
 from decode.cost import Cost, measure_cost
+from decode.kernels import FewOrMany
 from decode.loading import load_model
 from decode.masks import layer_reaches
 from decode.prepare import prepared_copy
@@ -27,9 +28,9 @@ class Target:
 
     `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
     is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
-    that memory; `compile=True` does so and has torch.compile make kernels for passes over a few tokens as well, with
-    the machine's C++ compiler. Weights that change afterwards reach only parts of such copies. Raises ValueError for
-    models that cannot be verified as a tree or, if asked, compiled.
+    that memory, and where it pays has kernels compiled for passes over a few tokens; `compile=True` has them wherever
+    they can be, `compile=False` never (see `decode.prepare`). Weights that change afterwards reach only parts of such
+    copies. Raises ValueError for models that cannot be verified as a tree or, if asked, compiled.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Target:
         tokenizer: Tokenizer | None = None,
         *,
         prepare: bool = False,
-        compile: bool = False,
+        compile: bool | None = None,
     ) -> None:
         refuse_unsupported(model)
         self.model = prepared_copy(model, compile=compile) if prepare or compile else model
@@ -68,6 +69,11 @@ class Target:
         config = self.model.generation_config
         ids = config.eos_token_id if config is not None else None
         return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether passes over a few tokens run compiled kernels, of whole decoder layers or of linear layers alone."""
+        return bool(whole_layers(self.model)) or any(isinstance(part, FewOrMany) for part in self.model.modules())
 
     @property
     def output_matrix(self) -> Tensor:

@@ -140,7 +140,11 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     check_prompts(questions, target)
     setup = {
         "settings": describe_settings(args, names, peers, questions),
-        "machine": {**describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")},
+        "machine": {
+            **describe_machine(target.device),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "compiled": target.compiled,
+        },
     }
     records = Records(args.json and args.json.with_name(args.json.name + ".partial.jsonl"), setup)
     methods = {**make_loops(names, target, args), **make_peers(peers, target, args)}

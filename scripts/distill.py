@@ -80,6 +80,7 @@ def make_parser() -> Parser:
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where answers are added, a line each")
     add_model_options(parser)
+    parser.set_defaults(compile=False)  # its batches are larger than what kernels serve
     group = parser.add_argument_group("answers")
     group.add_argument(
         "--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="one or several (default: 0, greedy)"

@@ -53,9 +53,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
     group.add_argument(
         "--compile",
-        action="store_true",
-        help="on a CPU with a C++ compiler: faster passes over few tokens, by torch.compile; takes seconds at the "
-        "start, half a minute the first time, and twice the model's memory",
+        action=argparse.BooleanOptionalAction,
+        help="on a CPU: compile kernels for passes over few tokens, which takes a C++ compiler, a minute the first "
+        "time, a second at each start, and twice the model's memory (default: where there is a compiler and a model "
+        "of 64 MiB to 2 GiB)",
     )
 
 
@@ -165,7 +166,7 @@ def load_by_options(
             device=args.device,
             device_map=args.device_map,
             prepare=prepare,
-            compile=prepare and args.compile,
+            compile=args.compile if prepare else None,
         )
     except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
         raise ValueError(str(error)) from error
