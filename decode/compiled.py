@@ -108,7 +108,7 @@ class WholeLayer:
         self._kernels: dict[Form, Kernel] = {}
         self._few = _lone_copy(layer)
         self._tensors = {**dict(self._few.named_parameters()), **dict(self._few.named_buffers())}
-        self._rest: tuple[None, ...] | None = None  # what is returned beside states, where that is a tuple
+        self._returns: tuple[bool, ...] | None = None  # which parts of what it returns are tensors; None: not a tuple
         self._layer = ref(layer)  # it holds this, and a cycle would keep its weights
         self._hooks: list[dict[int, Any]] = []
 
@@ -124,16 +124,19 @@ class WholeLayer:
         if call is None or kernel is None:
             layer: Any = self._layer()
             return type(layer).forward(layer, *args, **kwargs)
-        states = self._run(kernel, call)
-        return states if self._rest is None else (states, *self._rest)
+        tensors = iter(self._run(kernel, call))
+        if self._returns is None:
+            return next(tensors)
+        return tuple(next(tensors) if is_tensor else None for is_tensor in self._returns)
 
     def recipe(self, form: Form, examples: list[Tensor]) -> Recipe:
         """How a kernel is made for calls of this form."""
         few, names = self._few, list(self._tensors)
 
-        def compute(inputs: list[Tensor]) -> Tensor:
+        def compute(inputs: list[Tensor]) -> list[Tensor]:
             args, kwargs = put_together(form, inputs[len(names) :])
-            return _states(functional_call(few, dict(zip(names, inputs, strict=False)), args, kwargs))
+            output = functional_call(few, dict(zip(names, inputs, strict=False)), args, kwargs)
+            return [part for part in _parts(output) if part is not None]
 
         free = [*[() for _ in names], *free_sizes(form)]
         return Recipe((_describe(few), form), compute, [*self._tensors.values(), *examples], free)
@@ -144,19 +147,23 @@ class WholeLayer:
         A token's typical error counts, as a share of what the layer typically adds. Not as a share of the largest
         numbers: real models have a few huge ones, beside which no error shows.
         """
-        shape, expected = _shape(trial.given), _states(trial.output)
+        shape, expected = _shape(trial.given), _parts(trial.output)[0]
         self.tried[shape] = False
         if isinstance(kernel, str):
             return
-        found = self._run(kernel, trial.call)
+        try:
+            found = self._run(kernel, trial.call)[0]
+        except RuntimeError:  # of a kernel
+            return
         errors, added = ((expected - other).float().abs().median(dim=-1).values for other in (found, trial.given))
         if float((errors / added.clamp(min=1e-30)).max()) <= TYPICAL.get(expected.dtype, 0.0):
             self.tried[shape] = True
-            self._rest = trial.output[1:] if isinstance(trial.output, tuple) else None
+            is_tuple = isinstance(trial.output, tuple)
+            self._returns = tuple(part is not None for part in trial.output) if is_tuple else None
             self._kernels[trial.call.form] = kernel
 
-    def _run(self, kernel: Kernel, call: LayerCall) -> Tensor:
-        return kernel([*self._tensors.values(), *call.tensors])[0]
+    def _run(self, kernel: Kernel, call: LayerCall) -> list[Tensor]:
+        return kernel([*self._tensors.values(), *call.tensors])
 
 
 @torch.inference_mode()  # as the loop has it
@@ -205,13 +212,13 @@ def _watch_layers(
 
 
 def _trial(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Trial | None:
-    """None where a kernel could not serve: it returns states alone."""
+    """None where a kernel could not serve: it takes and returns tensors."""
     call = take_apart(number, args, kwargs)
     given = args[0] if args else kwargs.get("hidden_states")
-    rest = output[1:] if isinstance(output, tuple) else ()
-    if call is None or not isinstance(given, Tensor) or any(value is not None for value in rest):
+    states, *rest = _parts(output)
+    if call is None or not (isinstance(given, Tensor) and isinstance(states, Tensor)):
         return None
-    return Trial(call, given, output)
+    return Trial(call, given, output) if all(part is None or isinstance(part, Tensor) for part in rest) else None
 
 
 def _pass(model: PreTrainedModel, cache: TreeCache, count: int) -> None:
@@ -285,5 +292,6 @@ def _shape(states: Tensor) -> Shape:
     return rows, nodes
 
 
-def _states(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
+def _parts(output: Any) -> tuple[Any, ...]:
+    """What a layer returns: states first, and whatever some layers return beside them."""
+    return output if isinstance(output, tuple) else (output,)

@@ -23,13 +23,14 @@ from filelock import FileLock
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from decode import build_kernels
-from decode.user_cache import remove, scratch, user_cache
+from decode.user_cache import remove, say, scratch, user_cache
 
-MAKERS = "build_kernels.py", "compiled.py", "kernels.py", "layer_calls.py", "prepare.py"
-WORKERS = 8  # compilers at once, at most: each needs half a gigabyte
+BUILDER = Path(__file__).with_name("build_kernels.py")
+MADE_OF = "compiled.py", "kernels.py", "layer_calls.py", "prepare.py"
+WORKERS = min(8, os.cpu_count() or 1)  # compilers at once: each needs half a gigabyte
 
 Kernel = Callable[[list[Tensor]], list[Tensor]]
+_LOADED: dict[Path, Kernel] = {}
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Recipe:
     """What a kernel is made of.
 
     `identity` tells it from all others, by its repr; `compute` is called with the inputs, tensors like `examples`, of
-    which it may change some in place, and returns a tensor. `free`: an input's dimensions whose size may be another.
+    which it may change some in place, and returns tensors. `free`: an input's dimensions whose size may be another.
     """
 
     identity: tuple[Any, ...]
-    compute: Callable[[list[Tensor]], Tensor]
+    compute: Callable[[list[Tensor]], list[Tensor]]
     examples: list[Tensor]
     free: list[tuple[int, ...]]
 
@@ -50,7 +51,7 @@ class Recipe:
         """Where its kernel is kept."""
         likes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self.examples]
         parts = (_surroundings(), self.identity, likes, self.free)
-        return user_cache() / "kernels" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
+        return kernel_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
 
 
 def obtain_kernels(recipes: Sequence[Recipe], *, again: bool = False) -> list[Kernel | str]:
@@ -58,26 +59,33 @@ def obtain_kernels(recipes: Sequence[Recipe], *, again: bool = False) -> list[Ke
 
     again: try what failed before, too. Raises OSError where the cache cannot be written.
     """
-    missing = _missing(recipes, again)
-    if missing:
-        folder = user_cache() / "kernels"
+    if _missing(recipes, again):
+        folder = kernel_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"), scratch(folder / "making") as aside:
             _make(_missing(recipes, again), aside)  # another process may have made some meanwhile
-    return [_obtain(recipe) for recipe in recipes]
+    return [_load(recipe.path) or _why_not(recipe.path) for recipe in recipes]
+
+
+def kernel_folder() -> Path:
+    """Where kernels are kept."""
+    return user_cache() / "kernels"
 
 
 def _missing(recipes: Sequence[Recipe], again: bool) -> dict[Path, Recipe]:
+    """What has to be compiled; what is damaged goes."""
     made = {recipe.path: recipe for recipe in recipes}
     return {
-        path: recipe for path, recipe in made.items() if not path.exists() and (again or not _failure(path).exists())
+        path: recipe for path, recipe in made.items() if _load(path) is None and (again or not _failure(path).exists())
     }
 
 
 def _make(recipes: Mapping[Path, Recipe], aside: Path) -> None:
     """Compile several at once, and keep each as soon as it is there."""
-    with tqdm(total=len(recipes), desc="compiling kernels, once", unit="kernel", disable=not recipes) as progress:
-        exported: dict[str, Path] = {}
+    exported: dict[str, Path] = {}
+    if recipes:
+        say(f"compiling {len(recipes)} kernels for models of this kind, once; it takes about a minute")
+    with tqdm(total=len(recipes), unit="kernel", disable=None) as progress:
         for path, recipe in recipes.items():
             try:
                 exported[str(_export(recipe, aside / path.stem))] = path
@@ -85,20 +93,19 @@ def _make(recipes: Mapping[Path, Recipe], aside: Path) -> None:
                 _failure(path).write_text(_first_line(error))
                 progress.update()
         folders = [*exported]
-        workers = min(WORKERS, os.cpu_count() or 1)
-        for folder in _build([folders[place::workers] for place in range(workers)]):
+        for folder in _build([folders[place::WORKERS] for place in range(WORKERS)]):
             _keep(Path(folder), exported[folder])
             progress.update()
 
 
 def _keep(built: Path, path: Path) -> None:
     """Put a kernel, or why there is none, to where it is looked for."""
-    if (built / "kernel.pt2").exists():
-        (built / "kernel.pt2").rename(path)
+    package, failure = built / "kernel.pt2", built / "failure.txt"
+    if package.exists():
+        package.rename(path)
         remove(_failure(path))
-    else:
-        failure = built / "failure.txt"
-        _failure(path).write_text(failure.read_text() if failure.exists() else "the compiling process was killed")
+    if _load(path) is None:
+        _failure(path).write_text(failure.read_text() if failure.exists() else "what was compiled cannot be loaded")
 
 
 def _export(recipe: Recipe, folder: Path) -> Path:
@@ -118,11 +125,11 @@ def _export(recipe: Recipe, folder: Path) -> Path:
 class _Program(nn.Module):
     """torch.export takes modules only."""
 
-    def __init__(self, compute: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(self, compute: Callable[[list[Tensor]], list[Tensor]]) -> None:
         super().__init__()
         self._compute = compute
 
-    def forward(self, inputs: list[Tensor]) -> Tensor:
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         return self._compute(inputs)
 
 
@@ -131,41 +138,35 @@ def _build(shares: Sequence[Sequence[str]]) -> Iterator[str]:
     done: SimpleQueue[str] = SimpleQueue()
 
     def work(folders: Sequence[str]) -> None:
-        command = [sys.executable, "-P", build_kernels.__file__, *folders]  # -P: our files hide no others
+        command = [sys.executable, "-P", str(BUILDER), *folders]  # -P: the files beside it hide no others
         left = set(folders)
         with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True) as process:
             for line in process.stdout or ():
                 left.discard(line.rstrip())
                 done.put(line.rstrip())
-        for folder in left:
+        for folder in left:  # it was killed
             done.put(folder)
 
-    with ThreadPoolExecutor(max(1, len(shares))) as pool:
-        for folders in shares:
-            if folders:
-                pool.submit(work, folders)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for folders in filter(None, shares):
+            pool.submit(work, folders)
         for _ in range(sum(map(len, shares))):
             yield done.get()
 
 
-def _obtain(recipe: Recipe) -> Kernel | str:
-    path = recipe.path
-    try:
-        return _load(path)
-    except FileNotFoundError:
-        return _failure(path).read_text()
-    except RuntimeError as error:  # damaged, or of another C++ library: made anew the next time
-        remove(path)
-        return _first_line(error)
+def _load(path: Path) -> Kernel | None:
+    """The kernel that is kept there, if there is one; a file that cannot be loaded is removed."""
+    if path not in _LOADED and path.exists():
+        try:
+            # torch._inductor.aoti_load_package runs a compiler first, to compare machines; a kernel's name does that.
+            _LOADED[path] = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+        except RuntimeError:  # damaged, or made with other libraries
+            remove(path)
+    return _LOADED.get(path)
 
 
-@cache
-def _load(path: Path) -> Kernel:
-    if not path.exists():
-        raise FileNotFoundError(path)
-    # torch._inductor.aoti_load_package would run the compiler first, to compare machines; a kernel's name does that.
-    kernel: Kernel = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
-    return kernel
+def _why_not(path: Path) -> str:
+    return _failure(path).read_text() if _failure(path).exists() else "it was removed"
 
 
 def _failure(path: Path) -> Path:
@@ -195,5 +196,5 @@ def _machine() -> str:
 @cache
 def _own_code() -> str:
     """A digest of the code that kernels are made by, and of."""
-    files = [Path(__file__).with_name(name) for name in MAKERS]
+    files = [BUILDER, *[BUILDER.with_name(name) for name in MADE_OF]]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import decode.kernel_files
 from tests.models import VOCABULARY, tiny
 
 END = 2
@@ -28,6 +29,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Compiled once, but not kept among the user's."""
+    folder = pytestconfig.cache.mkdir("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode.kernel_files, "kernel_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")
