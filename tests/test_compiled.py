@@ -93,9 +93,7 @@ def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bia
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "few", "whole"), [("llama", FEW, 2), ("gpt2", 1, 2), ("gemma3_text", 1, 3), ("qwen2_moe", 1, 0)]
-)
+@pytest.mark.parametrize(("kind", "few", "whole"), [("llama", 2, 2), ("gpt2", 1, 2), ("qwen2_moe", 1, 0)])
 def test_a_compiled_model_says_the_same(kind: str, few: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_up_to(few, monkeypatch)
     model = tiny(kind, dtype=torch.float32)
@@ -313,13 +311,11 @@ def test_more_than_a_few_tokens_go_to_the_packed_layers(calls: list[str]) -> Non
         assert calls == expected
 
 
-def test_kernels_know_neither_autocast_nor_gradients(calls: list[str]) -> None:
+def test_kernels_know_no_gradients(calls: list[str]) -> None:
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
     session = target.open(1)
     session.extend(PROMPTS[:1])
     calls.clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        session.verify(Tree.chain([[4]]))
     with torch.enable_grad():
         target.model(torch.tensor([[4]]), past_key_values=session.cache, position_ids=torch.tensor([[11]]))
     assert not calls
