@@ -18,7 +18,7 @@ CONTEXT = 256
 WINDOW = 8  # shorter than most prompts of the tests, so that windows are felt
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile finds no C++ compiler here"
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler here"
 )
 
 # Names that nearly every configuration knows; the others ignore them.

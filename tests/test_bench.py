@@ -140,10 +140,22 @@ def test_answers_and_conversations_are_the_loops_own(
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
     assert "/" not in json.dumps({**report["settings"], "os": None})
-    assert {"cpu", "cores", "threads", "memory_gib", "gpu", "os", "python", "torch", "transformers", "dtype"} == set(
-        report["machine"]
-    )
-    assert (report["machine"]["dtype"], report["machine"]["threads"]) == ("float64", 1)
+    known = {
+        "cpu",
+        "cores",
+        "threads",
+        "memory_gib",
+        "gpu",
+        "os",
+        "python",
+        "torch",
+        "transformers",
+        "dtype",
+        "compiled",
+    }
+    machine = report["machine"]
+    assert set(machine) == known
+    assert (machine["dtype"], machine["threads"], machine["compiled"]) == ("float64", 1, False)
     assert report["settings"]["questions"] == "few.jsonl"
 
 
