@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from decode.session import Session
     from decode.target import Target
 
-SIZES = (1, 2, 4, 6, 8, 16, 32, 64)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
 CONTEXT = 256  # committed tokens while measuring
 DEAREST = 4.0  # passes over more nodes than cost this are not timed: few trees bring so much
-ROUNDS, PATIENCE = 4, 2.0  # passes of each size; seconds that more than one of each may take together
+ROUNDS, PATIENCE = 5, 2.5  # passes of each size; seconds that more than one of each may take together
 
 
 class Cost:
@@ -45,7 +46,7 @@ class Cost:
 
 @torch.inference_mode()  # as the loop has it
 def measure_cost(target: Target, batch: int) -> Cost:
-    """Time passes of all `SIZES`, in turn, and take the shortest: other work on the machine only adds."""
+    """Time passes of all `SIZES`, in turn, so that what else the machine does meets all of them; the medians count."""
     session = target.open(batch)
     session.cache.lengths = [min(CONTEXT, target.context - 1)] * batch
     trees = [_grow(size, batch, target) for size in SIZES]
@@ -63,12 +64,10 @@ def measure_cost(target: Target, batch: int) -> Cost:
         times.append(taken)
         if taken > DEAREST * times[0]:
             break
-    for done in range(1, ROUNDS):
-        if (perf_counter() - begun) * (done + 1) / done > PATIENCE:
-            break
-        again = [_time(session, tree) for tree in trees[: len(times)]]
-        times = [min(pair) for pair in zip(times, again, strict=True)]
-    return Cost(SIZES[: len(times)], times)
+    rounds = [times]
+    while len(rounds) < ROUNDS and (perf_counter() - begun) * (len(rounds) + 1) / len(rounds) <= PATIENCE:
+        rounds.append([_time(session, tree) for tree in trees[: len(times)]])
+    return Cost(SIZES[: len(times)], [median(taken) for taken in zip(*rounds, strict=True)])
 
 
 def _grow(size: int, batch: int, target: Target) -> Tree:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from decode.kernel_files import Kernel, Recipe, obtain_kernels
 from decode.packed import PackedLinear, can_pack, make_linear
 
-FEW = 5  # tokens; for more the packed layers are as fast
+FEW = 8  # tokens of a decoder layer; for more the packed layers are as fast
+FEW_ALONE = 3  # of a linear layer by itself, which saves no other calls
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number that a layer computes
 
 
 class FewOrMany(nn.Module):
-    """A linear layer in two forms: `few` is compiled and serves up to `FEW` tokens, `many` is packed and serves more.
+    """A linear layer in two forms: `few`, compiled, serves up to `FEW_ALONE` tokens, and `many`, packed, more.
 
     `many` serves all where the kernels are missing or compute something else, and where gradients are wanted.
     """
@@ -49,7 +50,7 @@ class FewOrMany(nn.Module):
     def _agree(self, kernels: Sequence[Kernel]) -> bool:
         """Whether the kernels compute what the packed layer does."""
         weight = self.few.weight
-        inputs = torch.randn(FEW, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        inputs = torch.randn(len(kernels), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         expected = self.many(inputs)
         try:
             found = [kernel([inputs[:rows], *self.few.tensors()])[0] for rows, kernel in enumerate(kernels, start=1)]
@@ -76,10 +77,10 @@ class SumsOfProducts(nn.Module):
 
 
 def linear_recipes(dtype: torch.dtype, bias: bool) -> list[Recipe]:
-    """Kernels for one to `FEW` rows, for linear layers of any size."""
+    """Kernels for one to `FEW_ALONE` rows, for linear layers of any size."""
     tensors = [torch.empty(8, 16, dtype=dtype), *([torch.empty(8, dtype=dtype)] if bias else [])]
     free = [(1,), (0, 1), *([(0,)] if bias else [])]
-    examples = [[torch.empty(rows, 16, dtype=dtype), *tensors] for rows in range(1, FEW + 1)]
+    examples = [[torch.empty(rows, 16, dtype=dtype), *tensors] for rows in range(1, FEW_ALONE + 1)]
     return [Recipe(("linear",), lambda inputs: [sum_products(*inputs)], some, free) for some in examples]
 
 

@@ -17,12 +17,13 @@ import decode.kernels
 import decode.packed
 import decode.prepare
 from decode import Target, generate
-from decode.compiled import WholeLayer, compile_model, whole_layers
+from decode.compiled import compile_model, whole_layers
 from decode.kernel_files import Kernel, Recipe
 from decode.kernels import FEW, FewOrMany
 from decode.packed import PackedLinear
 from decode.prepare import prepare
 from decode.tree import Tree
+from decode.whole_layer import WholeLayer
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
 
@@ -66,6 +67,7 @@ def patch_obtaining(monkeypatch: pytest.MonkeyPatch, obtain: Callable[..., Any])
 def compile_up_to(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MAKERS:
         monkeypatch.setattr(module, "FEW", few)
+    monkeypatch.setattr(decode.kernels, "FEW_ALONE", few)
 
 
 def change_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
@@ -195,7 +197,7 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
-    monkeypatch.setattr(decode.compiled, "_number", lambda layer: 1 - layer.self_attn.layer_idx)
+    monkeypatch.setattr(decode.compiled, "cache_number", lambda layer: 1 - layer.self_attn.layer_idx)
     prepare(model, compile=True)
     assert not forwards(model)
 
