@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import DEVNULL, PIPE
@@ -46,7 +46,7 @@ class Recipe:
     examples: list[Tensor]
     free: list[tuple[int, ...]]
 
-    @property
+    @cached_property
     def path(self) -> Path:
         """Where its kernel is kept."""
         likes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self.examples]
@@ -111,8 +111,8 @@ def _keep(built: Path, path: Path) -> None:
 def _export(recipe: Recipe, folder: Path) -> Path:
     """What a process that compiles is given."""
     free = [dict.fromkeys(sizes, torch.export.Dim.DYNAMIC) for sizes in recipe.free]
-    examples = [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype) for like in recipe.examples]
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        examples = [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype) for like in recipe.examples]
         program = torch.export.export(_Program(recipe.compute), (examples,), dynamic_shapes=(free,), strict=False)
     program.example_inputs = None
     folder.mkdir()

@@ -97,7 +97,7 @@ def put_together(form: Form, tensors: list[Tensor]) -> tuple[tuple[Any, ...], di
     used = [tensor.shape[3] for tensor, like in zip(given, _likes(form), strict=True) if like.stride is None]
     if not used:
         raise ValueError("no argument says how many slots of the KV cache are used")
-    part = CachePart(keys[:, :, : used[0]], values[:, :, : used[0]], places)
+    part = CachePart(keys, values, places, used[0])
     left = iter(given)
 
     def value_of(stands: Any) -> Any:
@@ -114,18 +114,19 @@ def put_together(form: Form, tensors: list[Tensor]) -> tuple[tuple[Any, ...], di
 
 @dataclass
 class CachePart:
-    """What a kernel has for the KV cache: a layer's keys and values [B, H, S, D], and its nodes' slots [B, N]."""
+    """What a kernel has for the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots [B, N], and S."""
 
     keys: Tensor
     values: Tensor
     places: Tensor
+    used: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What `TreeCacheLayer.update` does."""
+        """What `TreeCacheLayer.update` does. It writes to all slots: of those used a compiler would make copies."""
         row = torch.arange(self.places.shape[0])[:, None]
         self.keys[row, :, self.places] = key_states.transpose(1, 2)
         self.values[row, :, self.places] = value_states.transpose(1, 2)
-        return self.keys, self.values
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 
 def _likes(stands: Any) -> Iterator[Like]:

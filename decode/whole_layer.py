@@ -53,6 +53,7 @@ class WholeLayer:
         self.tried: dict[Shape, bool] = {}  # whether there is a kernel
         self._kernels: dict[Form, Kernel] = {}
         self._few = _lone_copy(layer)
+        self._description = _describe(self._few)
         self._tensors = {**dict(self._few.named_parameters()), **dict(self._few.named_buffers())}
         self._returns: tuple[bool, ...] | None = None  # which parts of what it returns are tensors; None: not a tuple
         self._layer = ref(layer)  # it holds this, and a cycle would keep its weights
@@ -85,7 +86,7 @@ class WholeLayer:
             return [part for part in _parts(output) if part is not None]
 
         free = [*[() for _ in names], *free_sizes(form)]
-        return Recipe((_describe(few), form), compute, [*self._tensors.values(), *examples], free)
+        return Recipe((self._description, form), compute, [*self._tensors.values(), *examples], free)
 
     def try_kernel(self, kernel: Kernel | str, trial: Trial) -> None:
         """Take a kernel if it makes of a call what the layer did.
