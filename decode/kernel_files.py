@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import torch
@@ -137,19 +137,21 @@ def _build(shares: Sequence[Sequence[str]]) -> Iterator[str]:
     """Compile the programs in these folders, a process for each share; yields each folder when it is done."""
     done: SimpleQueue[str] = SimpleQueue()
 
-    def work(folders: Sequence[str]) -> None:
-        command = [sys.executable, "-P", str(BUILDER), *folders]  # -P: the files beside it hide no others
+    def wait_for(process: Popen[str], folders: Sequence[str]) -> None:
         left = set(folders)
-        with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+        with process:
             for line in process.stdout or ():
                 left.discard(line.rstrip())
                 done.put(line.rstrip())
         for folder in left:  # it was killed
             done.put(folder)
 
-    with ThreadPoolExecutor(WORKERS) as pool:
+    command = [sys.executable, "-P", str(BUILDER)]  # -P: the files beside it hide no others
+    with ThreadPoolExecutor(WORKERS) as pool, ExitStack() as stack:
         for folders in filter(None, shares):
-            pool.submit(work, folders)
+            process = Popen([*command, *folders], stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True)
+            stack.callback(process.kill)  # where this is interrupted
+            pool.submit(wait_for, process, folders)
         for _ in range(sum(map(len, shares))):
             yield done.get()
 

@@ -35,7 +35,9 @@ def prepare(model: PreTrainedModel, *, compile: bool | None = None) -> PreTraine
         model.set_attn_implementation(ATTENTION)
     if compile:
         compile_model(model)
-    elif compile is False or not pays_to_compile(model) or not _compiled_now(model):
+    elif compile is None and pays_to_compile(model):
+        _compile_if_possible(model)
+    else:
         pack_layers(model)
     return model
 
@@ -46,14 +48,13 @@ def pays_to_compile(model: PreTrainedModel) -> bool:
     return SIZES[0] <= size <= SIZES[1] and shutil.which(os.environ.get("CXX", COMPILER)) is not None
 
 
-def _compiled_now(model: PreTrainedModel) -> bool:
-    """Compile a model if that works; what failed is not tried again, which could take a minute at each start."""
+def _compile_if_possible(model: PreTrainedModel) -> None:
+    """What failed before is not tried again: it could take a minute at each start."""
     try:
         compile_model(model, again=False)
     except ValueError as error:
         say(f"{error}; the model runs without")
-        return False
-    return True
+        pack_layers(model)
 
 
 def prepared_copy(model: PreTrainedModel, *, compile: bool | None = None) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def test_a_compiler_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch, t
     killed.write_text("import sys; print(sys.argv[1], flush=True); sys.exit(137)")
     monkeypatch.setattr(decode.kernel_files, "BUILDER", killed)
     assert [*decode.kernel_files._build([["a", "b"], []])] == ["a", "b"]
+
+
+def test_an_interrupt_ends_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import sys, time; print(sys.argv[1], flush=True); time.sleep(60)")
+    monkeypatch.setattr(decode.kernel_files, "BUILDER", slow)
+    building = decode.kernel_files._build([["a", "b"]])
+    assert next(building) == "a"
+    begun = time.perf_counter()
+    building.close()
+    assert time.perf_counter() - begun < 30
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(folder: Path) -> None:
