@@ -1,7 +1,7 @@
 """Lossless speculative decoding: one loop and one tree verifier for every proposer."""
 
 from decode.answer import Answer, Chunk
-from decode.custom_generate import speculate
+from decode.hf.custom_generate import speculate
 from decode.loop import generate, stream
 from decode.proposer import Plain, Proposer, Step
 from decode.sampling import Sampling

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.cache import TreeCache
-from decode.features import capture_features
+from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
+from decode.models.features import capture_features
 from decode.tree import Tree
 
 if TYPE_CHECKING:

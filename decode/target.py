@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.compiled import compile_batch, whole_layers
-from decode.cost import Cost, measure_cost
-from decode.kernels import FewOrMany
-from decode.loading import load_model
+from decode.cpu.accelerate import prepared_copy
+from decode.cpu.compiled_model import compile_batch, whole_layers
+from decode.cpu.linear_kernels import FewOrMany
 from decode.masks import layer_reaches
-from decode.prepare import prepared_copy
+from decode.models.compatibility import refuse_unsupported, self_test, usable_context
+from decode.models.cost_curve import Cost, measure_cost
+from decode.models.loading import load_model
 from decode.session import Session
-from decode.support import refuse_unsupported, self_test, usable_context
 from decode.text import Tokenizer
 
 
@@ -29,7 +29,7 @@ class Target:
     `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
     is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
     that memory, and where it pays has kernels compiled for passes over a few tokens; `compile=True` has them wherever
-    they can be, `compile=False` never (see `decode.prepare`). Weights that change afterwards reach only parts of such
+    they can be, `compile=False` never (see `decode.cpu.accelerate`). Weights that change afterwards reach only parts of such
     copies. Raises ValueError for models that cannot be verified as a tree or, if asked, compiled.
     """
 
@@ -54,7 +54,7 @@ class Target:
 
     @classmethod
     def load(cls, name: str | None = None, **options: Any) -> Target:
-        """A local folder, a hub id or (without a name) the default model; see `decode.loading.load_model`."""
+        """A local folder, a hub id or (without a name) the default model; see `decode.models.loading.load_model`."""
         model, tokenizer = load_model(name, **options)
         return cls(model, tokenizer)
 

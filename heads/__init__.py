@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from heads.cache import LayerCache
+from heads.checkpoint import load_head, save_head
 from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig, EagleHead
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
-from heads.folder import load_head, save_head
 from heads.hydra import HydraConfig, HydraHead
+from heads.layer_cache import LayerCache
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.rope import RopeScaling
 

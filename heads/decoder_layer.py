@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from heads.blocks import Norm
-from heads.cache import Context, attend
+from heads.layer_cache import Context, attend
+from heads.layers import Norm
 from heads.rope import RopeScaling, rotate
 
 

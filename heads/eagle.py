@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.cache import Context
 from heads.decoder_layer import DecoderLayer, LayerConfig
+from heads.layer_cache import Context
 from heads.vocabulary import VocabularyHead
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.blocks import Norm
-from heads.cache import Context
 from heads.decoder_layer import Attention, FeedForward, LayerConfig
 from heads.eagle import copy_last
+from heads.layer_cache import Context
+from heads.layers import Norm
 from heads.vocabulary import Output, VocabularyHead
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.blocks import GroundedBlock, Norm, ResidualBlock
-from heads.cache import LayerCache
 from heads.decoder_layer import DecoderLayer, LayerConfig
+from heads.layer_cache import LayerCache
+from heads.layers import GroundedBlock, Norm, ResidualBlock
 from heads.vocabulary import Output, VocabularyHead
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.blocks import ResidualBlock
+from heads.layers import ResidualBlock
 from heads.vocabulary import Output, VocabularyHead
 
 

@@ -3,11 +3,11 @@
 from decode import Plain
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
+from proposers.head_proposer import TrainedProposer
 from proposers.hydra import HydraProposer
-from proposers.loading import TRAINED, load_best, load_proposer
+from proposers.load import TRAINED, load_best, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
-from proposers.trained import TrainedProposer
 
 PROPOSERS = {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer, **TRAINED}
 

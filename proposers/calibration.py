@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.files import write_aside
-from proposers.trees import Ranks
+from heads.atomic_write import write_aside
+from proposers.fixed_trees import Ranks
 
 FILE = "calibration.json"  # in the head's folder
 LARGEST = 256  # nodes of the largest best tree

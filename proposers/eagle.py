@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 from decode import Target
 from heads import Eagle3Head, EagleHead, LayerCache
 from proposers.calibration import Calibration
-from proposers.packing import Logits
-from proposers.search import Candidates
-from proposers.trained import LevelwiseProposer, in_chunks, pick_last
-from proposers.trees import Ranks
+from proposers.fixed_trees import Ranks
+from proposers.head_proposer import LevelwiseProposer, in_chunks, pick_last
+from proposers.packed_head import Logits
+from proposers.tree_search import Candidates
 
 Embed: TypeAlias = Callable[[Tensor], Tensor]  # tokens [...] to embeddings [..., H]
 DEPTH, WIDTH = 6, 10  # of EAGLE-2

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import HydraHead
-from proposers.packing import Logits
-from proposers.trained import LevelwiseProposer, in_chunks, pick_last
+from proposers.head_proposer import LevelwiseProposer, in_chunks, pick_last
+from proposers.packed_head import Logits
 
 
 class HydraProposer(LevelwiseProposer):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from decode import Target
 from heads import MedusaHead
-from proposers.packing import Logits
-from proposers.trained import TrainedProposer
+from proposers.head_proposer import TrainedProposer
+from proposers.packed_head import Logits
 
 
 class MedusaProposer(TrainedProposer):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from decode import Sampling, Target
 from heads import PRETRAINED
 from proposers import PROPOSERS, TRAINED
-from proposers.loading import EAGLES
+from proposers.load import EAGLES
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_writable, describe_machine, read_report, write_report
 from scripts.bench_methods import PEERS, Method

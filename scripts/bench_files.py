@@ -14,7 +14,7 @@ import psutil
 import torch
 import transformers
 
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 
 KEYS = ("settings", "machine", "rows", "differences", "records")
 SPEEDS = ("tokens_per_second", "speedup_vs_none", "speedup_vs_hf")

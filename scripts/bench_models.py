@@ -11,9 +11,9 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Target
-from decode.loading import first_layers
+from decode.models.loading import first_layers
 from proposers import PROPOSERS, TRAINED, DraftProposer, load_proposer
-from proposers.loading import EAGLES
+from proposers.load import EAGLES
 from scripts.bench_methods import PEERS, Loop, Method, Peer
 from scripts.options import DRAFT_LAYERS, TREES, find_head, load_by_options
 

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from decode import Target, stream
 from decode.text import encode
-from heads.folder import find_folder
+from heads.checkpoint import find_folder
 from proposers import TRAINED, NGramProposer, TrainedProposer
 from proposers.calibration import Calibration
-from proposers.loading import load_draft_head
-from proposers.measurement import Trials, calibrate, try_head
+from proposers.load import load_draft_head
+from proposers.measure_head import Trials, calibrate, try_head
 from scripts.bench_files import check_writable
 from scripts.bench_plot import check_plot
 from scripts.calibrate_plot import draw_calibration

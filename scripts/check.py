@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
 
-from decode.loading import DTYPES
+from decode.models.loading import DTYPES
 from proposers import TRAINED
 from scripts.check_decode import Worth, judge, load_for, measure
 from scripts.check_folder import Engine, Finding, read_folder

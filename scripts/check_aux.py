@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decode import Target
-from heads.eagle3_layouts import READ
-from heads.layout import extent, number, section
+from heads.formats.eagle3 import READ
+from heads.formats.layout import extent, number, section
 from scripts.check_folder import Engine, Finding, HeadFolder
 from scripts.check_layer import take
 

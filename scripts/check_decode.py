@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode import Target, generate
-from heads.folder import load_head
-from heads.weight_files import read_json
+from heads.checkpoint import load_head
+from heads.formats.weight_files import read_json
 from proposers import TrainedProposer, load_proposer
 from proposers.calibration import FILE
 from scripts.check_folder import Finding

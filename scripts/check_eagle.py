@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decode import Target
-from heads.eagle_layouts import LAYER
-from heads.layout import OWN, section
-from heads.token_maps import MAP
+from heads.formats.eagle import LAYER
+from heads.formats.layout import OWN, section
+from heads.formats.token_map import MAP
 from scripts.check_folder import Finding, HeadFolder
 
 FAMILIES = ("Llama", "Llama4", "Mistral", "Cohere", "MiniCPM")  # that vLLM has an "Eagle..." of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from decode import Target
-from heads.eagle3_layouts import KNOWN, MIDLAYER
-from heads.layout import count, number, section
+from heads.formats.eagle3 import KNOWN, MIDLAYER
+from heads.formats.layout import count, number, section
 from scripts.check_folder import Engine, Finding, HeadFolder
 
 LLAMA = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"}  # vLLM puts "Eagle3" before the last

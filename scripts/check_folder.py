@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from heads.eagle3_layouts import MIDLAYER, NESTED
-from heads.eagle_layouts import LAYER
-from heads.layout import OWN, Said, count, extent, section
-from heads.medusa_layouts import BLOCKS, PREFIXES
-from heads.weight_files import CONFIG, read_json, read_weights
+from heads.formats.eagle import LAYER
+from heads.formats.eagle3 import MIDLAYER, NESTED
+from heads.formats.layout import OWN, Said, count, extent, section
+from heads.formats.medusa import BLOCKS, PREFIXES
+from heads.formats.weight_files import CONFIG, read_json, read_weights
 
 Level = Literal["error", "warning", "note"]
 Engine = Literal["vllm", "sglang", "both", "draftless"]

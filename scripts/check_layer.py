@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from decode import Target
-from heads.eagle_layouts import EMBEDDING
-from heads.layout import Said, number, section
+from heads.formats.eagle import EMBEDDING
+from heads.formats.layout import Said, number, section
 from scripts.check_folder import Finding, HeadFolder
 
 LLAMA = {  # transformers' defaults

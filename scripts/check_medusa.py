@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from decode import Target
-from heads.layout import count
+from heads.formats.layout import count
 from scripts.check_folder import Finding, HeadFolder
 from scripts.check_layer import take
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode import Proposer, Target, generate, stream
-from decode.default_model import default_model
+from decode.models.default_model import default_model
 from decode.text import encode
 from proposers import TrainedProposer
 from scripts.options import AUTO, DRAFT_LAYERS, Parser, failing_clearly, load_target, make_proposer

@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from decode import Sampling, Target, stream
-from decode.default_model import NAME
-from decode.prepare import is_fast_in_bfloat16
+from decode.cpu.accelerate import is_fast_in_bfloat16
+from decode.models.default_model import NAME
 from scripts.bench_files import check_writable
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
 from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target

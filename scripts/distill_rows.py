@@ -12,7 +12,7 @@ from typing import Any
 
 from decode import Answer
 from decode.text import Tokenizer, encode
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 from scripts.prompts import check_prompt, check_turns, read_rows
 
 KINDS = ("prompt", "turns", "messages")

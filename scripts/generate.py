@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
 from proposers import TRAINED
-from proposers.loading import EAGLES
+from proposers.load import EAGLES
 from scripts.lanes import Lanes
 from scripts.options import (
     AUTO,

@@ -18,14 +18,14 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
-from decode.loading import DTYPES, first_layers, load_model
+from decode.models.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
-from heads.folder import find_folder
+from heads.checkpoint import find_folder
 from proposers import PROPOSERS, TRAINED, NGramProposer, load_best, load_proposer
 from proposers.eagle import DEPTH, WIDTH
-from proposers.loading import EAGLES
-from proposers.trees import PUBLISHED
+from proposers.fixed_trees import PUBLISHED
+from proposers.load import EAGLES
 
 AUTO = "auto"
 DRAFT_LAYERS = 8  # of the default model, where no draft model is named

@@ -24,8 +24,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
-from decode.prepare import is_fast_in_bfloat16
-from heads.folder import save_head
+from decode.cpu.accelerate import is_fast_in_bfloat16
+from heads.checkpoint import save_head
 from scripts.options import failing_clearly, load_by_options
 from scripts.train_heads import describe_objective, load_init, make_head, make_objective
 from scripts.train_joint import join

@@ -10,8 +10,8 @@ import torch
 
 from decode import Target
 from heads import HEADS, LayerConfig, choose_features
-from heads.folder import load_head
-from proposers.loading import EAGLES
+from heads.checkpoint import load_head
+from proposers.load import EAGLES
 from training.data import Dataset
 from training.eagle import EagleObjective
 from training.objective import HeadObjective, Objective

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import decode.kernel_files
+import decode.cpu.kernel_cache
 from tests.models import VOCABULARY, tiny
 
 END = 2
@@ -36,7 +36,7 @@ def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
     """Compiled once, but not kept among the user's."""
     folder = pytestconfig.cache.mkdir("kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.kernel_files, "kernel_folder", lambda: folder)
+        patch.setattr(decode.cpu.kernel_cache, "kernel_folder", lambda: folder)
         yield
 
 

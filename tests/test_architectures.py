@@ -15,7 +15,7 @@ from torch import Tensor
 import decode.session
 from decode import Proposer, Session, Step, Target, Tree, generate
 from decode.masks import Reach, tree_masks
-from decode.support import usable_context
+from decode.models.compatibility import usable_context
 from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import CONTEXT, VOCABULARY, WINDOW, tiny

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from decode import Target
-from decode.cost import Cost
-from heads.folder import save_head
+from decode.models.cost_curve import Cost
+from heads.checkpoint import save_head
 from proposers import NGramProposer, load_best, load_proposer, loading
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import options

@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import decode.compiled
-import decode.kernels
+import decode.cpu.compiled_model
+import decode.cpu.linear_kernels
 from decode import Chunk
 from scripts import generate
 from scripts.painting import paints
@@ -213,9 +213,9 @@ def test_half_precision_and_a_device_map_work(call: Call) -> None:
 
 @needs_compiler
 def test_a_compiled_model_says_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decode.compiled, decode.kernels):
+    for module in (decode.cpu.compiled_model, decode.cpu.linear_kernels):
         monkeypatch.setattr(module, "FEW", 1)  # each number of tokens takes seconds
-    monkeypatch.setattr(decode.kernels, "FEW_ALONE", 1)
+    monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", 1)
     asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
     assert call(*asked, "--compile").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
 

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import decode.compiled
-import decode.kernels
-import decode.packed
-import decode.prepare
+import decode.cpu.accelerate
+import decode.cpu.compiled_model
+import decode.cpu.linear_kernels
+import decode.cpu.packed_linear
 from decode import Target, generate
-from decode.compiled import compile_model, whole_layers
-from decode.kernel_files import Kernel, Recipe
-from decode.kernels import FEW, FewOrMany
-from decode.packed import PackedLinear
-from decode.prepare import prepare
+from decode.cpu.accelerate import prepare
+from decode.cpu.compiled_layer import WholeLayer
+from decode.cpu.compiled_model import compile_model, whole_layers
+from decode.cpu.kernel_cache import Kernel, Recipe
+from decode.cpu.linear_kernels import FEW, FewOrMany
+from decode.cpu.packed_linear import PackedLinear
 from decode.tree import Tree
-from decode.whole_layer import WholeLayer
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 OUTPUT = ["linear"]  # the output layer
 WHOLE = ["layer", "layer", *OUTPUT]  # and two decoder layers
-MAKERS = decode.compiled, decode.kernels
+MAKERS = decode.cpu.compiled_model, decode.cpu.linear_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def patch_obtaining(monkeypatch: pytest.MonkeyPatch, obtain: Callable[..., Any])
 def compile_up_to(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MAKERS:
         monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(decode.kernels, "FEW_ALONE", few)
+    monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", few)
 
 
 def change_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
@@ -155,15 +155,15 @@ def test_decoder_layers_are_compiled_whole_and_share_their_tensors(calls: list[s
 def test_layers_alike_share_a_kernel_and_others_do_not(calls: list[str]) -> None:
     def paths(model: PreTrainedModel) -> list[Any]:
         found: list[Any] = []
-        original = decode.compiled.obtain_kernels
+        original = decode.cpu.compiled_model.obtain_kernels
 
         def obtain(recipes: Sequence[Recipe], **options: Any) -> Any:
             found.extend(recipe.path for recipe in recipes if recipe.identity != ("linear",))
             return original(recipes, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode.compiled, "FEW", 1)
-            patch.setattr(decode.compiled, "obtain_kernels", obtain)
+            patch.setattr(decode.cpu.compiled_model, "FEW", 1)
+            patch.setattr(decode.cpu.compiled_model, "obtain_kernels", obtain)
             compile_model(model)
         return found
 
@@ -197,7 +197,7 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
-    monkeypatch.setattr(decode.compiled, "cache_number", lambda layer: 1 - layer.self_attn.layer_idx)
+    monkeypatch.setattr(decode.cpu.compiled_model, "cache_number", lambda layer: 1 - layer.self_attn.layer_idx)
     prepare(model, compile=True)
     assert not forwards(model)
 
@@ -231,7 +231,7 @@ def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(
 def test_nothing_is_compiled_amid_an_answer(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama", dtype=torch.float32), compile=True)
     target.open(2)
-    monkeypatch.delattr(decode.compiled, "obtain_kernels")
+    monkeypatch.delattr(decode.cpu.compiled_model, "obtain_kernels")
     for proposer in (None, *[NGramProposer(length=length) for length in (1, 2)]):
         for prompts in (PROMPTS[:1], PROMPTS):
             generate(target, prompts, proposer, max_new_tokens=100)
@@ -351,15 +351,15 @@ def test_models_neither_tiny_nor_huge_are_compiled_unasked(
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
     size = sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
-    monkeypatch.setattr(decode.prepare.shutil, "which", lambda name: name)
+    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: name)
     for sizes, compiled in (((size + 1, 2 * size), False), ((1, size - 1), False), ((size, size), True)):
-        monkeypatch.setattr(decode.prepare, "SIZES", sizes)
+        monkeypatch.setattr(decode.cpu.accelerate, "SIZES", sizes)
         assert Target(model, prepare=True).compiled == compiled
         assert not Target(model).compiled and not Target(model, prepare=True, compile=False).compiled
         assert Target(model, compile=True).compiled
-    monkeypatch.setattr(decode.prepare.shutil, "which", lambda name: None)
+    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: None)
     assert not Target(model, prepare=True).compiled
-    monkeypatch.setattr(decode.prepare.shutil, "which", lambda name: name)
+    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: name)
     assert not capsys.readouterr().err
     patch_obtaining(monkeypatch, lambda recipes, **_: ["no headers"] * len(recipes))
     assert not Target(model, prepare=True).compiled

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode import Sampling, Target, generate
-from decode.default_model import default_model
-from decode.loading import first_layers
+from decode.models.default_model import default_model
+from decode.models.loading import first_layers
 from proposers import DraftProposer, NGramProposer
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from decode import Target
 from proposers import measurement
 from proposers.calibration import Calibration
-from proposers.measurement import calibrate, try_head
+from proposers.measure_head import calibrate, try_head
 from tests.test_eagle_proposers import MAIN, Written, make, record, target
 
 __all__ = ["target"]  # a fixture

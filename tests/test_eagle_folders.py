@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from decode import Target
 from heads import RopeScaling, load_head, save_head
-from proposers.loading import load_proposer
+from proposers.load import load_proposer
 from tests.models import VOCABULARY as TINY
 from tests.models import tiny
 from tests.test_eagle_heads import LAYER, WIDE, made_eagle, made_eagle3

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, generate
-from decode.cost import Cost
+from decode.models.cost_curve import Cost
 from heads import save_head
 from proposers import EagleProposer, load_proposer, trained
-from proposers.pace import Pace
-from proposers.trees import PUBLISHED
+from proposers.draft_budget import Pace
+from proposers.fixed_trees import PUBLISHED
 from tests.drafting import Paths, Recorder, make_head
 from tests.models import tiny
 from tests.test_lossless import PROMPTS, texts

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decode import Target
-from heads.folder import save_head
+from heads.checkpoint import save_head
 from proposers import NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import bench, calibrate, generate, options

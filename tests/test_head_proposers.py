@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, generate
-from decode.cost import Cost
+from decode.models.cost_curve import Cost
 from proposers import HydraProposer, MedusaProposer, trained
 from proposers.calibration import trust_blindly
-from proposers.pace import Pace
-from proposers.search import RANKS, search
-from proposers.trees import PUBLISHED, check_tree, cut_tree
+from proposers.draft_budget import Pace
+from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
+from proposers.tree_search import RANKS, search
 from tests.drafting import Paths, Recorder, list_paths, make_head
 from tests.models import tiny
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from heads import HydraConfig, HydraHead, LayerCache, LayerConfig, MedusaConfig, MedusaHead
-from heads.cache import attend
 from heads.decoder_layer import DecoderLayer
+from heads.layer_cache import attend
 
 HIDDEN, VOCABULARY = 8, 13
 PREFIX = LayerConfig(

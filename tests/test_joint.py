@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode import Target, generate
 from heads import HydraConfig, HydraHead, MedusaConfig, MedusaHead
-from heads.folder import load_head
+from heads.checkpoint import load_head
 from proposers import MedusaProposer
 from scripts import train
 from tests.models import VOCABULARY, tiny

@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import decode.kernel_files
-from decode.kernel_files import Kernel, Recipe, obtain_kernels
+import decode.cpu.kernel_cache
+from decode.cpu.kernel_cache import Kernel, Recipe, obtain_kernels
 from tests.models import needs_compiler
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(decode.kernel_files, "kernel_folder", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(decode.cpu.kernel_cache, "kernel_folder", lambda: tmp_path / "kernels")
     forget(monkeypatch)
     return tmp_path / "kernels"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if in another process."""
-    monkeypatch.setattr(decode.kernel_files, "_LOADED", {})
+    monkeypatch.setattr(decode.cpu.kernel_cache, "_LOADED", {})
 
 
 def doubling(*identity: str) -> Recipe:
@@ -59,7 +59,7 @@ def build_at_once(monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> lis
                 Path(name, "kernel.pt2").write_bytes(content)
             yield name
 
-    monkeypatch.setattr(decode.kernel_files, "_build", build)
+    monkeypatch.setattr(decode.cpu.kernel_cache, "_build", build)
     return built
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_is_compiled_once_and_found_again(folder: Path, monkeypatch: py
         assert torch.equal(changed, torch.arange(1.0, 9.0).expand(rows, 8)) and torch.equal(found, changed * 2)
     assert {path.suffix for path in folder.iterdir()} == {".pt2", ".failed", ""}  # and the lock
     forget(monkeypatch)
-    monkeypatch.delattr(decode.kernel_files, "_make")
+    monkeypatch.delattr(decode.cpu.kernel_cache, "_make")
     (kept,) = obtain_kernels([doubling()])
     assert not isinstance(kept, str) and torch.equal(kept([torch.ones(1, 8), torch.zeros(8)])[0], torch.full((1, 8), 2))
 
@@ -85,7 +85,7 @@ def test_each_identity_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         paths.add(doubling().path)
     finally:
         torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(decode.kernel_files, "_machine", lambda: "another")
+    monkeypatch.setattr(decode.cpu.kernel_cache, "_machine", lambda: "another")
     paths.add(doubling().path)
     assert len(paths) == 4
 
@@ -109,15 +109,15 @@ def test_a_damaged_kernel_is_compiled_anew(folder: Path, monkeypatch: pytest.Mon
 def test_a_compiler_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     killed = tmp_path / "killed.py"
     killed.write_text("import sys; print(sys.argv[1], flush=True); sys.exit(137)")
-    monkeypatch.setattr(decode.kernel_files, "BUILDER", killed)
-    assert [*decode.kernel_files._build([["a", "b"], []])] == ["a", "b"]
+    monkeypatch.setattr(decode.cpu.kernel_cache, "BUILDER", killed)
+    assert [*decode.cpu.kernel_cache._build([["a", "b"], []])] == ["a", "b"]
 
 
 def test_an_interrupt_ends_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import sys, time; print(sys.argv[1], flush=True); time.sleep(60)")
-    monkeypatch.setattr(decode.kernel_files, "BUILDER", slow)
-    building = decode.kernel_files._build([["a", "b"]])
+    monkeypatch.setattr(decode.cpu.kernel_cache, "BUILDER", slow)
+    building = decode.cpu.kernel_cache._build([["a", "b"]])
     assert next(building) == "a"
     begun = time.perf_counter()
     building.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode import Target, Tree, generate
-from decode.cache import TreeCacheLayer
+from decode.kv_cache import TreeCacheLayer
 from proposers import NGramProposer
 from tests.models import tiny
 

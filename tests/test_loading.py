@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode import Target, generate
-from decode.loading import load_model
+from decode.models.loading import load_model
 from proposers import NGramProposer
 from tests.models import tiny
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from decode import Target, generate, stream
-from decode.cost import Cost
+from decode.models.cost_curve import Cost
 from proposers import MedusaProposer, NGramProposer
 from proposers.calibration import Calibration
-from proposers.pace import Pace
+from proposers.draft_budget import Pace
 from tests.drafting import Recorder, make_head
 from tests.models import tiny
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from decode import Target, generate
-from decode.cache import LARGE
-from decode.packed import PackedFamily, PackedLinear, PackedMember, can_pack
-from decode.prepare import grouped_sdpa, prepare, prepared_copy
+from decode.cpu.accelerate import grouped_sdpa, prepare, prepared_copy
+from decode.cpu.packed_linear import PackedFamily, PackedLinear, PackedMember, can_pack
+from decode.kv_cache import LARGE
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny

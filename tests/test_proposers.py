@@ -11,8 +11,8 @@ from transformers import GPT2Config
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import Plain, Sampling, Step, Target, Tree, cost, generate
-from decode.cost import Cost
-from decode.loading import first_layers
+from decode.models.cost_curve import Cost
+from decode.models.loading import first_layers
 from decode.session import Session
 from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from proposers.draft import count_weights

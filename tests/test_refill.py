@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import decode.cache
+import decode.kv_cache
 import decode.session
 from decode import Answer, Sampling, Target, Tree, generate
 from decode.accept import draw
-from decode.cache import LARGE, TreeCache
+from decode.kv_cache import LARGE, TreeCache
 from decode.noise import race
 from decode.session import Session
 from proposers import NGramProposer
@@ -118,7 +118,7 @@ def test_a_longer_row_makes_the_cache_grow() -> None:
 def test_a_cache_without_gaps_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny(kind))
     expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
-    monkeypatch.setattr(decode.cache, "LARGE", 3)
+    monkeypatch.setattr(decode.kv_cache, "LARGE", 3)
     monkeypatch.setattr(decode.session, "TreeCache", lambda batch, gapless: TreeCache(batch, gapless=True))
     for proposer in (None, NGramProposer()):
         assert read(generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)) == expected

@@ -1,6 +1,6 @@
 """Drafts that heads draw at random: every draft of small ones, and every verdict on it, with its exact probability.
 
-All that a draft's tree may hang on is in `proposers.sampled`; the wrong ways at the end show what these tests see.
+All that a draft's tree may hang on is in `proposers.sampled_trees`; the wrong ways at the end show what these tests see.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from decode import Sampling, Step, Target, Tree, generate
-from decode.cost import Cost
+from decode.models.cost_curve import Cost
 from decode.rejection import RULES, Drafted, Rule
 from proposers import EagleProposer, HydraProposer, MedusaProposer, sampled, trained
-from proposers.pace import Pace
-from proposers.trained import TrainedProposer
+from proposers.draft_budget import Pace
+from proposers.head_proposer import TrainedProposer
 from tests.drafting import make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny

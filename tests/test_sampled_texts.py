@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from decode import Sampling, Target, Tree, generate
-from decode.cost import Cost
+from decode.models.cost_curve import Cost
 from decode.noise import spread
-from proposers.sampled import draw_in_turn, keep_order, renumber
+from proposers.sampled_trees import draw_in_turn, keep_order, renumber
 from tests.drafting import Recorder
 from tests.models import tiny
 from tests.test_lossless import texts

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 
 from decode import Target
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 from tests.models import VOCABULARY, tiny
 from training import cache
 from training.cache import FeatureCache

@@ -10,7 +10,7 @@ import torch
 
 from decode import Sampling, Target, Tree
 from decode.accept import walk, walk_greedily
-from decode.cache import TreeCache
+from decode.kv_cache import TreeCache
 from tests.models import tiny
 
 

@@ -24,7 +24,7 @@ import scripts.train
 import training.cache
 import training.checkpoint
 import training.optimizer
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 from scripts import train_validation
 from tests.predictable import train_predictable, write_answers
 from training.checkpoint import Metrics, read_metrics

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 from training.batches import plan_batches
 from training.data import Example
 from training.teacher import LABELS, Teacher, View

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from heads.files import write_aside
+from heads.atomic_write import write_aside
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.features import find_decoder
+from decode.models.features import find_decoder
 
 
 class Update(nn.Module):

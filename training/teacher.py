@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode import Target
-from decode.features import capture_features
+from decode.models.features import capture_features
 from training.data import Example
 
 ROWS = 256  # answer rows whose logits are looked at at a time

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.cache import attend
+from heads.layer_cache import attend
 
 
 class Unrolled:
@@ -26,7 +26,7 @@ class Unrolled:
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `heads.cache.Context`; the mask is this object's to know."""
+        """See `heads.layer_cache.Context`; the mask is this object's to know."""
         if self.text is None:
             self.text = keys, values
             return attend(queries, keys, values, mask)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode import Tree
-from proposers.trees import Shape
+from proposers.fixed_trees import Shape
 
 # From a level, log-probabilities [B, W, R] of the likeliest tokens and the scores [B, W, 1] of the paths before them
 # to the log of the chance that each is right where its path is: at most 0.

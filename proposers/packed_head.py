@@ -1,4 +1,4 @@
-"""Heads made fast on a CPU, as `decode.prepare` does it for models.
+"""Heads made fast on a CPU, as `decode.cpu.accelerate` does it for models.
 
 Shapes: D draft vocabulary, H hidden size.
 """
@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
-from decode.packed import PackedLinear, can_pack, make_linear, pack_layers
+from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, pack_layers
 from heads.vocabulary import VocabularyHead
 
 Head = TypeVar("Head", bound=VocabularyHead)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from heads.decoder_layer import LayerConfig
-from heads.layout import Said, Shapes, extent, number, section
+from heads.formats.layout import Said, Shapes, extent, number, section
 from heads.rope import RopeScaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs do not say it

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from decode import Target
 from proposers.calibration import Calibration, log_odds
-from proposers.search import RANKS, rank_tokens
-from proposers.trained import TrainedProposer
+from proposers.head_proposer import TrainedProposer
+from proposers.tree_search import RANKS, rank_tokens
 
 PRIOR = 3.0  # how strongly a head's own word is believed before it was measured, in outcomes
 TOGETHER = 64  # positions that are tried together: an EAGLE head needs what it looks back on for each of them

@@ -39,12 +39,12 @@ from transformers import (
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
+from decode.cpu.packed_linear import can_pack
 from decode.loop import stream
 from decode.masks import layer_reaches
-from decode.packed import can_pack
+from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
-from decode.support import refuse_unsupported
 from decode.target import Target
 
 # Settings of generate() that another way of decoding would have to honour, and the values that ask for nothing.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.default_model import default_model
-from decode.prepare import prepare as prepare_model
+from decode.cpu.accelerate import prepare as prepare_model
+from decode.models.default_model import default_model
 from decode.text import Tokenizer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,7 +33,7 @@ def load_model(
     where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
     speed where they lie on a CPU. compile: prepare, and have kernels compiled for passes over a few tokens there, which
     takes a C++ compiler, a minute the first time, and memory for the dense weights; None does so, with `prepare`, where
-    it pays (`decode.prepare`). Raises ValueError for an unknown dtype or device, where the name leads nowhere or to a
+    it pays (`decode.cpu.accelerate`). Raises ValueError for an unknown dtype or device, where the name leads nowhere or to a
     damaged or incomplete model, and where it is to be compiled and cannot be.
     """
     if dtype is not None and dtype not in DTYPES:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.layout import OWN, Said, section
+from heads.formats.layout import OWN, Said, section
 
 MAP = "token_map"
 

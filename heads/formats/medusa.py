@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, read_vocabulary, section
+from heads.formats.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, read_vocabulary, section
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 

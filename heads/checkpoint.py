@@ -17,17 +17,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from heads.atomic_write import write_aside
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
-from heads.eagle3_layouts import export_eagle3, read_eagle3
-from heads.eagle_layouts import export_eagle, read_eagle
-from heads.files import write_aside
-from heads.hydra_layouts import read_hydra
-from heads.layout import OWN, Head, Layout
+from heads.formats.eagle import export_eagle, read_eagle
+from heads.formats.eagle3 import export_eagle3, read_eagle3
+from heads.formats.hydra import read_hydra
+from heads.formats.layout import OWN, Head, Layout
+from heads.formats.medusa import export_medusa, read_medusa
+from heads.formats.token_map import MAP, order_vocabulary, read_token_map
+from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 from heads.medusa import MedusaHead
-from heads.medusa_layouts import export_medusa, read_medusa
-from heads.token_maps import MAP, order_vocabulary, read_token_map
-from heads.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
 SHOWN = 4  # names of each sort in an error
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from heads.decoder_layer import LayerConfig
+from heads.formats.decoder_layer import read_layer
+from heads.formats.layout import OWN, Layout, Said, Shapes, count, extent, read_origin, read_vocabulary, section
 from heads.hydra import HydraConfig, HydraHead
-from heads.layer_layout import read_layer
-from heads.layout import OWN, Layout, Said, Shapes, count, extent, read_origin, read_vocabulary, section
 from heads.vocabulary import Output
 
 PREFIX = "prefix_embeding_layer."  # spelled so

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode.cache import TreeCache
+from decode.kv_cache import TreeCache
 
 Form = tuple[tuple[int | str, Any], ...]  # of each argument its place or name, and what stands for its value
 

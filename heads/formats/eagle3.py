@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
-from heads.eagle_layouts import EMBEDDING, LAYER, LONGEST, find_vocabulary
-from heads.layer_layout import describe_layer, read_layer
-from heads.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, section
-from heads.token_maps import MAP, write_offsets
+from heads.formats.decoder_layer import describe_layer, read_layer
+from heads.formats.eagle import EMBEDDING, LAYER, LONGEST, find_vocabulary
+from heads.formats.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, section
+from heads.formats.token_map import MAP, write_offsets
 from heads.vocabulary import Output
 
 MIDLAYER = "midlayer."

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from decode.kernel_files import Kernel, Recipe, obtain_kernels
-from decode.packed import PackedLinear, can_pack, make_linear
+from decode.cpu.kernel_cache import Kernel, Recipe, obtain_kernels
+from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear
 
 FEW = 8  # tokens of a decoder layer; for more the packed layers are as fast
 FEW_ALONE = 3  # of a linear layer by itself, which saves no other calls

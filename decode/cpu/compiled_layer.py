@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig
 
-from decode.kernel_files import Kernel, Recipe
-from decode.kernels import for_few, may_run
-from decode.layer_calls import Form, LayerCall, free_sizes, put_together, take_apart
+from decode.cpu.kernel_cache import Kernel, Recipe
+from decode.cpu.layer_calls import Form, LayerCall, free_sizes, put_together, take_apart
+from decode.cpu.linear_kernels import for_few, may_run
 
 TYPICAL = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # error of a compiled layer, as a share of what the layer adds
 # What every module holds: tensors, parts and hooks. A layer's number is all that sets most layers apart.

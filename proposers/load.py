@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from decode import Target, stream
-from decode.prepare import is_fast_in_bfloat16
-from heads.folder import load_head
-from heads.layout import Head
+from decode.cpu.accelerate import is_fast_in_bfloat16
+from heads.checkpoint import load_head
+from heads.formats.layout import Head
 from proposers.calibration import Calibration, load_calibration
 from proposers.eagle import EagleProposer
+from proposers.fixed_trees import Ranks
+from proposers.head_proposer import TrainedProposer
 from proposers.hydra import HydraProposer
 from proposers.medusa import MedusaProposer
-from proposers.trained import TrainedProposer
-from proposers.trees import Ranks
 
 TRAINED: dict[str, type[TrainedProposer]] = {
     "medusa": MedusaProposer,

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode.cache import TreeCache
-from decode.features import find_decoder
-from decode.kernel_files import Recipe, obtain_kernels
-from decode.kernels import FEW, TOLERANCE, FewOrMany, linear_recipes
+from decode.cpu.compiled_layer import Shape, Trial, WholeLayer, cache_number
+from decode.cpu.kernel_cache import Recipe, obtain_kernels
+from decode.cpu.linear_kernels import FEW, TOLERANCE, FewOrMany, linear_recipes
+from decode.cpu.packed_linear import can_pack, pack_layers
+from decode.kv_cache import TreeCache
 from decode.masks import layer_reaches, tree_masks
-from decode.packed import can_pack, pack_layers
+from decode.models.features import find_decoder
 from decode.tree import Tree
-from decode.whole_layer import Shape, Trial, WholeLayer, cache_number
 
 BEFORE = 8  # tokens before those that layers are tried on; one less in each further row
 

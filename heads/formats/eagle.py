@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from heads.eagle import EagleConfig, EagleHead
-from heads.layer_layout import describe_layer, read_layer
-from heads.layout import OWN, Layout, Said, Shapes, extent, number, read_origin, section
-from heads.token_maps import MAP
+from heads.formats.decoder_layer import describe_layer, read_layer
+from heads.formats.layout import OWN, Layout, Said, Shapes, extent, number, read_origin, section
+from heads.formats.token_map import MAP
 
 LAYER = "layers.0."
 EMBEDDING = "embed_tokens.weight"

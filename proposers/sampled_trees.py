@@ -33,8 +33,8 @@ from torch import Tensor
 
 from decode import Step, Tree
 from decode.noise import DRAFT, invert, keys, spread
-from proposers.search import Candidates, Confidence
-from proposers.trees import Ranks
+from proposers.fixed_trees import Ranks
+from proposers.tree_search import Candidates, Confidence
 
 GROUP = 256  # tokens whose mass is kept as one sum
 LEAST = -80.0  # log-probability that stands for none: of an infinite one, calibrations make what is not a number

@@ -1,0 +1,1 @@
+"""Reads and writes the checkpoint formats that others publish."""
