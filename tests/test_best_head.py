@@ -11,7 +11,7 @@ import pytest
 from decode import Target
 from decode.models.cost_curve import Cost
 from heads.checkpoint import save_head
-from proposers import NGramProposer, load_best, load_proposer, loading
+from proposers import NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import options
 from tests.drafting import make_head
@@ -49,7 +49,7 @@ def test_the_best_head_is_the_one_that_should_be_fastest(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     seconds = dict.fromkeys(("medusa", "hydra", "eagle3"), 1.0)
-    monkeypatch.setattr(loading, "time_step", lambda _, proposer: seconds[proposer.head.kind])
+    monkeypatch.setattr(load, "time_step", lambda _, proposer: seconds[proposer.head.kind])
     monkeypatch.setattr(target, "cost", lambda: Cost([1, 64], [1.0, 2.0]))
 
     def best(*names: str) -> str | None:
@@ -75,7 +75,7 @@ def test_heads_are_tried_with_as_many_nodes_as_pay(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     tried = []
-    monkeypatch.setattr(loading, "time_step", lambda _, proposer: tried.append(proposer.nodes) or 1.0)
+    monkeypatch.setattr(load, "time_step", lambda _, proposer: tried.append(proposer.nodes) or 1.0)
     for rise in (0.0, 0.1, 0.5):
         monkeypatch.setattr(target, "cost", lambda rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
         calibrate_by_hand(heads / "medusa", 0.4)
@@ -87,9 +87,9 @@ def test_timing_a_step_leaves_the_proposer_as_it_was(target: Target, heads: Path
     proposer = load_proposer(heads / "medusa", target)
     pace = proposer.pace
     calibration = Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
-    assert 0 < loading.expect_speed(target, proposer, calibration) < loading.inf
+    assert 0 < load.expect_speed(target, proposer, calibration) < load.inf
     assert (proposer.nodes, proposer.paths) == (None, None) and proposer.pace is pace
-    assert loading.expect_speed(target, proposer, None) == 0
+    assert load.expect_speed(target, proposer, None) == 0
 
 
 def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:
@@ -103,7 +103,7 @@ def test_auto_takes_pretrained_heads_for_the_default_model_only(
 ) -> None:
     """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
     monkeypatch.setattr(options, "PRETRAINED", heads)
-    monkeypatch.setattr(loading, "time_step", lambda *_: 1.0)
+    monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)
 
     def choose(model: str | None, head: Path | None) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode import Target
-from proposers import measurement
+from proposers import measure_head
 from proposers.calibration import Calibration
 from proposers.measure_head import calibrate, try_head
 from tests.test_eagle_proposers import MAIN, Written, make, record, target
@@ -24,8 +24,8 @@ def test_heads_are_tried_along_the_text(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
 ) -> None:
     """Each position and level by itself, over the true features of the text before it and the true tokens behind."""
-    monkeypatch.setattr(measurement, "TOGETHER", together)
-    monkeypatch.setattr(measurement, "RANKS", RANKS)
+    monkeypatch.setattr(measure_head, "TOGETHER", together)
+    monkeypatch.setattr(measure_head, "RANKS", RANKS)
     proposer = make(kind, target, depth=DEPTH)
     trials = try_head(target, proposer, PROMPT, ANSWER)
     assert trials.sure.shape == (5, DEPTH, RANKS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import Cost
-from proposers import HydraProposer, MedusaProposer, trained
+from proposers import HydraProposer, MedusaProposer, head_proposer
 from proposers.calibration import trust_blindly
 from proposers.draft_budget import Pace
 from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
@@ -224,7 +224,7 @@ def test_a_prefix_layer_misses_nothing_while_drafting_rests(monkeypatch: pytest.
 def test_a_prefix_layer_reads_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     prompts = [[(7 * place + row) % 96 for place in range(size)] for row, size in enumerate((30, 8, 17))]
     whole = record(make("hydra++", target, nodes=9), target, prompts, max_new_tokens=6).drafted
-    monkeypatch.setattr(trained, "CHUNK", 8)
+    monkeypatch.setattr(head_proposer, "CHUNK", 8)
     parts = record(make("hydra++", target, nodes=9), target, prompts, max_new_tokens=6).drafted
     assert whole.keys() == parts.keys() and len(whole) >= 3
     assert all(parts[text] == pytest.approx(paths, rel=1e-5) for text, paths in whole.items())

@@ -18,7 +18,7 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import Cost
 from decode.rejection import RULES, Drafted, Rule
-from proposers import EagleProposer, HydraProposer, MedusaProposer, sampled, trained
+from proposers import EagleProposer, HydraProposer, MedusaProposer, head_proposer, sampled_trees
 from proposers.draft_budget import Pace
 from proposers.head_proposer import TrainedProposer
 from tests.drafting import make_head
@@ -103,7 +103,7 @@ def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
                 law[drawn[-1]] = 0
         return torch.tensor(drawn).view(uniforms.shape[:2])
 
-    monkeypatch.setattr(sampled, "draw_in_turn", draw)
+    monkeypatch.setattr(sampled_trees, "draw_in_turn", draw)
 
 
 def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: Rule) -> dict:
@@ -193,14 +193,14 @@ def test_one_step_says_what_the_target_says(
 
 def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the best by the chances of the tokens that were drawn."""
-    pick = sampled.Draws.pick
+    pick = sampled_trees.Draws.pick
 
     def peek(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, _ = pick(self, logits, ranks, places)
         return drawn, self._drawn[-1][1].gather(2, drawn).log().clamp(min=-80).float()
 
-    monkeypatch.setattr(sampled.Draws, "pick", peek)
-    monkeypatch.setattr(trained, "keep_order", lambda confidence: confidence)
+    monkeypatch.setattr(sampled_trees.Draws, "pick", peek)
+    monkeypatch.setattr(head_proposer, "keep_order", lambda confidence: confidence)
 
 
 def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,19 +210,19 @@ def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the same tokens behind each path."""
-    pick = sampled.Draws.pick
+    pick = sampled_trees.Draws.pick
 
     def copy(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, sure = pick(self, logits, ranks, places[:, :1])
         self._drawn[-1] = places, self._drawn[-1][1].expand(-1, places.shape[1], -1)
         return drawn.expand(-1, places.shape[1], -1), sure
 
-    monkeypatch.setattr(sampled.Draws, "pick", copy)
+    monkeypatch.setattr(sampled_trees.Draws, "pick", copy)
 
 
 def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the second draw without the first."""
-    monkeypatch.setattr(trained, "renumber", lambda paths: paths)
+    monkeypatch.setattr(head_proposer, "renumber", lambda paths: paths)
 
 
 WRONGS = [
