@@ -1,9 +1,9 @@
 """Lossless speculative decoding: one loop and one tree verifier for every proposer."""
 
 from decode.answer import Answer, Chunk
-from decode.hf.custom_generate import speculate
+from decode.hf.speculate import speculate
 from decode.loop import generate, stream
-from decode.proposer import Plain, Proposer, Step
+from decode.proposer import PlainProposer, Proposer, Step
 from decode.sampling import Sampling
 from decode.session import Session, Verdict
 from decode.stats import Stats
@@ -13,7 +13,7 @@ from decode.tree import Tree
 __all__ = [
     "Answer",
     "Chunk",
-    "Plain",
+    "PlainProposer",
     "Proposer",
     "Sampling",
     "Session",

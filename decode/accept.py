@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, KeyedDice, invert, keys, race, uniforms
+from decode.noise import ACCEPTANCE, KeyedDice, gumbel_max, inverse_cdf, keys, uniforms
 from decode.rejection import RULES, Drafted, block_batch
 from decode.sampling import Sampling, widen
 from decode.tree import Tree
@@ -42,14 +42,14 @@ def accept(
     """
     tree = tree.to(logits.device)
     if tree.q is not None:
-        verify = verify_chain if tree.is_chain and tree.sampled is None else verify_sampled
+        verify = accept_chain if tree.is_chain and tree.sampled is None else accept_sampled_tree
         return verify(tree, logits, sampling, rows, sequences)
     if sampling.greedy and not sampling.processors:
-        return walk_greedily(tree, logits)
+        return accept_greedily(tree, logits)
     return walk(tree, logits, sampling, rows, sequences)
 
 
-def walk_greedily(tree: Tree, logits: Tensor) -> Accepted:
+def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
     """The walk at temperature 0: all nodes are judged at once."""
     # A CPU is slow at half precision; a GPU would need room for all logits once more.
     drawn = (widen(logits) if logits.device.type == "cpu" else logits).argmax(dim=-1)  # [B, N]
@@ -111,17 +111,17 @@ def draw(
     On a CPU row by row: together, their laws and noise in float64 are larger than its caches.
     """
     if logits.device.type != "cpu":
-        return race(sampling.law(logits, prefixes, rows), seeds)
+        return gumbel_max(sampling.probabilities(logits, prefixes, rows), seeds)
     drawn = []
     for row in range(len(logits)):
         one = slice(row, row + 1)
-        law = sampling.law(logits[one], prefixes[one], rows[one])
+        law = sampling.probabilities(logits[one], prefixes[one], rows[one])
         tokens = law[0].nonzero()[:, 0]  # noise for the others would be made in vain
-        drawn.append(tokens[race(law[:, tokens], seeds[one], tokens)])
+        drawn.append(tokens[gumbel_max(law[:, tokens], seeds[one], tokens)])
     return torch.cat(drawn)
 
 
-def verify_chain(
+def accept_chain(
     tree: Tree, logits: Tensor, sampling: Sampling, rows: Sequence[int], sequences: Sequence[Sequence[int]]
 ) -> Accepted:
     """Judge chains that were drawn at random as blocks, all rows at once."""
@@ -130,7 +130,7 @@ def verify_chain(
     if sampling.processors:
         p = _chain_laws(tree, logits, sampling, rows, sequences)
     else:
-        p = sampling.law(logits.flatten(0, 1)).view(logits.shape)
+        p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
     # Keyed by the step, not by each position: the verdict on a guess tells of noise at guesses that it rejects.
     table = [
         [(sampling.seed, row, len(sequence), ACCEPTANCE, number) for number in range(width)]
@@ -139,7 +139,7 @@ def verify_chain(
     noise = uniforms(table, logits.device)
     accepted, weights = block_batch(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(width, device=logits.device) <= accepted[:, None]
-    return _to_host(tree, on_path, invert(weights, noise[:, 0]))  # a block leaves the first number for the bonus
+    return _to_host(tree, on_path, inverse_cdf(weights, noise[:, 0]))  # a block leaves the first number for the bonus
 
 
 def _chain_laws(
@@ -154,11 +154,11 @@ def _chain_laws(
         if laws:
             allowed = allowed & (laws[-1].gather(1, tree.tokens[:, node, None])[:, 0] > 0) & (tree.sizes > node)
         prefixes = [chain(node) if on else None for chain, on in zip(chains, allowed.tolist(), strict=True)]
-        laws.append(sampling.law(logits[:, node], prefixes, rows))
+        laws.append(sampling.probabilities(logits[:, node], prefixes, rows))
     return torch.stack(laws, dim=1)
 
 
-def verify_sampled(
+def accept_sampled_tree(
     tree: Tree,
     logits: Tensor,
     sampling: Sampling,
@@ -174,7 +174,7 @@ def verify_sampled(
         size, prefix = int(tree.sizes[place]), _Prefix(tree, place, sequence)
 
         def p(node: int, place: int = place, prefix: _Prefix = prefix, number: int = number) -> Tensor:
-            return sampling.law(logits[place, node][None], [prefix(node)], [number])[0]
+            return sampling.probabilities(logits[place, node][None], [prefix(node)], [number])[0]
 
         def q(node: int, laws: Tensor = tree.q[place]) -> Tensor:
             return laws[node].double()

@@ -13,7 +13,7 @@ from decode.text import TextStream, Tokenizer, decode
 class Limits:
     """Where answers end: after `max_new_tokens`, an end token, a stop string, or where `criterion` says so.
 
-    `criterion(row, tokens)` is asked after every new token with all of the row's tokens, prompt included.
+    `criterion(request_id, tokens)` is asked after every new token with all of the row's tokens, prompt included.
     """
 
     max_new_tokens: int = 256
@@ -32,15 +32,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to one answer: its tokens, the first `guessed` of them drafted and accepted, and text.
+    """What one step added to one answer: its tokens, the first `drafted` of them accepted draft tokens, and text.
 
     `pieces` has the text that each token completed, and a last one with what was held back when the answer ends.
     `finish` says why it ended: "eos", "stop", "length", "context" or "criterion"; None while it goes on.
     """
 
-    row: int
+    request_id: int
     tokens: list[int]
-    guessed: int
+    drafted: int
     pieces: list[str]
     finish: str | None
     stats: Stats = field(default_factory=Stats)  # of this step
@@ -51,7 +51,7 @@ class Chunk:
         return "".join(self.pieces)
 
 
-@dataclass
+@dataclass(repr=False)
 class Answer:
     """A finished answer: ids as transformers' `generate` returns them (end token included), text, why it ended."""
 
@@ -61,12 +61,17 @@ class Answer:
     finish: str
     stats: Stats
 
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        size = f"{len(self.prompt)} prompt tokens, {len(self.tokens)} new, tau {self.stats.tau:.2f}"
+        return f"Answer({text!r}, finish={self.finish!r}, {size})"
+
 
 @dataclass
-class Row:
-    """A row of the batch that still grows."""
+class Request:
+    """A prompt and its answer so far."""
 
-    number: int
+    request_id: int
     prompt: list[int]
     limits: Limits
     context: int
@@ -85,11 +90,11 @@ class Row:
         made = len(self.sequence) - len(self.prompt)
         return min(self.limits.max_new_tokens - made, self.context - len(self.sequence))
 
-    def extend(self, guessed: Sequence[int], bonus: int) -> Chunk:
-        """Add accepted guesses and the bonus token, up to the first that ends the answer and nothing beyond it."""
+    def extend(self, drafted: Sequence[int], bonus: int) -> Chunk:
+        """Add accepted draft tokens and the bonus token, up to the first that ends the answer and nothing beyond it."""
         tokens: list[int] = []
         pieces: list[str] = []
-        for token in (*guessed, bonus):
+        for token in (*drafted, bonus):
             self.sequence.append(token)
             tokens.append(token)
             if self.text is not None:
@@ -100,7 +105,7 @@ class Row:
                     pieces.append(self.text.finish())
                 break
         self._pieces += pieces
-        return Chunk(self.number, tokens, min(len(guessed), len(tokens)), pieces, self.finish)
+        return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
 
     def answer(self, tokenizer: Tokenizer | None) -> Answer:
         """The finished answer."""
@@ -115,7 +120,7 @@ class Row:
             return "eos"
         if self.text is not None and self.text.stopped:
             return "stop"
-        if self.limits.criterion is not None and self.limits.criterion(self.number, self.sequence):
+        if self.limits.criterion is not None and self.limits.criterion(self.request_id, self.sequence):
             return "criterion"
         if len(self.sequence) - len(self.prompt) >= self.limits.max_new_tokens:
             return "length"

@@ -34,7 +34,7 @@ def accept_typically(
     greedy decoding. The arguments are those of `decode.accept.accept`; the last two play no part.
     """
     tree = tree.to(logits.device)
-    law = sampling.law(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
+    law = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
     bar = (SOFT * torch.exp(torch.special.entr(law).sum(dim=-1).neg())).clamp(max=HARD)  # [B, N]
     parents = tree.parents.clamp(min=0)
     chance = law.flatten(1).gather(1, parents * logits.shape[2] + tree.tokens)  # [B, N]

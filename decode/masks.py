@@ -16,14 +16,14 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionWindow:
     """How far back a layer looks: everything, the last `window` positions, or its own chunk of `chunk` positions."""
 
     window: int | None = None
     chunk: int | None = None
 
 
-def layer_reaches(model: PreTrainedModel) -> dict[str, Reach]:
+def attention_windows(model: PreTrainedModel) -> dict[str, AttentionWindow]:
     """The reach of each layer type of a model.
 
     Raises ValueError for types that cannot be verified as a tree (recurrent and linear attention, convolutions) and
@@ -32,14 +32,14 @@ def layer_reaches(model: PreTrainedModel) -> dict[str, Reach]:
     config = model.config.get_text_config(decoder=True)
     window = _common_window(config)
     known = {
-        FULL: Reach(),
-        SLIDING: Reach(window=window),
-        CHUNKED: Reach(chunk=getattr(config, "attention_chunk_size", None)),
+        FULL: AttentionWindow(),
+        SLIDING: AttentionWindow(window=window),
+        CHUNKED: AttentionWindow(chunk=getattr(config, "attention_chunk_size", None)),
     }
     types = getattr(config, "layer_types", None)
     if types is None:
         _refuse_ignored_window(model, window)
-        return {FULL: Reach(window=window)}
+        return {FULL: AttentionWindow(window=window)}
     strange = sorted(set(types) - set(known))
     if strange:
         raise ValueError(
@@ -76,7 +76,12 @@ def _refuse_ignored_window(model: PreTrainedModel, window: int | None) -> None:
 
 
 def tree_masks(
-    reaches: dict[str, Reach], lengths: Tensor, ancestors: Tensor, depth: Tensor, used: int, dtype: torch.dtype
+    reaches: dict[str, AttentionWindow],
+    lengths: Tensor,
+    ancestors: Tensor,
+    depth: Tensor,
+    used: int,
+    dtype: torch.dtype,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks [B, 1, N, S]: 0 where a node may look, the lowest number of `dtype` elsewhere.
 

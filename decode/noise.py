@@ -45,7 +45,7 @@ def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -
     return keys(table, device).double() * 2.0**-53
 
 
-def spread(seeds: Tensor, numbers: Tensor) -> Tensor:
+def stream_uniforms(seeds: Tensor, numbers: Tensor) -> Tensor:
     """Of what SplitMix64 makes of each seed, the `numbers` [n]: float64 [B, n] in [0, 1).
 
     seeds [B] long. `uniform` for each would take longer than the forward pass.
@@ -61,7 +61,7 @@ def _shift(state: Tensor, by: int) -> Tensor:
     return (state >> by).bitwise_and_((1 << 64 - by) - 1)
 
 
-def race(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> Tensor:
+def gumbel_max(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Draw from laws by letting all tokens run: the first to arrive wins (Gumbel-max; Maddison et al. 2014).
 
     weights [B, V] as for `invert`, float64; seeds [B] long; tokens [V]: which they are of, None for 0, 1, ... Returns
@@ -70,11 +70,11 @@ def race(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> Tensor
     large vocabulary's many borders there is room for another one.)
     """
     tokens = torch.arange(weights.shape[1], device=weights.device) if tokens is None else tokens
-    times = spread(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
+    times = stream_uniforms(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
     return torch.div(weights, times, out=times).argmax(dim=1)
 
 
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from laws by inverting their distribution functions.
 
     weights [B, V], at least 0 and not all 0, need not sum to one; uniforms [B] in [0, 1), float64. Returns tokens [B].
@@ -97,5 +97,5 @@ class KeyedDice:
 
     def draw(self, weights: Tensor) -> int:
         return int(
-            invert(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0]
+            inverse_cdf(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0]
         )

@@ -1,4 +1,4 @@
-"""What a proposer is: it observes each step and proposes the next draft tree.
+"""The Proposer protocol: a proposer sees each accepted step and proposes the next draft tree.
 
 Shapes: B rows, N nodes, T committed tokens (padded to the longest row), V vocabulary, F feature width.
 """
@@ -7,54 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decode.sampling import Sampling
+from decode.target import Target
 from decode.tree import Tree
-
-if TYPE_CHECKING:
-    from decode.target import Target
 
 
 @dataclass(frozen=True)
 class Step:
-    """One verified and accepted tree, for the rows that go on. The prompt is the first step: a chain, kept whole.
+    """One verified and accepted tree, for the rows that go on. The prefill is the first step of every batch.
 
-    `sequences[b]` ends with the bonus token, which is not in the KV cache yet and is the root of the next tree;
-    `committed[b]` are the tokens that entered the cache in this step. `rows[b]` numbers the prompt, for good; rows
-    leave the batch as they finish, and `kept[b]` is where a row stood in the step before.
+    In the prefill each row commits its whole prompt, and `tree` is the prompt's last token alone. Rows leave the batch
+    as they finish: `request_ids[b]` names the request of row b for good, `kept[b]` is its row in the step before.
     """
 
-    first: bool  # the prompt's step; a proposer starts afresh
-    rows: list[int]
+    is_prefill: bool  # a new batch begins: forget the last one
+    request_ids: list[int]
     kept: list[int]
-    sequences: list[list[int]]  # prompt and answer so far, bonus token included; not to be changed
-    room: list[int]  # how many tokens each row may still get; guesses from that depth on are cut off
-    committed: list[list[int]]
-    path: list[list[int]]  # nodes of the verified tree that were accepted, root first
+    sequences: list[list[int]]  # prompt and answer so far, bonus token included; read-only
+    room: list[int]  # tokens each row may still get; deeper draft tokens are cut off
+    committed: list[list[int]]  # tokens that entered the KV cache in this step
+    path: list[list[int]]  # accepted nodes of the verified tree, root first
     tree: Tree
-    logits: Tensor  # [B, N, V] of the tree; of the prompt only the last token's, [B, 1, V]
-    features: Tensor | None  # [B, T, F] of the committed tokens, where the proposer named layers
-    seconds: float  # that it took to verify and to judge the tree
+    logits: Tensor  # [B, N, V] of the tree
+    features: Tensor | None  # [B, T, F] of the committed tokens, if the proposer names layers
+    seconds: float  # spent on verifying and accepting the tree
     sampling: Sampling
-    stop_ids: frozenset[int]  # an answer ends with any of these
+    stop_ids: frozenset[int]  # tokens that end an answer
     target: Target
 
     @property
     def bonus(self) -> list[int]:
-        """The token after the committed ones, for each row."""
+        """Each row's bonus token: chosen, not in the KV cache yet, and the root of the next tree."""
         return [sequence[-1] for sequence in self.sequences]
 
 
 class Proposer(Protocol):
-    """Anything that drafts. These three members are all that the loop knows of it.
+    """Anything that drafts. These two members are all that the loop needs.
 
-    It may remember the text that it drafts for, so a proposer serves one stream at a time; streams that run side by
-    side need one each. The loop calls it in torch's inference mode: whoever trains on what a step holds has to leave
-    that mode, and to clone it.
+    A proposer may keep state between steps, so it serves one stream at a time. The loop calls it in torch's inference
+    mode. A proposer that sizes its trees by `Target.cost_curve` may set `adaptive = True`: the loop then measures the
+    curve before the first token.
     """
 
     @property
@@ -62,26 +59,20 @@ class Proposer(Protocol):
         """The target's hidden states that it wants as features (transformers' numbering); () for none."""
         ...
 
-    def observe(self, step: Step) -> None:
-        """Take note of a step."""
-        ...
+    def propose(self, step: Step, budget: int) -> Tree:
+        """A draft tree of at most `budget` nodes for each row of `step`; the root is the row's bonus token.
 
-    def propose(self, budget: int) -> Tree:
-        """At most `budget` nodes for each row of the last step, in its order; the root is the row's bonus token.
-
-        Nodes that are too deep for a row's `Step.room` are cut off before the tree is verified, the others keep their
-        order; the next step shows the tree that was verified.
+        Called exactly once a step. Nodes deeper than a row's `step.room` are cut off before the tree is verified; the
+        others keep their order, and the next step carries the tree that was verified.
         """
         ...
 
 
-class Plain:
-    """Proposes nothing but the root: plain decoding, the baseline of every speed-up."""
+class PlainProposer:
+    """Proposes the root alone: plain decoding, the baseline of every speed-up."""
 
     layers: Sequence[int] = ()
 
-    def observe(self, step: Step) -> None:
-        self.roots = torch.tensor(step.bonus)[:, None]
-
-    def propose(self, budget: int) -> Tree:
-        return Tree.chain_of(self.roots, torch.ones(len(self.roots), dtype=torch.long))
+    def propose(self, step: Step, budget: int) -> Tree:
+        roots = torch.tensor(step.bonus)[:, None]
+        return Tree.chain_of(roots, torch.ones(len(roots), dtype=torch.long))

@@ -135,7 +135,7 @@ class Sampling:
             warpers.append(MinPLogitsWarper(self.min_p))
         return warpers
 
-    def law(self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), rows: Sequence[int] = ()) -> Tensor:
+    def probabilities(self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), rows: Sequence[int] = ()) -> Tensor:
         """The law of the next token, [B, V] float64, rows summing to one.
 
         logits [B, V]; prefixes: each row's tokens so far, [L] each, or None where the law will not be looked at;

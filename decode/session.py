@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
 from decode.models.features import capture_features
+from decode.models.stock_model import StockModel
 from decode.tree import Tree
-
-if TYPE_CHECKING:
-    from decode.target import Target
 
 CHUNK = 512  # tokens a row and forward pass, where many are committed at once
 GROUP = 16  # rows a forward pass, there
@@ -41,7 +39,7 @@ class Verdict:
 class Session:
     """The target's KV cache for one batch. `verify` looks at a tree, `keep` commits a path of it."""
 
-    def __init__(self, target: Target, batch: int, layers: Sequence[int] = ()) -> None:
+    def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
         self.layers = tuple(layers)
         # There torch's batched products read a cache without gaps twice as fast.
@@ -64,7 +62,7 @@ class Session:
         tree = tree.to(target.device)
         lengths = self.cache.place(start, nodes, target.device)
         masks = tree_masks(
-            target.reaches, lengths, tree.ancestors[:, start:], tree.depth, self.cache.used, target.dtype
+            target.windows, lengths, tree.ancestors[:, start:], tree.depth, self.cache.used, target.dtype
         )
         positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}

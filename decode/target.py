@@ -1,87 +1,78 @@
-"""The target: a stock Hugging Face model, and one forward pass of it over a tree.
-
-Shapes: B rows, N nodes, V vocabulary, H hidden size, F feature width.
-"""
+"""The target: the stock model whose distribution is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from decode.cpu.accelerate import prepared_copy
-from decode.cpu.compiled_model import compile_batch, whole_layers
-from decode.cpu.linear_kernels import FewOrMany
-from decode.masks import layer_reaches
-from decode.models.compatibility import refuse_unsupported, self_test, usable_context
-from decode.models.cost_curve import Cost, measure_cost
+from decode.cpu import accelerated_copy, compile_batch, dense_output_layer, is_compiled
+from decode.models.compatibility import refuse_unsupported, unwrap
+from decode.models.cost_curve import CostCurve, measure_cost_curve
 from decode.models.loading import load_model
+from decode.models.self_test import self_test
+from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.text import Tokenizer
 
 
-class Target:
+class Target(StockModel):
     """The model whose distribution is kept, ready to verify trees.
 
-    `model`: any decoder-only transformers model (AutoModelForCausalLM) with sdpa or eager attention; it is used as it
-    is, never changed. `prepare=True` makes a packed copy of its linear layers for speed on a CPU, at the price of
-    that memory, and where it pays has kernels compiled for passes over a few tokens; `compile=True` has them wherever
-    they can be, `compile=False` never (see `decode.cpu.accelerate`). Weights that change afterwards reach only parts of such
-    copies. Raises ValueError for models that cannot be verified as a tree or, if asked, compiled.
+    model: any decoder-only transformers model with sdpa or eager attention. It is never changed.
+    accelerate: "off" uses the model as it is; "packed", "compiled" and "auto" make an accelerated copy
+    (`decode.cpu.acceleration`). Weights that change afterwards reach only parts of such a copy.
+
+    Raises ValueError for models that cannot verify a tree, and for a model that `accelerate="compiled"` cannot compile.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer | None = None,
-        *,
-        prepare: bool = False,
-        compile: bool | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, accelerate: str = "off") -> None:
+        model = unwrap(model)
         refuse_unsupported(model)
-        self.model = prepared_copy(model, compile=compile) if prepare or compile else model
+        super().__init__(accelerated_copy(model, accelerate))
         self.tokenizer = tokenizer
-        self.config = self.model.config.get_text_config(decoder=True)
-        self.reaches = layer_reaches(self.model)
-        self.vocabulary = int(self.config.vocab_size)
-        self.device = _input_device(self.model)
-        self.dtype = self.model.dtype
-        self._costs: dict[int, Cost] = {}
-        self.self_test_error = self_test(self)
+        self._cost_curves: dict[int, CostCurve] = {}
+        self_test(self)
 
     @classmethod
-    def load(cls, name: str | None = None, **options: Any) -> Target:
-        """A local folder, a hub id or (without a name) the default model; see `decode.models.loading.load_model`."""
-        model, tokenizer = load_model(name, **options)
-        return cls(model, tokenizer)
+    def load(
+        cls,
+        name: str | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | None = None,
+        device_map: str | None = None,
+        accelerate: str = "auto",
+    ) -> Self:
+        """Load a target from a local folder or a hub id; without a name, the default model.
 
-    @property
-    def context(self) -> int:
-        """The number of positions that prompt and answer may fill."""
-        return usable_context(self.config)
+        Arguments and errors are those of `decode.models.loading.load_model`.
+        """
+        return cls(*load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate))
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer, as the model's generation config lists them."""
+        """The tokens that end an answer, from the model's generation config."""
         config = self.model.generation_config
         ids = config.eos_token_id if config is not None else None
         return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     @property
     def compiled(self) -> bool:
-        """Whether passes over a few tokens run compiled kernels, of whole decoder layers or of linear layers alone."""
-        return bool(whole_layers(self.model)) or any(isinstance(part, FewOrMany) for part in self.model.modules())
+        """Whether passes over a few tokens run compiled kernels."""
+        return is_compiled(self.model)
 
     @property
     def output_matrix(self) -> Tensor:
-        """The matrix [V, H] that makes logits of the last feature (scaling and caps, where a model has them, aside).
+        """The output layer's matrix [V, H].
 
-        Raises ValueError where the model hides it.
+        Raises ValueError if the model has no dense one.
         """
-        output, embeddings = self._output_layer, self.model.get_input_embeddings()
+        output, embeddings = dense_output_layer(self.model), self.model.get_input_embeddings()
         if hasattr(output, "packed") and not self.config.tie_word_embeddings:
             return output.packed.to_dense().detach()
         matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
@@ -91,34 +82,36 @@ class Target:
 
     @property
     def output_bias(self) -> Tensor | None:
-        """What the output layer adds to the logits, [V], in the few models whose output layer has a bias."""
-        bias = getattr(self._output_layer, "bias", None)
+        """The output layer's bias [V]; None in most models."""
+        bias = getattr(dense_output_layer(self.model), "bias", None)
         return bias.detach() if isinstance(bias, Tensor) else None
 
-    @property
-    def _output_layer(self) -> Any:
-        """The output layer; of one that is compiled, the form with the dense weight."""
-        output = self.model.get_output_embeddings()
-        return getattr(output, "few", output)
+    def warm_up(self, batch_size: int = 1, *, measure: bool = True) -> None:
+        """Do everything that would otherwise delay an answer: compile kernels and, if asked, measure the cost curves.
 
-    def cost(self, batch: int = 1) -> Cost:
-        """What verifying N nodes costs at this batch size, beside one; measured when first asked for.
-
-        Sizes between powers of two cost what the next power does.
+        Covers batches of up to `batch_size` rows. What is done already is not repeated.
         """
-        bucket = 1 << (batch - 1).bit_length()
-        if bucket not in self._costs:
-            self._costs[bucket] = measure_cost(self, bucket)
-        return self._costs[bucket]
+        compile_batch(self.model, batch_size)
+        missing = [rows for rows in _buckets(batch_size) if rows not in self._cost_curves] if measure else []
+        # The bar appears only if this takes longer than a second.
+        for rows in tqdm(missing, desc="draftless: measuring forward passes", delay=1, leave=False, disable=None):
+            self._cost_curves[rows] = measure_cost_curve(self, rows)
 
-    def open(self, batch: int, layers: Sequence[int] = ()) -> Session:
-        """An empty KV cache for `batch` rows. `layers`: whose hidden states to hand out with each verdict."""
-        compile_batch(self.model, batch)
-        return Session(self, batch, layers)
+    def cost_curve(self, batch_size: int = 1) -> CostCurve:
+        """The cost of verifying N nodes relative to one node. Measured here unless `warm_up` has done it.
+
+        Batch sizes between powers of two cost what the next power does.
+        """
+        rows = _buckets(batch_size)[-1]
+        if rows not in self._cost_curves:
+            self._cost_curves[rows] = measure_cost_curve(self, rows)
+        return self._cost_curves[rows]
+
+    def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
+        """An empty KV cache for `batch_size` rows. `layers`: the hidden states that each verdict carries as features."""
+        return Session(self, batch_size, layers)
 
 
-def _input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go: to the embeddings, or where accelerate brings them when they are needed."""
-    embeddings = model.get_input_embeddings()
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return embeddings.weight.device if device is None else torch.device(device)
+def _buckets(batch_size: int) -> list[int]:
+    """The powers of two up to the first that is at least `batch_size`."""
+    return [1 << exponent for exponent in range((batch_size - 1).bit_length() + 1)]

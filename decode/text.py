@@ -14,6 +14,12 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 BROKEN = "\ufffd"  # what tokenizers decode half a character to
 
 
+def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts; a single prompt becomes a list of one."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
+    return [prompts] if single else prompts  # type: ignore[list-item, return-value]
+
+
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> list[int]:
     """A prompt's tokens: token ids as they are, text and chat messages through the tokenizer.
 

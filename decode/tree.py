@@ -69,24 +69,6 @@ class Tree:
         return replace(tree, height=int(tree.depth.max()))
 
     @classmethod
-    def from_paths(cls, roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> Tree:
-        """Several token paths a row, each beginning after the root; shared beginnings become shared nodes."""
-        rows = []
-        for root, row_paths in zip(roots, paths, strict=True):
-            nodes, parents = [root], [-1]
-            index: dict[tuple[int, int], int] = {}
-            for path in row_paths:
-                parent = 0
-                for token in path:
-                    if (parent, token) not in index:
-                        index[parent, token] = len(nodes)
-                        nodes.append(token)
-                        parents.append(parent)
-                    parent = index[parent, token]
-            rows.append((nodes, parents))
-        return cls.from_rows(rows)
-
-    @classmethod
     def best_first(cls, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> Tree:
         """The `budget` best nodes (root included) of a larger pool of candidates.
 

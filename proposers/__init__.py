@@ -1,25 +1,25 @@
 """Ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
-from decode import Plain
+from decode import PlainProposer
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
-from proposers.head_proposer import TrainedProposer
+from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
-from proposers.load import TRAINED, load_best, load_proposer
+from proposers.load import HEAD_PROPOSERS, load_best, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
-PROPOSERS = {"none": Plain, "ngram": NGramProposer, "draft": DraftProposer, **TRAINED}
+PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftProposer, **HEAD_PROPOSERS}
 
 __all__ = [
     "PROPOSERS",
-    "TRAINED",
+    "HEAD_PROPOSERS",
     "DraftProposer",
     "EagleProposer",
     "HydraProposer",
     "MedusaProposer",
     "NGramProposer",
-    "TrainedProposer",
+    "HeadProposer",
     "load_best",
     "load_proposer",
 ]

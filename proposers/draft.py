@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from decode import Session, Step, Target, Tree
-from decode.noise import DRAFT, invert, uniforms
+from decode.noise import DRAFT, inverse_cdf, uniforms
 
 NODE_COST = 0.05  # of a target pass: what looking at one more guess adds
 LONGEST = 16
@@ -56,12 +56,12 @@ class DraftProposer:
         if ours is not None and theirs is not None and ours is not theirs and ours.get_vocab() != theirs.get_vocab():
             raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")
 
-    def observe(self, step: Step) -> None:
+    def _observe(self, step: Step) -> None:
         self.step = step
-        if step.first:
+        if step.is_prefill:
             self.check(step.target)
             self.cost = count_weights(self.draft.config) / count_weights(step.target.config)
-            self._session = self.draft.open(len(step.rows))
+            self._session = self.draft.open(len(step.request_ids))
             self._drafted, self._wide = 0, self.width
             return
         if len(step.kept) < len(self._session.lengths):
@@ -71,7 +71,8 @@ class DraftProposer:
         for path in step.path:
             self.acceptance.learn(len(path) - 1, self._drafted)
 
-    def propose(self, budget: int) -> Tree:
+    def propose(self, step: Step, budget: int) -> Tree:
+        self._observe(step)
         self._wide = min(self.width, max(budget - 1, 1))
         longest = min((budget - 1) // self._wide, max(self.step.room) - 1, self.length or LONGEST)
         self._drafted = longest if self.length else self.acceptance.best_length(longest, self.cost + NODE_COST)
@@ -112,13 +113,13 @@ class DraftProposer:
         sampling = replace(self.step.sampling, processors=())  # any law will do that the draws really come from
         tokens, laws, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(self._drafted):
-            laws.append(sampling.law(logits))
+            laws.append(sampling.probabilities(logits))
             # Keyed by where the draft starts, too: the verdict on this draft depends on guesses that it then rejects.
             table = [
                 [(sampling.seed, row, len(sequence), DRAFT, level)]
-                for row, sequence in zip(self.step.rows, self.step.sequences, strict=True)
+                for row, sequence in zip(self.step.request_ids, self.step.sequences, strict=True)
             ]
-            drawn = invert(laws[-1], uniforms(table, roots.device)[:, 0])
+            drawn = inverse_cdf(laws[-1], uniforms(table, roots.device)[:, 0])
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if level + 1 < self._drafted:
                 grown = Tree.chain_of(tokens[:, 1:], sizes * (level + 1))

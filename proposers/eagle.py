@@ -33,7 +33,7 @@ class EagleProposer(LevelwiseProposer):
     8 to 15% of what is accepted (vLLM, #14649). A batch's rows may have different numbers of them.
 
     depth: levels of a tree at most. width: the paths that are followed at each, and the tokens that each gets there
-    (EAGLE-2, section 4), of dynamic trees only; 1 drafts a chain. Everything else as in `TrainedProposer`. Raises
+    (EAGLE-2, section 4), of dynamic trees only; 1 drafts a chain. Everything else as in `HeadProposer`. Raises
     ValueError as it does, where depth or width are below 1, and for a width beside a fixed tree.
     """
 

@@ -28,7 +28,7 @@ from proposers.tree_search import RANKS, Candidates, Confidence, Guesses, Pick, 
 CHUNK = 512  # tokens a row and pass of a head, where it reads a prompt
 
 
-class TrainedProposer(ABC):
+class HeadProposer(ABC):
     """Drafts with a head, at most as deep as it looks ahead.
 
     tree: "dynamic" takes the nodes that are likeliest in each text; "calibrated" the tree that was best on average
@@ -79,6 +79,11 @@ class TrainedProposer(ABC):
     def layers(self) -> Sequence[int]:
         return tuple(self.head.features)
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether trees are sized by the target's cost curve."""
+        return self.nodes is None
+
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
         fresh = copy(self)
@@ -102,14 +107,15 @@ class TrainedProposer(ABC):
             raise ValueError(f"the calibration is of {depth} heads, not of {self.depth}")
 
     def observe(self, step: Step) -> None:
-        if step.first:
+        if step.is_prefill:
             self.bind(step.target)
         if self.nodes is None:
             self._learn(step)
         self.step = step
 
     @torch.no_grad()
-    def propose(self, budget: int) -> Tree:
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.observe(step)
         roots = torch.tensor(self.step.bonus, device=self.step.target.device)
         most = min(budget, self.nodes or budget)
         if most > 1 and self.nodes is not None:
@@ -120,11 +126,11 @@ class TrainedProposer(ABC):
         return Tree.chain_of(roots[:, None], torch.ones_like(roots))
 
     def _learn(self, step: Step) -> None:
-        if not step.first:
+        if not step.is_prefill:
             accepted = sum(len(path) - 1 for path in step.path) / len(step.path)
             self.pace.learn(accepted, step.seconds)
-        if step.first or len(step.rows) < len(self.step.rows):
-            self.pace.begin(step.target.cost(len(step.rows)), anew=step.first)
+        if step.is_prefill or len(step.request_ids) < len(self.step.request_ids):
+            self.pace.begin(step.target.cost_curve(len(step.request_ids)), anew=step.is_prefill)
 
     def _draft_worthwhile(self, roots: Tensor, most: int) -> Tree:
         """As many nodes as pay. The rows of a batch share one forward pass, and so one number of nodes."""
@@ -210,7 +216,7 @@ class TrainedProposer(ABC):
         return pick_last(features, [len(tokens) for tokens in self.step.committed]).to(self.dtype)
 
 
-class LevelwiseProposer(TrainedProposer):
+class LevelwiseProposer(HeadProposer):
     """Drafts with a head that runs once a level and looks back on a text's features through a cache of its own.
 
     Features that it has not run over yet are kept: a step without a draft costs nothing, and nothing is missed.
@@ -218,8 +224,8 @@ class LevelwiseProposer(TrainedProposer):
 
     def observe(self, step: Step) -> None:
         super().observe(step)
-        if step.first:
-            self._cache, self._new = LayerCache(len(step.rows)), [list[Tensor]() for _ in step.rows]
+        if step.is_prefill:
+            self._cache, self._new = LayerCache(len(step.request_ids)), [list[Tensor]() for _ in step.request_ids]
         elif len(step.kept) < len(self._new):
             self._cache.select(step.kept)
             self._new = [self._new[row] for row in step.kept]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode import Target
 from proposers.calibration import Calibration, log_odds
-from proposers.head_proposer import TrainedProposer
+from proposers.head_proposer import HeadProposer
 from proposers.tree_search import RANKS, rank_tokens
 
 PRIOR = 3.0  # how strongly a head's own word is believed before it was measured, in outcomes
@@ -46,7 +46,7 @@ class Trials:
 
 
 @torch.no_grad()
-def try_head(target: Target, proposer: TrainedProposer, prompt: Sequence[int], answer: Sequence[int]) -> Trials:
+def try_head(target: Target, proposer: HeadProposer, prompt: Sequence[int], answer: Sequence[int]) -> Trials:
     """What the heads say at each position of an answer that the target gave.
 
     Each is asked along the true text, on the target's own features: there a tree is that has grown right so far.
@@ -60,9 +60,7 @@ def try_head(target: Target, proposer: TrainedProposer, prompt: Sequence[int], a
     return Trials.join(_try_part(target, proposer, features, text, *part) for part in parts)
 
 
-def _try_part(
-    target: Target, proposer: TrainedProposer, features: Tensor, text: Tensor, begin: int, end: int
-) -> Trials:
+def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int) -> Trials:
     guesses = proposer.rehearse(features, text, begin, end, target)
     padded = torch.cat([text, text.new_full((proposer.depth,), -1)])
     sure, right, known = [], [], []

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from decode import Target
 from heads import MedusaHead
-from proposers.head_proposer import TrainedProposer
+from proposers.head_proposer import HeadProposer
 from proposers.packed_head import Logits
 
 
-class MedusaProposer(TrainedProposer):
+class MedusaProposer(HeadProposer):
     """Drafts with a `MedusaHead`: each depth's tokens by one head, whatever is guessed before them."""
 
     width = 32  # the heads do not see the path, so that following one costs nothing

@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import mul
 
 from decode import Step, Tree
+from decode.models.cost_curve import CostCurve
 
 LONGEST_MATCH = 16  # matches are told apart up to this length
 # The chance that a copied token is accepted, by the length of the match before it: where learning starts. Measured on
@@ -40,34 +41,37 @@ class NGramProposer:
         self.learned = Acceptance()  # of all texts so far, where a new one starts from
         self._texts: dict[int, Text] = {}
 
-    def observe(self, step: Step) -> None:
-        self.step = step
-        if step.first:
-            self._texts = {row: Text(self.max_size, self.first, self.learned) for row in step.rows}
-        for row, sequence, path in zip(step.rows, step.sequences, step.path, strict=True):
-            if not step.first:
+    @property
+    def adaptive(self) -> bool:
+        """Whether drafts are sized by the target's cost curve."""
+        return self.length is None
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self._observe(step)
+        longest = budget - 1 if self.length is None else min(self.length, budget - 1)
+        texts = [self._texts[request_id] for request_id in step.request_ids]
+        drafts = [
+            text.draft(min(longest, room - 1), step.stop_ids) for text, room in zip(texts, step.room, strict=True)
+        ]
+        if self.length is None:
+            drafts = self._worthwhile(texts, drafts, step.target.cost_curve(len(texts)))
+        for text, draft in zip(texts, drafts, strict=True):
+            text.drafted = len(draft)
+        return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])
+
+    def _observe(self, step: Step) -> None:
+        if step.is_prefill:
+            self._texts = {row: Text(self.max_size, self.first, self.learned) for row in step.request_ids}
+        for row, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
+            if not step.is_prefill:
                 self._texts[row].learn(len(path) - 1)
             self._texts[row].read(sequence)
 
-    def propose(self, budget: int) -> Tree:
-        longest = budget - 1 if self.length is None else min(self.length, budget - 1)
-        texts = [self._texts[row] for row in self.step.rows]
-        drafts = [
-            text.draft(min(longest, room - 1), self.step.stop_ids)
-            for text, room in zip(texts, self.step.room, strict=True)
-        ]
-        if self.length is None:
-            drafts = self._worthwhile(texts, drafts)
-        for text, draft in zip(texts, drafts, strict=True):
-            text.drafted = len(draft)
-        return Tree.chain([[root, *draft] for root, draft in zip(self.step.bonus, drafts, strict=True)])
-
-    def _worthwhile(self, texts: list[Text], drafts: list[list[int]]) -> list[list[int]]:
+    def _worthwhile(self, texts: list[Text], drafts: list[list[int]], cost: CostCurve) -> list[list[int]]:
         """Cut the drafts where most tokens a second are expected; the rows of a batch share one forward pass."""
         longest = max(map(len, drafts))
         if longest == 0:
             return drafts
-        cost = self.step.target.cost(len(texts))
         reached = [[0.0, *accumulate(text.chances(len(draft)))] for text, draft in zip(texts, drafts, strict=True)]
         rates = [
             sum(1 + gains[min(length, len(gains) - 1)] for gains in reached) / cost(1 + length)

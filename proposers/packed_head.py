@@ -1,4 +1,4 @@
-"""Heads made fast on a CPU, as `decode.cpu.accelerate` does it for models.
+"""Heads made fast on a CPU, as `decode.cpu.acceleration` does it for models.
 
 Shapes: D draft vocabulary, H hidden size.
 """

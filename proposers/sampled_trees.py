@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from decode import Step, Tree
-from decode.noise import DRAFT, invert, keys, spread
+from decode.noise import DRAFT, inverse_cdf, keys, stream_uniforms
 from proposers.fixed_trees import Ranks
 from proposers.tree_search import Candidates, Confidence
 
@@ -87,7 +87,7 @@ class Draws:
     def __init__(self, step: Step) -> None:
         # Processors look at a text, and any law will do that the draws really come from.
         self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
-        rows = zip(step.rows, step.sequences, strict=True)
+        rows = zip(step.request_ids, step.sequences, strict=True)
         table = [[(self.sampling.seed, row, len(sequence), DRAFT)] for row, sequence in rows]
         self._seeds, self._used = keys(table, step.target.device)[:, 0], 0
         self._drawn: list[tuple[Tensor, Tensor]] = []
@@ -97,7 +97,7 @@ class Draws:
 
         logits [B, W, D], or [B, 1, D] where all paths have the same.
         """
-        laws = self.sampling.law(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+        laws = self.sampling.probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
         ranks = min(ranks, laws.shape[2])
         sure = laws.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
         laws = laws.expand(-1, places.shape[1], -1)
@@ -115,7 +115,7 @@ class Draws:
         size = places.shape[1] * ranks * 2
         numbers = torch.arange(self._used, self._used + size, device=places.device)
         self._used += size
-        return spread(self._seeds, numbers).view(*places.shape, ranks, 2)
+        return stream_uniforms(self._seeds, numbers).view(*places.shape, ranks, 2)
 
 
 def draw_in_turn(laws: Tensor, uniforms: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ def draw_in_turn(laws: Tensor, uniforms: Tensor) -> Tensor:
     masses = groups.sum(dim=2)  # [P, G]
     each, drawn = torch.arange(len(laws), device=laws.device), []
     for turn in range(uniforms.shape[1]):
-        group = invert(masses, uniforms[:, turn, 0]).clamp(max=groups.shape[1] - 1)
+        group = inverse_cdf(masses, uniforms[:, turn, 0]).clamp(max=groups.shape[1] - 1)
         inside = groups[each, group]  # [P, GROUP]
-        token = invert(inside, uniforms[:, turn, 1]).clamp(max=GROUP - 1)
+        token = inverse_cdf(inside, uniforms[:, turn, 1]).clamp(max=GROUP - 1)
         inside[each, token] = 0
         groups[each, group], masses[each, group] = inside, inside.sum(dim=1)
         drawn.append((group * GROUP + token).clamp(max=size - 1))

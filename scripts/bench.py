@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from decode import Sampling, Target
 from heads import PRETRAINED
-from proposers import PROPOSERS, TRAINED
+from proposers import HEAD_PROPOSERS, PROPOSERS
 from proposers.load import EAGLES
 from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
 from scripts.bench_files import Records, check_writable, describe_machine, read_report, write_report
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
     source.add_argument("--from", dest="report", type=Path, metavar="JSON", help="show an earlier run's, run nothing")
     parser.add_argument(
         "--methods",
-        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {', '.join(TRAINED)} can name "
+        help=f"by commas, of {', '.join(PROPOSERS)}; none is always among them; {', '.join(HEAD_PROPOSERS)} can name "
         f"nodes and tree: hydra-16, hydra-static-64; {', '.join(EAGLES)} a chain: eagle3-chain-5; "
         "hydra-sampled-16 draws its guesses at random (default: all that the models allow)",
     )
@@ -109,11 +109,8 @@ def make_parser() -> Parser:
         default=[],
         type=name_head,
         metavar="KIND=DIR",
-        help=f"for {', '.join(TRAINED)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
+        help=f"for {', '.join(HEAD_PROPOSERS)}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
         "(default, with the default model only: its pretrained ones)",
-    )
-    parser.add_argument(
-        "--no-prepare", dest="prepare", action="store_false", help="leave the model's weights unpacked in our loop, too"
     )
     return parser
 
@@ -121,8 +118,8 @@ def make_parser() -> Parser:
 def name_head(text: str) -> tuple[str, str]:
     """An argparse type: a kind of head and its folder."""
     kind, separator, folder = text.partition("=")
-    if kind not in TRAINED or not separator or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {', '.join(TRAINED)}")
+    if kind not in HEAD_PROPOSERS or not separator or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {', '.join(HEAD_PROPOSERS)}")
     return kind, folder
 
 
@@ -131,8 +128,6 @@ def run_bench(args: argparse.Namespace) -> dict[str, Any]:
     names, peers = choose_methods(args)
     check_writable(args.json, "--json")
     Sampling(args.temperature)  # refuses a bad one
-    if args.compile and not args.prepare:
-        raise ValueError("--compile and --no-prepare exclude each other; give one of them")
     questions = take_evenly(load_questions(args.questions), args.limit)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -200,7 +195,7 @@ def choose_methods(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     lacking = [name for name in ("draft", "hf-assistant") if name in (*names, *peers) and not fits]
     if lacking:
         raise ValueError(f"{lacking[0]} needs --draft-model, a smaller model with the vocabulary of --model")
-    for kind in {split_method(name)[0] for name in names} & {*TRAINED}:
+    for kind in {split_method(name)[0] for name in names} & {*HEAD_PROPOSERS}:
         find_head(kind, dict(args.head).get(kind), args.model)
     if peers and args.batch_size > 1:
         raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
@@ -209,7 +204,7 @@ def choose_methods(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _has_models(name: str, args: argparse.Namespace, fits: bool) -> bool:
     """Whether the models at hand allow a method that was not asked for by name."""
-    if name in TRAINED:
+    if name in HEAD_PROPOSERS:
         return name in dict(args.head) or (args.model is None and (PRETRAINED / name).is_dir())
     return fits or name != "draft"
 
@@ -239,8 +234,7 @@ def describe_settings(
         "temperature": args.temperature,
         "seed": args.seed,
         "batch_size": args.batch_size,
-        "prepare": args.prepare,
-        "compile": args.compile,
+        "accelerate": args.accelerate,
     }
 
 

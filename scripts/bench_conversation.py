@@ -57,8 +57,7 @@ def check_prompts(questions: Sequence[Question], target: Target) -> None:
 
 def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, plan: Plan) -> None:
     """Let every method answer once without being measured, and measure beforehand the costs that proposers ask for."""
-    for rows in range(1, len(group) + 1):
-        target.cost(rows)
+    target.warm_up(len(group))
     prompts = [Conversation(question, []).encode(target.tokenizer) for question in group]
     for method in methods.values():
         method.open()(prompts, plan.seed, min(WARM_UP, _find_room(prompts, target, plan)))

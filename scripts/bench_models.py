@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Target
 from decode.models.loading import first_layers
-from proposers import PROPOSERS, TRAINED, DraftProposer, load_proposer
+from proposers import HEAD_PROPOSERS, PROPOSERS, DraftProposer, load_proposer
 from proposers.load import EAGLES
 from scripts.bench_methods import PEERS, Loop, Method, Peer
 from scripts.options import DRAFT_LAYERS, TREES, find_head, load_by_options
@@ -21,8 +21,8 @@ NODES = 64  # the most of a tree
 
 
 def load_ours(name: str | None, args: argparse.Namespace) -> Target:
-    """A target of the project's loop, prepared unless `--no-prepare` is given."""
-    return Target(*load_by_options(args, name, args.prepare))
+    """A target of the project's loop, accelerated as `--accelerate` says."""
+    return Target(*load_by_options(args, name))
 
 
 def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -> dict[str, Method]:
@@ -33,7 +33,7 @@ def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -
         make: Any = PROPOSERS[kind]
         if kind == "draft":
             make = partial(make, _load_draft(target, args))
-        elif kind in TRAINED:
+        elif kind in HEAD_PROPOSERS:
             folder = find_head(kind, dict(args.head).get(kind), args.model)
             make = load_proposer(folder, target, kind, **settings).renew
         loops[name] = Loop(target, make, args.temperature, settings.get("nodes", NODES))
@@ -56,9 +56,9 @@ def split_method(name: str) -> tuple[str, dict[str, Any]]:
     if rest == ["chain"] and kind in EAGLES and number:
         return kind, {"width": 1, "depth": number, "nodes": 1 + number} | drawn
     tree = rest.pop() if rest else "dynamic"
-    if rest or tree not in TREES or number == 0 or (name != kind and kind not in TRAINED):
+    if rest or tree not in TREES or number == 0 or (name != kind and kind not in HEAD_PROPOSERS):
         raise ValueError(
-            f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(TRAINED)}, as in hydra-16 or "
+            f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(HEAD_PROPOSERS)}, as in hydra-16 or "
             f"hydra-static-16, with one of {', '.join(TREES)}; chains for {', '.join(EAGLES)}, as in eagle3-chain-5; "
             "and drafts that are drawn at random, as in hydra-sampled-16"
         )
@@ -73,7 +73,7 @@ def make_peers(names: Sequence[str], target: Target, args: argparse.Namespace) -
     """
     if not names:
         return {}
-    model, tokenizer = load_by_options(args, args.model, prepare=False)
+    model, tokenizer = load_by_options(args, args.model, "off")
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
     sampled: dict[str, Any] = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
@@ -95,7 +95,7 @@ def _load_draft(target: Target, args: argparse.Namespace) -> Target:
 
 def _load_assistant(model: PreTrainedModel, args: argparse.Namespace) -> PreTrainedModel:
     if args.draft_model is not None:
-        return load_by_options(args, args.draft_model, prepare=False)[0]
+        return load_by_options(args, args.draft_model, "off")[0]
     assistant = first_layers(model, DRAFT_LAYERS)
     assistant.generation_config = copy.deepcopy(model.generation_config)  # else it is the model's own, and written to
     return assistant

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from decode import Target, stream
 from decode.text import encode
 from heads.checkpoint import find_folder
-from proposers import TRAINED, NGramProposer, TrainedProposer
+from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.load import load_draft_head
 from proposers.measure_head import Trials, calibrate, try_head
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
         target = load_target(args)
         head = load_draft_head(args.head, target)
-        proposer = TRAINED[head.kind](head).prepare(target)
+        proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
         parts = list(measure(target, proposer, prompts, args))
         calibration = calibrate(Trials.join(parts))
         print(describe(calibration))
@@ -83,7 +83,7 @@ def make_parser() -> Parser:
 
 
 def measure(
-    target: Target, proposer: TrainedProposer, prompts: Sequence[str], args: argparse.Namespace
+    target: Target, proposer: HeadProposer, prompts: Sequence[str], args: argparse.Namespace
 ) -> Iterator[Trials]:
     """What the heads said along the target's own answers."""
     encoded = [encode(prompt, target.tokenizer, None) for prompt in prompts]

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
 
 from decode.models.loading import DTYPES
-from proposers import TRAINED
+from proposers import HEAD_PROPOSERS
 from scripts.check_decode import Worth, judge, load_for, measure
 from scripts.check_folder import Engine, Finding, read_folder
 from scripts.check_rules import find_faults
@@ -72,13 +72,13 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--target", dest="model", metavar="MODEL", help="a local folder or a hub id (default: SmolLM2-135M-Instruct)"
     )
-    parser.add_argument("--kind", choices=TRAINED, help="what the head must be (default: what its tensors say)")
+    parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="what the head must be (default: what its tensors say)")
     parser.add_argument("--engine", choices=SERVERS, help="check for this server only (default: for both)")
     parser.add_argument("--no-decode", action="store_true", help="do not draft with it: rules only")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
-    parser.set_defaults(device_map=None, compile=False)
+    parser.set_defaults(device_map=None, accelerate="packed")
     return parser
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from decode import Target, generate
 from heads.checkpoint import load_head
 from heads.formats.weight_files import read_json
-from proposers import TrainedProposer, load_proposer
+from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
 from scripts.check_folder import Finding
 
@@ -34,7 +34,7 @@ class Worth:
     tokens: int
 
 
-def load_for(folder: Path, target: Target) -> tuple[TrainedProposer | None, list[Finding]]:
+def load_for(folder: Path, target: Target) -> tuple[HeadProposer | None, list[Finding]]:
     """A proposer of the head for this target, or why there is none."""
     try:
         head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
@@ -50,7 +50,7 @@ def load_for(folder: Path, target: Target) -> tuple[TrainedProposer | None, list
         return None, [Finding("error", "draftless", "does-not-draft", str(error))]
 
 
-def measure(folder: Path, target: Target, proposer: TrainedProposer) -> Worth:
+def measure(folder: Path, target: Target, proposer: HeadProposer) -> Worth:
     """Answer `PROMPTS` greedily with the head of a folder."""
     answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
     tokens, steps = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "steps"))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode import Proposer, Target, generate, stream
 from decode.models.default_model import default_model
 from decode.text import encode
-from proposers import TrainedProposer
+from proposers import HeadProposer
 from scripts.options import AUTO, DRAFT_LAYERS, Parser, failing_clearly, load_target, make_proposer
 from scripts.painting import paints, show
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = argparse.Namespace(**dict.fromkeys(OPTIONS))
         print("loading the model", file=sys.stderr)
         target = load_target(options)
-        target.cost()
+        target.warm_up()
         proposers = choose_proposers(target, options)
         best = [*proposers][-1]
         print(f"\n> {PROMPTS[0]}\n")
@@ -66,7 +66,7 @@ def choose_proposers(target: Target, options: argparse.Namespace) -> dict[str, P
     """What is compared, by name: `METHODS` and, last, what is best for this model, which may be one of them."""
     proposers = {name: make_proposer(name, target, options) for name in METHODS}
     best = make_proposer(AUTO, target, options)
-    name = best.head.kind if isinstance(best, TrainedProposer) else "ngram"
+    name = best.head.kind if isinstance(best, HeadProposer) else "ngram"
     proposers.pop(name, None)
     return {**proposers, name: best}
 

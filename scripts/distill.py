@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Sampling, Target, stream
-from decode.cpu.accelerate import is_fast_in_bfloat16
+from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.default_model import NAME
 from scripts.bench_files import check_writable
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where answers are added, a line each")
     add_model_options(parser)
-    parser.set_defaults(compile=False)  # its batches are larger than what kernels serve
+    parser.set_defaults(accelerate="packed")  # its batches are larger than what kernels serve
     group = parser.add_argument_group("answers")
     group.add_argument(
         "--temperature", nargs="+", type=float, default=[0.0], metavar="T", help="one or several (default: 0, greedy)"
@@ -161,7 +161,7 @@ def answer(asked: list[Job], target: Target, args: argparse.Namespace) -> Iterat
             target,
             [prompts[number] for number in order],
             batch_size=args.batch_size,
-            numbers=order,
+            request_ids=order,
             sampling=Sampling(temperature=asked[0].temperature, seed=args.seed),
             max_new_tokens=args.max_new_tokens,
             criterion=ends_in_loop,
@@ -169,7 +169,7 @@ def answer(asked: list[Job], target: Target, args: argparse.Namespace) -> Iterat
         )
         asked = []
         for chunk in chunks:
-            job = waiting[chunk.row]
+            job = waiting[chunk.request_id]
             row = job.take(chunk.answer) if chunk.answer is not None else None
             if chunk.answer is not None and row is None:
                 asked.append(job)

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
-from proposers import TRAINED
+from proposers import HEAD_PROPOSERS
 from proposers.load import EAGLES
 from scripts.lanes import Lanes
 from scripts.options import (
@@ -65,9 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for conversation in conversations:
             conversation.encode(target, args.chat)  # one that does not fit is found before a draft model is loaded
         proposer = make_proposer(args.proposer, target, args)
-        if args.proposer in ("ngram", AUTO) or (args.proposer in TRAINED and args.nodes is None):
-            for rows in range(1, min(args.batch_size, len(conversations)) + 1):  # a batch shrinks as answers end
-                target.cost(rows)  # asked for now, it is not in an answer's seconds
+        # Now, so that it is not in an answer's seconds.
+        target.warm_up(min(args.batch_size, len(conversations)), measure=getattr(proposer, "adaptive", False))
         answer(conversations, target, proposer, sampling, args)
         if any(len(conversation.answers) < len(conversation.turns) for conversation in conversations):
             raise SystemExit(1)
@@ -116,8 +115,8 @@ def make_parser() -> Parser:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together."""
     check_proposer(args.proposer, args)
-    users = {"draft_model": ["draft"], "head": [*TRAINED, AUTO], "tree": TRAINED, "nodes": TRAINED}
-    users |= {"depth": EAGLES, "width": EAGLES, "sampled": TRAINED}
+    users = {"draft_model": ["draft"], "head": [*HEAD_PROPOSERS, AUTO], "tree": HEAD_PROPOSERS, "nodes": HEAD_PROPOSERS}
+    users |= {"depth": EAGLES, "width": EAGLES, "sampled": HEAD_PROPOSERS}
     for option, proposers in users.items():
         if getattr(args, option) not in (None, False) and args.proposer not in proposers:
             name = option.replace("_", "-")
@@ -216,12 +215,12 @@ def print_text(chunks: Iterator[Chunk], asked: list[Conversation], titled: bool)
         for row, conversation in enumerate(asked if titled else ()):
             lanes.put(row, f"--- prompt {conversation.index}, turn {len(conversation.answers)} ---\n")
         for chunk in chunks:
-            lanes.put(chunk.row, show(chunk, painted))
+            lanes.put(chunk.request_id, show(chunk, painted))
             if chunk.answer is not None:
-                asked[chunk.row].answers.append(chunk.answer.text)
-                lanes.put(chunk.row, "\n")
-                lanes.put(chunk.row, describe(chunk.answer) + "\n", sys.stderr)
-                lanes.end(chunk.row)
+                asked[chunk.request_id].answers.append(chunk.answer.text)
+                lanes.put(chunk.request_id, "\n")
+                lanes.put(chunk.request_id, describe(chunk.answer) + "\n", sys.stderr)
+                lanes.end(chunk.request_id)
 
 
 def print_json(chunks: Iterator[Chunk], asked: list[Conversation]) -> None:
@@ -229,11 +228,11 @@ def print_json(chunks: Iterator[Chunk], asked: list[Conversation]) -> None:
     with Lanes(len(asked)) as lanes:
         for chunk in chunks:
             if chunk.answer is not None:
-                conversation = asked[chunk.row]
+                conversation = asked[chunk.request_id]
                 place = {"index": conversation.index, "turn": len(conversation.answers)}
                 conversation.answers.append(chunk.answer.text)
-                lanes.put(chunk.row, json.dumps(place | gather_figures(chunk.answer)) + "\n")
-                lanes.end(chunk.row)
+                lanes.put(chunk.request_id, json.dumps(place | gather_figures(chunk.answer)) + "\n")
+                lanes.end(chunk.request_id)
 
 
 def describe(answer: Answer) -> str:

@@ -18,11 +18,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
+from decode.cpu import MODES
 from decode.models.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
 from heads.checkpoint import find_folder
-from proposers import PROPOSERS, TRAINED, NGramProposer, load_best, load_proposer
+from proposers import HEAD_PROPOSERS, PROPOSERS, NGramProposer, load_best, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.fixed_trees import PUBLISHED
 from proposers.load import EAGLES
@@ -52,11 +53,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
     group.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="on a CPU: compile kernels for passes over few tokens, which takes a C++ compiler, a minute the first "
-        "time, a second at each start, and twice the model's memory (default: where there is a compiler and a model "
-        "of 64 MiB to 2 GiB)",
+        "--accelerate",
+        choices=MODES,
+        default="auto",
+        help="on a CPU: packed weights; compiled kernels for passes over few tokens, which take a C++ compiler, a minute "
+        "the first time, a second at each start, and twice the model's memory; auto compiles models of 64 MiB to 2 GiB "
+        "and packs others; off changes nothing (default: %(default)s)",
     )
 
 
@@ -78,7 +80,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="DIR",
-        help=f"for --proposer {', '.join(TRAINED)}, {AUTO}: the folder of a head trained for the model (default, with "
+        help=f"for --proposer {', '.join(HEAD_PROPOSERS)}, {AUTO}: the folder of a head trained for the model (default, with "
         "the default model only: its pretrained one)",
     )
     group.add_argument(
@@ -117,7 +119,7 @@ def check_proposer(name: str, args: argparse.Namespace) -> None:
     check_devices(args)
     if name == "draft" and args.draft_model is None and args.model is not None:
         raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
-    if name in TRAINED or (name == AUTO and args.head is not None):
+    if name in HEAD_PROPOSERS or (name == AUTO and args.head is not None):
         find_head(name, args.head, args.model)
 
 
@@ -125,8 +127,8 @@ def check_devices(args: argparse.Namespace) -> None:
     """Raise ValueError where the options of `add_model_options` exclude each other."""
     if args.device is not None and args.device_map is not None:
         raise ValueError("--device and --device-map exclude each other; give one of them")
-    if args.compile and (args.device not in (None, "cpu") or args.dtype in ("float64", "float16")):
-        raise ValueError("--compile is for --device cpu and --dtype float32 or bfloat16")
+    if args.accelerate == "compiled" and (args.device not in (None, "cpu") or args.dtype in ("float64", "float16")):
+        raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:
@@ -142,7 +144,7 @@ def find_head(kind: str, folder: str | None, model: str | None) -> Path:
 
 def list_pretrained(model: str | None) -> dict[str, Path]:
     """The heads that come with a model, by kind: the default one's; another model has none, of whatever sizes."""
-    found = {kind: PRETRAINED / kind for kind in TRAINED} if model is None else {}
+    found = {kind: PRETRAINED / kind for kind in HEAD_PROPOSERS} if model is None else {}
     return {kind: folder for kind, folder in found.items() if folder.is_dir()}
 
 
@@ -152,11 +154,11 @@ def load_target(args: argparse.Namespace, name: str | None = None) -> Target:
 
 
 def load_by_options(
-    args: argparse.Namespace, name: str | None, prepare: bool = True
+    args: argparse.Namespace, name: str | None, accelerate: str | None = None
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """A model by name, or the default one, with its tokenizer, by the options of `add_model_options`.
 
-    prepare=False gives it as it comes, neither packed nor compiled.
+    accelerate: in the place of the option's value.
     """
     _silence_transformers()
     try:
@@ -165,8 +167,7 @@ def load_by_options(
             dtype=args.dtype,
             device=args.device,
             device_map=args.device_map,
-            prepare=prepare,
-            compile=args.compile if prepare else None,
+            accelerate=accelerate or args.accelerate,
         )
     except (RuntimeError, ImportError) as error:  # e.g. no default model without a network; no memory; no accelerate
         raise ValueError(str(error)) from error
@@ -174,7 +175,7 @@ def load_by_options(
 
 def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Proposer:
     """A proposer from `PROPOSERS` by its name, or what `auto` chooses; loads the draft model or head that it needs."""
-    if name in TRAINED:
+    if name in HEAD_PROPOSERS:
         folder = find_head(name, args.head, args.model)
         shape = {"tree": args.tree or "dynamic", "nodes": args.nodes, "depth": args.depth, "width": args.width}
         return load_proposer(folder, target, name, **shape, sampled=args.sampled)

@@ -19,7 +19,7 @@ def show(chunk: Chunk, painted: bool) -> str:
     """A chunk's text; `painted`: what was guessed and accepted in colour, by how many tokens ahead it was guessed."""
     if not painted:
         return chunk.text
-    colours = RAMP + RAMP[-1:] * chunk.guessed
-    guessed = zip(colours, chunk.pieces[: chunk.guessed], strict=False)
+    colours = RAMP + RAMP[-1:] * chunk.drafted
+    guessed = zip(colours, chunk.pieces[: chunk.drafted], strict=False)
     pieces = [f"\033[38;5;{colour}m{piece}\033[0m" if piece else "" for colour, piece in guessed]
-    return "".join(pieces + chunk.pieces[chunk.guessed :])
+    return "".join(pieces + chunk.pieces[chunk.drafted :])

@@ -24,7 +24,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
-from decode.cpu.accelerate import is_fast_in_bfloat16
+from decode.cpu.acceleration import is_fast_in_bfloat16
 from heads.checkpoint import save_head
 from scripts.options import failing_clearly, load_by_options
 from scripts.train_heads import describe_objective, load_init, make_head, make_objective
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule = make_schedule(args)
         check_options(args)
         accelerator = make_accelerator(args)
-        target = Target(*load_by_options(args, args.model, prepare=not args.joint))  # packed layers cannot learn
+        target = Target(*load_by_options(args, args.model, "off" if args.joint else None))  # packed layers cannot learn
         dataset = read_data(args, target)
         head = load_init(args, target) if args.init is not None else make_head(args, target, dataset)
         objective: Any = make_objective(args, target, head)

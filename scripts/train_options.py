@@ -73,7 +73,7 @@ def make_parser() -> Parser:
         "--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 where the device is fast at it"
     )
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.set_defaults(device_map=None, compile=False)
+    parser.set_defaults(device_map=None, accelerate="packed")
     return parser
 
 

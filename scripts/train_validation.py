@@ -8,7 +8,7 @@ from itertools import pairwise
 from decode import Target, generate
 from decode.stats import Stats
 from heads.vocabulary import VocabularyHead
-from proposers import TRAINED
+from proposers import HEAD_PROPOSERS
 from training.trainer import Validation
 
 NODES = 16
@@ -27,7 +27,7 @@ class Validator:
         self.target, self.head, self.prompts = target, head, prompts
 
     def __call__(self) -> Validation:
-        proposer = TRAINED[self.head.kind](self.head, nodes=NODES)
+        proposer = HEAD_PROPOSERS[self.head.kind](self.head, nodes=NODES)
         answers = generate(
             self.target, self.prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES
         )

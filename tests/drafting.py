@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,24 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     return head
 
 
+def tree_of_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> Tree:
+    """Several token paths a row, each beginning after the root; shared beginnings become shared nodes."""
+    rows = []
+    for root, row_paths in zip(roots, paths, strict=True):
+        nodes, parents = [root], [-1]
+        index: dict[tuple[int, int], int] = {}
+        for path in row_paths:
+            parent = 0
+            for token in path:
+                if (parent, token) not in index:
+                    index[parent, token] = len(nodes)
+                    nodes.append(token)
+                    parents.append(parent)
+                parent = index[parent, token]
+        rows.append((nodes, parents))
+    return Tree.from_rows(rows)
+
+
 def list_paths(tree: Tree, row: int) -> Paths:
     """The token paths of a row's nodes, root excluded, with their scores."""
     paths: dict[int, tuple[int, ...]] = {0: ()}
@@ -69,14 +88,11 @@ class Recorder:
         self.accepted: list[list[int]] = []  # guesses, of each row at each step
         self.drafted: dict[tuple[int, ...], Paths] = {}
 
-    def observe(self, step: Step) -> None:
+    def propose(self, step: Step, budget: int) -> Tree:
         self.step = step
         self.accepted.append([len(path) - 1 for path in step.path])
-        self.proposer.observe(step)
-
-    def propose(self, budget: int) -> Tree:
-        tree = self.proposer.propose(budget)
+        tree = self.proposer.propose(step, budget)
         self.trees.append(tree)
-        for row, sequence in enumerate(self.step.sequences):
+        for row, sequence in enumerate(step.sequences):
             self.drafted[tuple(sequence)] = list_paths(tree, row)
         return tree

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import decode.session
 from decode import Proposer, Session, Step, Target, Tree, generate
-from decode.masks import Reach, tree_masks
-from decode.models.compatibility import usable_context
+from decode.masks import AttentionWindow, tree_masks
+from decode.models.stock_model import StockModel
 from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
-from tests.drafting import make_head
+from tests.drafting import make_head, tree_of_paths
 from tests.models import CONTEXT, VOCABULARY, WINDOW, tiny
 
 NEW_TOKENS = 16
@@ -112,17 +112,14 @@ class OracleTree:
         self.answers = answers  # prompt and answer of each row
         self.random = random.Random(0)
 
-    def observe(self, step: Step) -> None:
-        self.step = step
-
-    def propose(self, budget: int) -> Tree:
+    def propose(self, step: Step, budget: int) -> Tree:
         paths = []
-        for number, sequence in zip(self.step.rows, self.step.sequences, strict=True):
+        for number, sequence in zip(step.request_ids, step.sequences, strict=True):
             future = self.answers[number][len(sequence) :]
             paths.append([self._draw_path(future) for _ in range(self.random.randint(0, 4))])
             while sum(map(len, paths[-1])) > budget - 1:
                 paths[-1].pop()
-        return Tree.from_paths(self.step.bonus, paths)
+        return tree_of_paths(step.bonus, paths)
 
     def _draw_path(self, future: list[int]) -> list[int]:
         right, wrong = self.random.randint(0, 4), self.random.randint(0, 2)
@@ -284,15 +281,15 @@ def test_windows_are_those_that_the_code_applies() -> None:
         Target(tiny("llama", sliding_window=WINDOW))
     with pytest.raises(ValueError, match="mistral has layers with different windows"):
         Target(tiny("mistral", sliding_window=None, per_layer_config={0: {"sliding_window": WINDOW}}))
-    assert Target(tiny("llama", sliding_window=CONTEXT)).reaches == {"full_attention": Reach()}
-    assert Target(tiny("mistral", sliding_window=WINDOW)).reaches == {"full_attention": Reach(window=WINDOW)}
-    assert Target(tiny("mistral", sliding_window=None)).reaches == {"full_attention": Reach()}
+    assert Target(tiny("llama", sliding_window=CONTEXT)).windows == {"full_attention": AttentionWindow()}
+    assert Target(tiny("mistral", sliding_window=WINDOW)).windows == {"full_attention": AttentionWindow(window=WINDOW)}
+    assert Target(tiny("mistral", sliding_window=None)).windows == {"full_attention": AttentionWindow()}
 
 
 def test_the_context_ends_where_positions_stop_to_be_independent() -> None:
     assert Target(tiny("llama")).context == CONTEXT
     assert Target(tiny("phi3 longrope")).context == 64
-    assert usable_context(tiny("llama4_text", max_position_embeddings=1 << 20).config) < 8192
+    assert StockModel(tiny("llama4_text", max_position_embeddings=1 << 20)).context < 8192
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "phi3 longrope"])
@@ -317,7 +314,7 @@ def test_features_are_the_hidden_states_of_transformers(name: str) -> None:
     prompt, root, wrong, right, last = torch.arange(3, 3 + 2 * WINDOW).tolist(), 50, 51, 52, 53
     first = session.verify(Tree.chain([prompt])).features
     session.keep([list(range(len(prompt)))])
-    tree = Tree.from_paths([root], [[[wrong], [right, last]]])
+    tree = tree_of_paths([root], [[[wrong], [right, last]]])
     second = session.verify(tree).features
     assert first is not None and second is not None
     ids = torch.tensor([[*prompt, root, right, last]])

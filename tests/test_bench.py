@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from decode import Target, cost, generate
-from proposers import PROPOSERS, TRAINED
+from decode import Target, generate
+from decode.models import cost_curve
+from proposers import HEAD_PROPOSERS, PROPOSERS
 from scripts import bench, bench_plot
 from scripts.bench_conversation import Conversation
 from scripts.bench_methods import PEERS
@@ -58,7 +59,7 @@ def hurry() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "PATIENCE", 0.0)
+        patch.setattr(cost_curve, "PATIENCE", 0.0)
         yield
     torch.set_num_threads(threads)
 
@@ -79,7 +80,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -> None:
     assert list(report) == ["settings", "machine", "rows", "differences", "records"]
-    untrained = [name for name in PROPOSERS if name not in TRAINED]  # no head was given
+    untrained = [name for name in PROPOSERS if name not in HEAD_PROPOSERS]  # no head was given
     methods, categories = [*untrained, *PEERS], ["writing", "math", "mt_bench", "qa", "all"]
     rows = report["rows"]
     assert {(row["method"], row["category"]) for row in rows} == {(m, c) for m in methods for c in categories}
@@ -224,7 +225,7 @@ def test_a_damaged_partial_file_is_refused(run: Any, tmp_path: Path, capsys: pyt
 
 
 def test_sampled_batches(run: Any, tmp_path: Path) -> None:
-    options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--no-prepare"]
+    options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--accelerate", "off"]
     report = run(*options, "--temperature", "0.8", json_file=tmp_path / "out.json")
     assert [record["questions"] for record in report["records"]] == [[81], [111], [321, 322]]
     assert {row["identical"] for row in report["rows"]} == {1.0}  # the same seed, the same text
@@ -370,7 +371,6 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
         (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
         (["--from", "out.json"], "not allowed with argument"),
-        (["--compile", "--no-prepare"], "exclude each other"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decode import Target
-from decode.models.cost_curve import Cost
+from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
 from proposers import NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
@@ -50,7 +50,7 @@ def test_the_best_head_is_the_one_that_should_be_fastest(
 ) -> None:
     seconds = dict.fromkeys(("medusa", "hydra", "eagle3"), 1.0)
     monkeypatch.setattr(load, "time_step", lambda _, proposer: seconds[proposer.head.kind])
-    monkeypatch.setattr(target, "cost", lambda: Cost([1, 64], [1.0, 2.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda: CostCurve([1, 64], [1.0, 2.0]))
 
     def best(*names: str) -> str | None:
         proposer = load_best(target, [heads / name for name in names])
@@ -77,7 +77,7 @@ def test_heads_are_tried_with_as_many_nodes_as_pay(
     tried = []
     monkeypatch.setattr(load, "time_step", lambda _, proposer: tried.append(proposer.nodes) or 1.0)
     for rise in (0.0, 0.1, 0.5):
-        monkeypatch.setattr(target, "cost", lambda rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        monkeypatch.setattr(target, "cost_curve", lambda rise=rise: CostCurve([1, 64], [1.0, 1.0 + 63 * rise]))
         calibrate_by_hand(heads / "medusa", 0.4)
         load_best(target, [heads / "medusa", heads / "hydra"])
     assert tried == [4, 3, 1]  # a head that was not calibrated is not tried

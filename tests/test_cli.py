@@ -217,7 +217,7 @@ def test_a_compiled_model_says_the_same(call: Call, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, "FEW", 1)  # each number of tokens takes seconds
     monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", 1)
     asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
-    assert call(*asked, "--compile").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
+    assert call(*asked, "--accelerate", "compiled").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
 
 
 def refuse(run: Run, message: str) -> None:
@@ -254,7 +254,7 @@ def refuse(run: Run, message: str) -> None:
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
         (["--device-map", "everywhere"], "everywhere"),
-        (["--compile"], "--compile is for --device cpu and --dtype float32 or bfloat16"),
+        (["--accelerate", "compiled"], "--accelerate compiled is for --device cpu and --dtype float32 or bfloat16"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),
@@ -340,7 +340,7 @@ def test_what_ended_is_not_lost_where_work_stops_early(call: Call, monkeypatch: 
     real = generate.stream
 
     def stop_before_the_first_ends(*arguments: Any, **settings: Any) -> Iterator[Chunk]:
-        yield from (chunk for chunk in real(*arguments, **settings) if chunk.row != 0)
+        yield from (chunk for chunk in real(*arguments, **settings) if chunk.request_id != 0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "stream", stop_before_the_first_ends)

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import decode.cpu.accelerate
+import decode.cpu.acceleration
 import decode.cpu.compiled_model
 import decode.cpu.linear_kernels
 import decode.cpu.packed_linear
 from decode import Target, generate
-from decode.cpu.accelerate import prepare
+from decode.cpu.acceleration import accelerate
 from decode.cpu.compiled_layer import WholeLayer
 from decode.cpu.compiled_model import compile_model, whole_layers
 from decode.cpu.kernel_cache import Kernel, Recipe
 from decode.cpu.linear_kernels import FEW, FewOrMany
 from decode.cpu.packed_linear import PackedLinear
+from decode.models.self_test import self_test
 from decode.tree import Tree
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny
@@ -100,7 +101,7 @@ def test_a_compiled_model_says_the_same(kind: str, few: int, whole: int, monkeyp
     compile_up_to(few, monkeypatch)
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    plain, compiled = Target(model), Target(model, compile=True)
+    plain, compiled = Target(model), Target(model, accelerate="compiled")
     assert len(forwards(compiled.model)) == whole and compiled.compiled and not plain.compiled
     assert torch.equal(plain.output_matrix, compiled.output_matrix)
     for proposer in (None, NGramProposer(length=4)):
@@ -115,7 +116,7 @@ def test_a_compiled_model_says_the_same(kind: str, few: int, whole: int, monkeyp
 def test_kernels_serve_caches_of_all_sizes_and_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_up_to(1, monkeypatch)
     model = tiny("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
-    compiled, threads = Target(model, compile=True), torch.get_num_threads()
+    compiled, threads = Target(model, accelerate="compiled"), torch.get_num_threads()
     expected = generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
     layer = forwards(compiled.model)[0]
     used = []
@@ -145,7 +146,7 @@ def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer(monkeypatch: pyt
 def test_decoder_layers_are_compiled_whole_and_share_their_tensors(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     weight = model.model.layers[1].mlp.down_proj.weight
-    prepare(model, compile=True)
+    accelerate(model, "compiled")
     first, second = forwards(model)
     assert (first.number, second.number) == (0, 1)
     assert any(tensor.data_ptr() == weight.data_ptr() for tensor in second._tensors.values())
@@ -181,7 +182,7 @@ def test_what_cannot_be_compiled_whole_is_compiled_in_parts(
 ) -> None:
     change_layers(monkeypatch, change)
     model = tiny("llama", dtype=torch.float32)
-    prepare(model, compile=True)
+    accelerate(model, "compiled")
     assert not forwards(model) and isinstance(model.model.layers[0].self_attn.o_proj, FewOrMany)
 
 
@@ -189,7 +190,7 @@ def test_a_wrong_layer_is_found_out_beside_huge_numbers(calls: list[str], monkey
     model = tiny("llama", dtype=torch.float32)
     model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models, to which layers add little
     change_layers(monkeypatch, lambda states: states + 0.01)
-    prepare(model, compile=True)
+    accelerate(model, "compiled")
     assert not forwards(model)
 
 
@@ -198,7 +199,7 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
     monkeypatch.setattr(decode.cpu.compiled_model, "cache_number", lambda layer: 1 - layer.self_attn.layer_idx)
-    prepare(model, compile=True)
+    accelerate(model, "compiled")
     assert not forwards(model)
 
 
@@ -222,15 +223,16 @@ def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_up_to(FEW, monkeypatch)
-    model = prepare(tiny("llama", dtype=torch.float32), compile=True)
+    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
     calls.clear()
-    assert Target(model).self_test_error < 1e-3
+    target = Target(model)
     assert calls.count("layer") == 4  # two trees, two layers
+    assert self_test(target) < 1e-3
 
 
 def test_nothing_is_compiled_amid_an_answer(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny("llama", dtype=torch.float32), compile=True)
-    target.open(2)
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
+    target.warm_up(2, measure=False)
     monkeypatch.delattr(decode.cpu.compiled_model, "obtain_kernels")
     for proposer in (None, *[NGramProposer(length=length) for length in (1, 2)]):
         for prompts in (PROMPTS[:1], PROMPTS):
@@ -240,11 +242,11 @@ def test_nothing_is_compiled_amid_an_answer(calls: list[str], monkeypatch: pytes
 def test_what_cannot_be_compiled_for_a_batch_is_left_to_the_packed_layers(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
     expected = [generate(target, [prompt], max_new_tokens=9)[0].tokens for prompt in PROMPTS]
     with monkeypatch.context() as patch:
         change_layers(patch, lambda states: states * 1.01)
-        target.open(2)
+        target.warm_up(2, measure=False)
     for layer in forwards(target.model):
         assert layer.tried == {(1, 1): True, (1, 2): True, (2, 1): False}
     assert [answer.tokens for answer in generate(target, PROMPTS, max_new_tokens=9)] == expected
@@ -253,7 +255,7 @@ def test_what_cannot_be_compiled_for_a_batch_is_left_to_the_packed_layers(
 def test_features_are_those_of_the_plain_model(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     found = []
-    for target in (Target(model), Target(model, compile=True)):
+    for target in (Target(model), Target(model, accelerate="compiled")):
         session = target.open(1, layers=(1, -1))
         with torch.inference_mode():
             session.extend(PROMPTS[:1])
@@ -269,7 +271,7 @@ def test_hooks_and_other_forwards_are_kept(calls: list[str]) -> None:
     first.mlp.forward = lambda inputs: seen.append("forward") or original(inputs)
     second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
     third.register_forward_hook(lambda *_: seen.append("hook"))
-    prepare(model, compile=True)
+    accelerate(model, "compiled")
     assert [layer.number for layer in forwards(model)] == [2]
     target = Target(model)
     seen.clear()
@@ -284,14 +286,14 @@ def test_hooks_and_other_forwards_are_kept(calls: list[str]) -> None:
 def test_what_a_hook_makes_of_a_layer_is_no_reason_not_to_compile_it(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     model.model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5)
-    plain, compiled = Target(model), Target(model, compile=True)
+    plain, compiled = Target(model), Target(model, accelerate="compiled")
     assert len(forwards(compiled.model)) == 2
     answers = [generate(target, PROMPTS, max_new_tokens=9) for target in (plain, compiled)]
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
 
 
 def test_weights_are_freed_with_the_model(calls: list[str]) -> None:
-    model = prepare(tiny("llama", dtype=torch.float32), compile=True)
+    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
     layer = ref(model.model.layers[0])
     gc.collect()
     gc.disable()
@@ -303,7 +305,9 @@ def test_weights_are_freed_with_the_model(calls: list[str]) -> None:
 
 
 def test_more_than_a_few_tokens_go_to_the_packed_layers(calls: list[str]) -> None:
-    target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
+    for rows in (2, 3):
+        target.warm_up(rows, measure=False)
     one, two, three = (target.open(rows) for rows in (1, 2, 3))
     steps = ((one, 1), (one, 1), (one, 2), (one, 3), (two, 1), (two, 1), (two, 2), (three, 1))
     # Before the first of a session no cache is there.
@@ -314,7 +318,7 @@ def test_more_than_a_few_tokens_go_to_the_packed_layers(calls: list[str]) -> Non
 
 
 def test_kernels_know_no_gradients(calls: list[str]) -> None:
-    target = Target(tiny("llama", dtype=torch.float32), compile=True)
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
     session = target.open(1)
     session.extend(PROMPTS[:1])
     calls.clear()
@@ -327,9 +331,9 @@ def test_kernels_know_no_gradients(calls: list[str]) -> None:
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nothing to compile"):
-        Target(tiny("llama"), compile=True)  # in float64
+        Target(tiny("llama"), accelerate="compiled")  # in float64
     with pytest.raises(ValueError, match="packed already"):
-        Target(prepare(tiny("llama", dtype=torch.float32)), compile=True)
+        Target(accelerate(tiny("llama", dtype=torch.float32)), accelerate="compiled")
 
     model = tiny("llama", dtype=torch.float32)
     before = {name: type(module) for name, module in model.named_modules()}
@@ -351,16 +355,16 @@ def test_models_neither_tiny_nor_huge_are_compiled_unasked(
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
     size = sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
-    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: name)
+    monkeypatch.setattr(decode.cpu.acceleration.shutil, "which", lambda name: name)
     for sizes, compiled in (((size + 1, 2 * size), False), ((1, size - 1), False), ((size, size), True)):
-        monkeypatch.setattr(decode.cpu.accelerate, "SIZES", sizes)
-        assert Target(model, prepare=True).compiled == compiled
-        assert not Target(model).compiled and not Target(model, prepare=True, compile=False).compiled
-        assert Target(model, compile=True).compiled
-    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: None)
-    assert not Target(model, prepare=True).compiled
-    monkeypatch.setattr(decode.cpu.accelerate.shutil, "which", lambda name: name)
+        monkeypatch.setattr(decode.cpu.acceleration, "SIZES", sizes)
+        assert Target(model, accelerate="auto").compiled == compiled
+        assert not Target(model).compiled and not Target(model, accelerate="packed").compiled
+        assert Target(model, accelerate="compiled").compiled
+    monkeypatch.setattr(decode.cpu.acceleration.shutil, "which", lambda name: None)
+    assert not Target(model, accelerate="auto").compiled
+    monkeypatch.setattr(decode.cpu.acceleration.shutil, "which", lambda name: name)
     assert not capsys.readouterr().err
     patch_obtaining(monkeypatch, lambda recipes, **_: ["no headers"] * len(recipes))
-    assert not Target(model, prepare=True).compiled
+    assert not Target(model, accelerate="auto").compiled
     assert "(no headers)" in capsys.readouterr().err

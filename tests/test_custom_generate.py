@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from decode import Plain, Proposer, Target, Tree, speculate
+from decode import PlainProposer, Proposer, Target, Tree, speculate
 from proposers import DraftProposer, NGramProposer
 from tests.models import CONTEXT, VOCABULARY, tiny
 from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
@@ -47,7 +47,7 @@ def make_proposers(model: PreTrainedModel) -> dict[str, Callable[[], Proposer]]:
     """Deterministic ones: bad drafts, and the model as its own draft, which has all its guesses accepted."""
     itself, draft = Target(model), Target(tiny("llama", num_hidden_layers=1))
     return {
-        "none": Plain,
+        "none": PlainProposer,
         "ngram": lambda: NGramProposer(length=5),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(itself, length=6),
@@ -264,7 +264,7 @@ def test_a_streamer_gets_every_step_once(model: PreTrainedModel, proposer: Propo
     got = generate(model, PROMPT, proposer, streamer=streamer)
     assert list(chain(*streamer.tokens)) == got[0].tolist() and streamer.ended == 1
     assert streamer.tokens[0] == PROMPT[0].tolist()
-    assert len(streamer.tokens) == 1 + NEW or not isinstance(proposer, Plain)
+    assert len(streamer.tokens) == 1 + NEW or not isinstance(proposer, PlainProposer)
 
 
 def test_transformers_own_streamers(
@@ -353,13 +353,9 @@ class Counting:
 
     layers = ()
 
-    def observe(self, step: Any) -> None:
-        self.plain = Plain()
-        self.plain.observe(step)
-
-    def propose(self, budget: int) -> Tree:
+    def propose(self, step: Any, budget: int) -> Tree:
         self.budget = budget
-        return self.plain.propose(budget)
+        return PlainProposer().propose(step, budget)
 
 
 def test_nodes_reach_the_proposer(model: PreTrainedModel) -> None:

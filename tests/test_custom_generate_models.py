@@ -17,10 +17,10 @@ from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
 def test_the_model_is_tested_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = []
     monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target.model) or 0.0)
-    for prepare in (False, True):
+    for accelerate in ("off", "auto"):
         model = tiny("llama", dtype=torch.float32)
         for _ in range(3):
-            generate(model, prepare=prepare, max_new_tokens=2)
+            generate(model, accelerate=accelerate, max_new_tokens=2)
         assert len(tested) == 1
         tested.clear()
         forgotten = weakref.ref(model)
@@ -55,17 +55,17 @@ def test_other_sizes_and_windows_are_noticed() -> None:
 def test_a_packed_copy_follows_the_weights() -> None:
     model = tiny("llama", dtype=torch.float32)
     for _ in range(2):
-        assert generate(model, prepare=True).tolist() == generate(model).tolist()
+        assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.neg_()
     model.model.layers[0].mlp.down_proj.weight.data += 1  # as merged adapters do, without a new version
-    assert generate(model, prepare=True).tolist() == generate(model).tolist()
+    assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
     model.model.norm.weight = torch.nn.Parameter(torch.randn_like(model.model.norm.weight))
-    assert generate(model, prepare=True).tolist() == generate(model).tolist()
+    assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
 
 
-@pytest.mark.parametrize("prepare", [False, True])
-def test_the_model_is_left_as_it_was(prepare: bool) -> None:
+@pytest.mark.parametrize("accelerate", ["off", "auto"])
+def test_the_model_is_left_as_it_was(accelerate: str) -> None:
     model = tiny("llama", dtype=torch.float32)
 
     def look() -> tuple:
@@ -77,5 +77,5 @@ def test_the_model_is_left_as_it_was(prepare: bool) -> None:
         return modules, weights, model.config.to_dict(), model.config._attn_implementation
 
     before = look()
-    generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, prepare=prepare)
+    generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, accelerate=accelerate)
     assert look() == before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decode import default_model as module
+from decode.models import default_model as module
 from decode.models.default_model import default_model
 
 WHEEL_BYTES = b"a wheel of a few bytes"

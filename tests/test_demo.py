@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decode import Plain, Target
+from decode import PlainProposer, Target
 from heads import save_head
 from proposers import DraftProposer, MedusaProposer, NGramProposer
 from scripts import demo, options
@@ -17,7 +17,7 @@ from tests.drafting import make_head
 
 @pytest.fixture(scope="module")
 def target(save_model: Callable[..., Path]) -> Target:
-    return Target.load(str(save_model()), dtype="float64", prepare=False)
+    return Target.load(str(save_model()), dtype="float64", accelerate="off")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,11 @@ def test_the_best_head_is_compared_with_what_needs_none(
 ) -> None:
     monkeypatch.setattr(options, "PRETRAINED", tmp_path)
     proposers = choose(target)
-    assert list(map(type, proposers.values())) == [Plain, DraftProposer, NGramProposer]  # the best is shown last
+    assert list(map(type, proposers.values())) == [
+        PlainProposer,
+        DraftProposer,
+        NGramProposer,
+    ]  # the best is shown last
     save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
     proposers = choose(target)
     assert list(proposers) == ["none", "ngram", "draft", "medusa"]
@@ -54,5 +58,5 @@ def test_the_table_has_a_line_a_method(monkeypatch: pytest.MonkeyPatch, target: 
 
 def test_another_text_is_not_called_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     monkeypatch.setattr(demo, "run_stock", lambda model, prompts: ([[1], [2]], 1.0))
-    rows = demo.compare(target, target.model, {"none": Plain()}).splitlines()[1:3]
+    rows = demo.compare(target, target.model, {"none": PlainProposer()}).splitlines()[1:3]
     assert [row.split()[-1] for row in rows] == ["yes", "no"]

@@ -86,7 +86,7 @@ def test_each_answer_is_what_the_model_says_alone(call: Call, model: Path) -> No
     assert {row["temperature"] for row in answers} == {0.0, 0.9}
     for place, row in enumerate(answers):
         sampling = Sampling(temperature=row["temperature"], seed=7)
-        alone = generate(target, [QUESTIONS[place]], numbers=[place], sampling=sampling, max_new_tokens=40)[0]
+        alone = generate(target, [QUESTIONS[place]], request_ids=[place], sampling=sampling, max_new_tokens=40)[0]
         assert row == {
             "id": f"q{place}",
             "source": "s",

@@ -38,7 +38,7 @@ def test_heads_are_tried_along_the_text(
             assert bool(trials.known[position, level]) == known
             if not known:
                 continue
-            best = written.law(text[root + 1 : root + 1 + level]).topk(RANKS)
+            best = written.probabilities(text[root + 1 : root + 1 + level]).topk(RANKS)
             assert torch.allclose(trials.sure[position, level].double(), best.values, atol=1e-5)
             right = proposer.head.tokens(best.indices) == text[root + 1 + level]
             assert torch.equal(trials.right[position, level], right)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, generate
-from decode.models.cost_curve import Cost
+from decode.models.cost_curve import CostCurve
 from heads import save_head
 from proposers import EagleProposer, head_proposer, load_proposer
 from proposers.draft_budget import Pace
@@ -60,7 +60,7 @@ class Written:
         self.embed = head.embed_tokens or target.model.get_input_embeddings()
         self.follow = [*text[1:]]
 
-    def law(self, path: Sequence[int]) -> Tensor:
+    def probabilities(self, path: Sequence[int]) -> Tensor:
         """The log-law over the draft vocabulary behind a path."""
         features = self.true
         for end in range(len(path) + 1):
@@ -71,7 +71,7 @@ class Written:
 
     def best(self, path: Sequence[int], ranks: int) -> Paths:
         """The likeliest tokens after a path, likeliest first."""
-        law = self.law(path)
+        law = self.probabilities(path)
         best = law.topk(min(ranks, len(law)))
         tokens = self.head.tokens(best.indices).tolist()
         return {(*path, token): chance for token, chance in zip(tokens, best.values.tolist(), strict=True)}
@@ -171,7 +171,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target:
 @pytest.mark.parametrize("kind", MAIN)
 @torch.no_grad()
 def test_nothing_is_missed_while_drafting_rests(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2, width=3)
     resting = iter([False, True, True, False, True] * 20)
     monkeypatch.setattr(proposer.pace, "rests", lambda: next(resting))
@@ -218,7 +218,7 @@ def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> No
 def test_the_text_is_the_targets(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, temperature: float
 ) -> None:
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 2.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 2.0]))
     sampling = Sampling(temperature=temperature, seed=3)
     plain = texts(target, None, PROMPTS, sampling=sampling)
     trees: list[dict[str, Any]] = [{"nodes": 20}, {"tree": "static"}, {"width": 1, "nodes": 5}, {}]
@@ -271,7 +271,7 @@ def test_trees_keep_to_depth_width_and_budget(target: Target, kind: str) -> None
 
 @pytest.mark.parametrize("kind", MAIN)
 def test_levels_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == 1
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees

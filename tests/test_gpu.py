@@ -10,7 +10,7 @@ import torch
 
 from decode import Proposer, Sampling, Target, generate
 from heads import save_head
-from proposers import TRAINED, DraftProposer, NGramProposer, load_best
+from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer, load_best
 from proposers.calibration import Calibration
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
@@ -24,7 +24,9 @@ KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
 
 
 def proposers(target: Target) -> list[Proposer | None]:
-    heads = [TRAINED[kind](make_head(kind, target), nodes=nodes) for kind in TRAINED for nodes in (12, None)]
+    heads = [
+        HEAD_PROPOSERS[kind](make_head(kind, target), nodes=nodes) for kind in HEAD_PROPOSERS for nodes in (12, None)
+    ]
     drafts = [DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
     return [None, NGramProposer(length=4), *drafts, *heads]
 

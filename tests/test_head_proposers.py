@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, generate
-from decode.models.cost_curve import Cost
+from decode.models.cost_curve import CostCurve
 from proposers import HydraProposer, MedusaProposer, head_proposer
 from proposers.calibration import trust_blindly
 from proposers.draft_budget import Pace
@@ -54,12 +54,14 @@ class MadeUp:
         self.vocabulary = vocabulary
         self.paths: list[list[tuple[int, ...]]] = [[()] for _ in range(rows)]
 
-    def law(self, row: int, path: tuple[int, ...]) -> Tensor:
+    def probabilities(self, row: int, path: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((row, *path)) % 2**60)
         return 2 * torch.randn(self.vocabulary, generator=generator)
 
     def logits(self, level: int) -> Tensor:
-        return torch.stack([torch.stack([self.law(row, path) for path in paths]) for row, paths in self._rows()])
+        return torch.stack(
+            [torch.stack([self.probabilities(row, path) for path in paths]) for row, paths in self._rows()]
+        )
 
     def tokens(self, drafted: Tensor) -> Tensor:
         return drafted + 100
@@ -86,7 +88,7 @@ def best_first(guesses: MadeUp, row: int, levels: int, nodes: int) -> list[tuple
         if path:
             found.append(tuple(token + 100 for token in path))
         if len(path) < levels:
-            law = guesses.law(row, path).log_softmax(dim=0)
+            law = guesses.probabilities(row, path).log_softmax(dim=0)
             best = law.topk(min(RANKS, len(law)))
             for token, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 heapq.heappush(heap, (score - chance, (*path, token)))
@@ -112,7 +114,7 @@ def test_a_narrow_search_follows_the_likeliest_paths_of_each_level() -> None:
     for _ in range(3):
         grown = {}
         for path, score in beam.items():
-            best = guesses.law(0, path).log_softmax(dim=0).topk(RANKS)
+            best = guesses.probabilities(0, path).log_softmax(dim=0).topk(RANKS)
             grown |= {(*path, int(token)): score + float(chance) for chance, token in zip(*best, strict=True)}
         expected |= set(grown)
         beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
@@ -206,7 +208,7 @@ def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> No
 
 @torch.no_grad()
 def test_a_prefix_layer_misses_nothing_while_drafting_rests(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make("hydra++", target)
     resting = iter([False, True, True, False, True] * 20)
     monkeypatch.setattr(proposer.pace, "rests", lambda: next(resting))
@@ -246,7 +248,7 @@ def test_so_many_nodes_as_were_asked_for(target: Target, kind: str, tree: str) -
 def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     widths = []
     for rise in (0.0, 0.02, 0.1, 5.0):
-        monkeypatch.setattr(target, "cost", lambda batch, rise=rise: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        monkeypatch.setattr(target, "cost_curve", lambda batch, rise=rise: CostCurve([1, 64], [1.0, 1.0 + 63 * rise]))
         widths.append(record(make("medusa", target), target, max_new_tokens=200).trees[0].width)
     assert widths[0] == 64 > widths[1] > widths[2] > widths[3] == 1
 
@@ -256,7 +258,7 @@ def test_levels_that_do_not_pay_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, deepest: int
 ) -> None:
     """Each of Hydra's levels is a pass of its head; Medusa has them all at once."""
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
@@ -330,7 +332,7 @@ def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:
     prepared = proposer.prepare(other)
     with pytest.raises(ValueError, match="was prepared for another target"):
         generate(one, [[5, 9, 5]], prepared, max_new_tokens=2)
-    generate(Target(other.model, prepare=True), [[5, 9, 5]], prepared, max_new_tokens=2)
+    generate(Target(other.model, accelerate="auto"), [[5, 9, 5]], prepared, max_new_tokens=2)
 
 
 def test_published_trees_are_trees() -> None:

@@ -23,9 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize("accelerate", ["off", "auto"])
 @pytest.mark.parametrize("away", ["layers", "everything"])
-def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, prepare: bool, away: str) -> None:
+def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, accelerate: str, away: str) -> None:
     parts = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
     gone = parts if away == "everything" else ["model.layers.1", "model.layers.3"]
     device_map = {"model.rotary_emb": "cpu", **{part: "disk" if part in gone else "cpu" for part in parts}}
@@ -35,7 +35,7 @@ def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, prepare: bo
     assert any(parameter.is_meta for parameter in spread.parameters())
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     expected = generate(Target(whole), PROMPTS, max_new_tokens=12)
-    answers = generate(Target(spread, prepare=prepare), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
+    answers = generate(Target(spread, accelerate=accelerate), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
 
 

@@ -178,12 +178,9 @@ class Adversary:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def observe(self, step: Step) -> None:
-        self.step = step
-
-    def propose(self, budget: int) -> Tree:
+    def propose(self, step: Step, budget: int) -> Tree:
         rows = []
-        for root in self.step.bonus:
+        for root in step.bonus:
             size = self.random.choice([1, budget, self.random.randint(1, budget)])
             palette = self.random.choice([range(VOCABULARY), range(4), [root], [2]])
             tokens = [root, *(self.random.choice(palette) for _ in range(size - 1))]
@@ -201,12 +198,8 @@ class Mixed(Adversary):
         super().__init__(seed)
         self.good = DraftProposer(target, width=self.random.choice([1, 2]), length=3)
 
-    def observe(self, step: Step) -> None:
-        super().observe(step)
-        self.good.observe(step)
-
-    def propose(self, budget: int) -> Tree:
-        tree = self.good.propose(budget)
+    def propose(self, step: Step, budget: int) -> Tree:
+        tree = self.good.propose(step, budget)
         if self.random.random() < 0.5:
             return tree
         kept = max(1, tree.width - self.random.randint(0, 2))
@@ -260,16 +253,14 @@ class Bush:
         self.asked: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
         self.verified: list[tuple[int, int]] = []  # of each row and step: its room, and the nodes of its tree
 
-    def observe(self, step: Step) -> None:
-        if not step.first:
-            rooms = [self.step.room[place] for place in step.kept]
+    def propose(self, step: Step, budget: int) -> Tree:
+        if not step.is_prefill:
+            rooms = [self.room[row] for row in step.kept]
             self.verified += zip(rooms, step.tree.sizes.tolist(), strict=True)
-        self.step = step
-
-    def propose(self, budget: int) -> Tree:
-        self.asked.append((budget, max(self.step.room)))
+        self.room = step.room
+        self.asked.append((budget, max(step.room)))
         rows = []
-        for number, sequence in zip(self.step.rows, self.step.sequences, strict=True):
+        for number, sequence in zip(step.request_ids, step.sequences, strict=True):
             levels = (budget - 1) // 2
             future = [*self.answers[number][len(sequence) :], *[0] * levels][:levels]
             tokens = [token for right in future for token in ((right + 1) % VOCABULARY, right)]

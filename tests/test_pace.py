@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decode import Target, generate, stream
-from decode.models.cost_curve import Cost
+from decode.models.cost_curve import CostCurve
 from proposers import MedusaProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import Pace
@@ -80,7 +80,7 @@ def test_no_first_try_where_the_calibration_gives_no_hope(
 ) -> None:
     """A guess that is right half of the time never pays where two nodes cost 1.6 times what one does."""
     target = Target(tiny("llama"))
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 2, 64], [1.0, cost, 64 * cost]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
     monkeypatch.setattr(recorder.proposer, "confidence", lambda level, sure, before: torch.full_like(sure, -0.01))
@@ -91,7 +91,7 @@ def test_no_first_try_where_the_calibration_gives_no_hope(
 
 def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama"))
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0 if batch == 1 else 64.0]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 if batch == 1 else 64.0]))
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from decode import Target, generate
-from decode.cpu.accelerate import grouped_sdpa, prepare, prepared_copy
+from decode.cpu import accelerate, accelerated_copy
+from decode.cpu.grouped_attention import grouped_sdpa
 from decode.cpu.packed_linear import PackedFamily, PackedLinear, PackedMember, can_pack
 from decode.kv_cache import LARGE
 from proposers import MedusaProposer, NGramProposer
@@ -57,7 +58,7 @@ def test_a_prepared_model_says_the_same(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prompts = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
-    plain, prepared = Target(model), Target(model, prepare=True)
+    plain, prepared = Target(model), Target(model, accelerate="auto")
     for proposer in (None, NGramProposer(length=4)):
         answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, prepared)]
         assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
@@ -67,22 +68,22 @@ def test_a_prepared_model_says_the_same(kind: str) -> None:
 
 def test_dense_weights_are_freed_and_tied_embeddings_kept() -> None:
     model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
-    prepare(model)
+    accelerate(model)
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
 
 
 def test_a_copy_shares_its_tensors() -> None:
     model = tiny("llama", dtype=torch.float32)
-    copy = prepared_copy(model)
+    copy = accelerated_copy(model, "auto")
     assert copy.model.embed_tokens.weight is model.model.embed_tokens.weight
     assert isinstance(copy.lm_head, PackedLinear) and type(model.lm_head) is nn.Linear
 
 
 def test_what_is_packed_is_not_packed_again() -> None:
-    model = prepare(tiny("llama", dtype=torch.float32))
-    assert prepared_copy(model) is model is prepare(model)
-    target = Target(model, prepare=True)
+    model = accelerate(tiny("llama", dtype=torch.float32))
+    assert accelerated_copy(model, "auto") is model is accelerate(model)
+    target = Target(model, accelerate="auto")
     proposer = MedusaProposer(make_head("medusa", target)).prepare(target)
     packed = proposer.head
     assert proposer.prepare(target).head is packed
@@ -92,7 +93,7 @@ def test_what_cannot_be_packed_is_left_alone() -> None:
     assert not can_pack(nn.Linear(4, 4, dtype=torch.float64))
     assert not can_pack(nn.Linear(4, 4, device="meta"))
     assert not can_pack(nn.Embedding(4, 4))
-    model = prepare(tiny("llama"))
+    model = accelerate(tiny("llama"))
     assert type(model.lm_head) is nn.Linear
 
 
@@ -102,7 +103,7 @@ def test_a_padding_mask_still_works_on_a_prepared_model() -> None:
     ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     stock = model(ids, attention_mask=mask).logits[:, 2:]
-    packed = prepared_copy(model)(ids, attention_mask=mask).logits[:, 2:]
+    packed = accelerated_copy(model, "auto")(ids, attention_mask=mask).logits[:, 2:]
     assert torch.allclose(stock, packed, atol=1e-5)
 
 

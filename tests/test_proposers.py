@@ -10,8 +10,9 @@ import torch
 from transformers import GPT2Config
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from decode import Plain, Sampling, Step, Target, Tree, cost, generate
-from decode.models.cost_curve import Cost
+from decode import PlainProposer, Sampling, Step, Target, Tree, generate
+from decode.models import cost_curve
+from decode.models.cost_curve import CostCurve
 from decode.models.loading import first_layers
 from decode.session import Session
 from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
@@ -26,8 +27,8 @@ def target() -> Target:
 
 def first_step(target: Target, *sequences: list[int]) -> Step:
     return Step(
-        first=True,
-        rows=list(range(len(sequences))),
+        is_prefill=True,
+        request_ids=list(range(len(sequences))),
         kept=list(range(len(sequences))),
         sequences=[list(sequence) for sequence in sequences],
         room=[100] * len(sequences),
@@ -44,8 +45,7 @@ def first_step(target: Target, *sequences: list[int]) -> Step:
 
 
 def drafts(proposer: NGramProposer, target: Target, *sequences: list[int], budget: int = 64) -> list[list[int]]:
-    proposer.observe(first_step(target, *sequences))
-    tree = proposer.propose(budget)
+    tree = proposer.propose(first_step(target, *sequences), budget)
     return [row[1:size].tolist() for row, size in zip(tree.tokens, tree.sizes.tolist(), strict=True)]
 
 
@@ -91,11 +91,9 @@ def test_rows_and_budget_are_kept_apart(target: Target) -> None:
 def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
     step = replace(first_step(target, [4, 4, 4], [5, 6, 5], [7, 7]), room=[4, 2, 1])
     proposer = NGramProposer(length=9)
-    proposer.observe(step)
-    assert proposer.propose(64).sizes.tolist() == [4, 2, 1]
+    assert proposer.propose(step, 64).sizes.tolist() == [4, 2, 1]
     draft = DraftProposer(target, width=2, length=9)
-    draft.observe(step)
-    assert draft.propose(64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
+    assert draft.propose(step, 64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
 
 
 def test_the_index_grows_with_the_text(target: Target) -> None:
@@ -103,7 +101,7 @@ def test_the_index_grows_with_the_text(target: Target) -> None:
     choose = random.Random(1)
     text = [choose.randrange(6) for _ in range(120)]
     growing = NGramProposer(length=5)
-    growing.observe(first_step(target, text[:1]))
+    growing.propose(first_step(target, text[:1]), 1)
     for end in range(2, 120):
         growing._texts[0].read(text[:end])
         assert growing._texts[0].draft(5, frozenset([2])) == drafts(NGramProposer(length=5), target, text[:end])[0]
@@ -113,22 +111,24 @@ def test_drafts_end_where_they_no_longer_pay(monkeypatch: pytest.MonkeyPatch, ta
     text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
     lengths = []
     for steepness in (0.0, 0.2, 5.0):
-        monkeypatch.setattr(target, "cost", lambda batch, rise=steepness: Cost([1, 64], [1.0, 1.0 + 63 * rise]))
+        monkeypatch.setattr(
+            target, "cost_curve", lambda batch, rise=steepness: CostCurve([1, 64], [1.0, 1.0 + 63 * rise])
+        )
         lengths.append(len(drafts(NGramProposer(), target, text)[0]))
     assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
 def test_failures_shorten_and_successes_lengthen_drafts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 64], [1.0, 1.0 + 63 * 0.2]))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 + 63 * 0.2]))
     text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
     lengths = []
     for accepted in (0, None):
-        proposer = NGramProposer()
-        proposer.observe(first_step(target, text))
-        for _ in range(30):
-            drafted = proposer.propose(64).width - 1
-            proposer._texts[0].learn(drafted if accepted is None else accepted)
-        lengths.append(proposer.propose(64).width)
+        proposer, step = NGramProposer(), first_step(target, text)
+        for _ in range(31):
+            drafted = proposer.propose(step, 64).width - 1
+            path = list(range(1 + (drafted if accepted is None else accepted)))
+            step = replace(step, is_prefill=False, path=[path])
+        lengths.append(1 + drafted)
     assert lengths[0] < lengths[1]
 
 
@@ -191,9 +191,9 @@ def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
 
 
 def test_cost_never_falls_and_is_linear_between_measures() -> None:
-    cost = Cost([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
+    cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
     assert [cost(nodes) for nodes in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.25, 1.25, 1.25, 2.625, 4.0, 6.75]
-    assert [Cost([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
+    assert [CostCurve([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(("rise", "largest"), [(0.01, 64), (0.5, 8)])
@@ -208,19 +208,19 @@ def test_cost_is_measured_on_warm_kernels(
         warm = 1 + rise * (tree.width - 1)
         return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
 
-    monkeypatch.setattr(cost, "_time", time)
-    measured = cost.measure_cost(target, 3)
-    assert measured.sizes == tuple(size for size in cost.SIZES if size <= largest)
+    monkeypatch.setattr(cost_curve, "_time", time)
+    measured = cost_curve.measure_cost_curve(target, 3)
+    assert measured.sizes == tuple(size for size in cost_curve.SIZES if size <= largest)
     assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
-    assert max(passes) == largest and passes.count(1) == 1 + cost.ROUNDS
+    assert max(passes) == largest and passes.count(1) == 1 + cost_curve.ROUNDS
 
 
 def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
-    assert target.cost(3) is target.cost(4) is not target.cost(1)
-    assert target.cost(1)(1) == 1.0 <= target.cost(1)(64)
+    assert target.cost_curve(3) is target.cost_curve(4) is not target.cost_curve(1)
+    assert target.cost_curve(1)(1) == 1.0 <= target.cost_curve(1)(64)
 
 
 def test_every_proposer_has_a_name() -> None:
     drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
-    assert {"none": Plain, "ngram": NGramProposer, **drafters} == PROPOSERS
+    assert {"none": PlainProposer, "ngram": NGramProposer, **drafters} == PROPOSERS

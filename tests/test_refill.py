@@ -12,7 +12,7 @@ import decode.session
 from decode import Answer, Sampling, Target, Tree, generate
 from decode.accept import draw
 from decode.kv_cache import LARGE, TreeCache
-from decode.noise import race
+from decode.noise import gumbel_max
 from decode.session import Session
 from proposers import NGramProposer
 from tests.models import tiny
@@ -33,7 +33,7 @@ def read(answers: list[Answer]) -> list[tuple[list[int], str]]:
 def test_refilled_rows_say_what_they_say_alone(kind: str, temperature: float) -> None:
     target, sampling = Target(tiny(kind)), Sampling(temperature=temperature, seed=3)
     alone = [
-        generate(target, [prompt], numbers=[number], sampling=sampling, **SETTINGS)[0]
+        generate(target, [prompt], request_ids=[number], sampling=sampling, **SETTINGS)[0]
         for number, prompt in enumerate(PROMPTS)
     ]
     assert len({len(answer.tokens) for answer in alone}) > 3
@@ -67,14 +67,14 @@ def test_numbers_make_a_part_of_a_list_the_whole() -> None:
     target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
     whole = generate(target, PROMPTS, sampling=sampling, **SETTINGS)
     part = [9, 2, 6]
-    answers = generate(target, [PROMPTS[number] for number in part], numbers=part, sampling=sampling, **SETTINGS)
+    answers = generate(target, [PROMPTS[number] for number in part], request_ids=part, sampling=sampling, **SETTINGS)
     assert read(answers) == read([whole[number] for number in part])
 
 
 @pytest.mark.parametrize("numbers", [[1], [1, 2, 3], [4, 4]])
 def test_numbers_are_one_a_prompt(numbers: list[int]) -> None:
-    with pytest.raises(ValueError, match="2 prompts need as many numbers, all different"):
-        generate(Target(tiny("llama")), [[5], [6]], numbers=numbers)
+    with pytest.raises(ValueError, match="2 prompts need as many different request_ids"):
+        generate(Target(tiny("llama")), [[5], [6]], request_ids=numbers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,5 +164,5 @@ def test_tokens_are_drawn_row_by_row_as_all_at_once(dtype: torch.dtype) -> None:
     logits = torch.randn(rows, 1000, generator=generator).to(dtype)
     seeds = torch.randint(2**53, (rows,), generator=generator)
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9)
-    expected = race(sampling.law(logits), seeds)
+    expected = gumbel_max(sampling.probabilities(logits), seeds)
     assert torch.equal(draw(logits, sampling, [], range(rows), seeds), expected)

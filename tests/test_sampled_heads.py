@@ -16,18 +16,18 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from decode import Sampling, Step, Target, Tree, generate
-from decode.models.cost_curve import Cost
+from decode.models.cost_curve import CostCurve
 from decode.rejection import RULES, Drafted, Rule
 from proposers import EagleProposer, HydraProposer, MedusaProposer, head_proposer, sampled_trees
 from proposers.draft_budget import Pace
-from proposers.head_proposer import TrainedProposer
+from proposers.head_proposer import HeadProposer
 from tests.drafting import make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny
 
 VOCABULARY = 4
 TEXT = [3, 1, 2, 1]
-PROPOSERS: dict[str, type[TrainedProposer]] = {
+PROPOSERS: dict[str, type[HeadProposer]] = {
     "eagle": EagleProposer,
     "eagle3": EagleProposer,
     "medusa": MedusaProposer,
@@ -70,11 +70,9 @@ class First:
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = layers
 
-    def observe(self, step: Step) -> None:
+    def propose(self, step: Step, budget: int) -> Tree:
         self.step = replace(step, sequences=[list(sequence) for sequence in step.sequences], room=[100])
-
-    def propose(self, budget: int) -> Tree:
-        return Tree.chain([[root] for root in self.step.bonus])
+        return Tree.chain([[root] for root in step.bonus])
 
 
 class TargetLaws:
@@ -88,7 +86,7 @@ class TargetLaws:
         if prefix not in self.cache:
             text = [*self.text, *prefix]
             logits, _ = self.target.open(1).extend([text])
-            self.cache[prefix] = self.sampling.law(logits, [torch.tensor(text)], [0])[0]
+            self.cache[prefix] = self.sampling.probabilities(logits, [torch.tensor(text)], [0])[0]
         return self.cache[prefix]
 
 
@@ -140,15 +138,14 @@ def emit_with(
     times: Sequence[float] = (1.0, 1.05, 2.1),
 ) -> Any:
     """That law for a proposer's first draft, and the target's laws. times: of passes over 1, 2 and 8 nodes."""
-    monkeypatch.setattr(target, "cost", lambda batch: Cost([1, 2, 8], times))
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 8], times))
     monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 0.5)
     first = First(proposer.layers)
     generate(target, [TEXT], first, sampling=sampling, max_new_tokens=2)
 
     def propose() -> Tree:
         fresh = proposer.renew()
-        fresh.observe(first.step)
-        return fresh.propose(64)
+        return fresh.propose(first.step, 64)
 
     laws = TargetLaws(target, first.step.sequences[0], sampling)
     return emit(monkeypatch, propose, laws, rule), laws

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper
 
 from decode import Sampling, Target, Tree, generate
-from decode.models.cost_curve import Cost
-from decode.noise import spread
+from decode.models.cost_curve import CostCurve
+from decode.noise import stream_uniforms
 from proposers.sampled_trees import draw_in_turn, keep_order, renumber
 from tests.drafting import Recorder
 from tests.models import tiny
@@ -44,7 +44,7 @@ def third_token(target: Target, prompt: list[int], sampling: Sampling) -> Tensor
 
     def laws(texts: list[list[int]]) -> Tensor:
         logits, _ = target.open(len(texts)).extend(texts)
-        return sampling.law(logits, [torch.tensor(text) for text in texts], list(range(len(texts))))
+        return sampling.probabilities(logits, [torch.tensor(text) for text in texts], list(range(len(texts))))
 
     first, second, third = laws([prompt]), laws([[*prompt, one] for one in range(WORDS)]), laws(pairs)
     return (first.T * second).flatten() @ third
@@ -61,7 +61,7 @@ def test_texts_have_the_law_of_plain_sampling(
     runs: int,
 ) -> None:
     """Chi-square of the third token, which lies inside drafts."""
-    monkeypatch.setattr(words, "cost", lambda batch: Cost([1, 64], [1.0, 1.0]))
+    monkeypatch.setattr(words, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     processors = [TopKLogitsWarper(6)] if kind == "hydra" else []
     sampling = Sampling(temperature=1.5, top_k=8, top_p=0.95, processors=processors, seed=1)
     answers = generate(
@@ -145,7 +145,7 @@ def test_draws_in_turn_are_without_replacement() -> None:
     rounds, places = 20_000, [3, 700, 300, 511]  # in several groups
     law = torch.zeros(1000, dtype=torch.float64)
     law[places] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    uniforms = spread(torch.tensor([5]), torch.arange(rounds * 4)).view(rounds, 2, 2)
+    uniforms = stream_uniforms(torch.tensor([5]), torch.arange(rounds * 4)).view(rounds, 2, 2)
     drawn = draw_in_turn(law.expand(rounds, -1), uniforms)
     index = torch.full((1000,), 99)
     index[places] = torch.arange(4)

@@ -7,7 +7,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.noise import ACCEPTANCE, KeyedDice, invert, key, race, spread, uniform, uniforms
+from decode.noise import ACCEPTANCE, KeyedDice, gumbel_max, inverse_cdf, key, stream_uniforms, uniform, uniforms
 from decode.sampling import QuickTopP
 
 
@@ -40,13 +40,13 @@ def test_noise_is_uniform_and_neighbours_are_independent() -> None:
 def test_inversion_draws_each_token_on_its_share() -> None:
     law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
     for number, token in [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)]:
-        assert invert(law * 7, torch.tensor([number], dtype=torch.float64)).item() == token
-        assert invert(law, torch.tensor([number], dtype=torch.float64)).item() == token
+        assert inverse_cdf(law * 7, torch.tensor([number], dtype=torch.float64)).item() == token
+        assert inverse_cdf(law, torch.tensor([number], dtype=torch.float64)).item() == token
 
 
 def test_a_race_draws_each_token_on_its_share() -> None:
     law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.2, 0.05, 0.0]], dtype=torch.float64)
-    drawn = race(3 * law.expand(20000, -1), torch.tensor([key(1, 2, position) for position in range(20000)]))
+    drawn = gumbel_max(3 * law.expand(20000, -1), torch.tensor([key(1, 2, position) for position in range(20000)]))
     counts, expected = torch.bincount(drawn, minlength=7), 20000 * law[0]
     assert counts[expected == 0].sum() == 0
     assert ((counts - expected) ** 2 / expected)[expected > 0].sum() < 20  # 3 degrees of freedom, p = 0.0002
@@ -58,15 +58,15 @@ def test_laws_that_rounding_parts_draw_the_same() -> None:
     rounded = logits + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     seeds = torch.arange(40)
     laws = [some.double().softmax(dim=1) for some in (logits, rounded)]
-    assert torch.equal(*(race(law, seeds) for law in laws))
+    assert torch.equal(*(gumbel_max(law, seeds) for law in laws))
 
 
 def test_spread_is_splitmix() -> None:
     """The first outputs of the published generator from seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    first = spread(torch.tensor([1234567, 9]), torch.arange(3))
+    first = stream_uniforms(torch.tensor([1234567, 9]), torch.arange(3))
     assert first[0].tolist() == [(number >> 11) * 2.0**-53 for number in expected]
-    numbers = spread(torch.arange(100), torch.arange(100)).flatten()
+    numbers = stream_uniforms(torch.arange(100), torch.arange(100)).flatten()
     assert len(numbers.unique()) == 10_000 and 0 <= float(numbers.min()) <= float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.015
 
@@ -80,11 +80,11 @@ def test_dice_never_draw_what_has_no_weight() -> None:
 
 def test_the_law_is_that_of_transformers_warpers() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    assert Sampling().law(logits).tolist() == [[1, 0, 0, 0]]
-    assert torch.allclose(Sampling(temperature=2.0).law(logits), (logits.double() / 2).softmax(-1))
-    assert (Sampling(temperature=1, top_k=2).law(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(temperature=1, top_p=0.7).law(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(temperature=1, min_p=0.3).law(logits) > 0).tolist() == [[True, True, False, False]]
+    assert Sampling().probabilities(logits).tolist() == [[1, 0, 0, 0]]
+    assert torch.allclose(Sampling(temperature=2.0).probabilities(logits), (logits.double() / 2).softmax(-1))
+    assert (Sampling(temperature=1, top_k=2).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(temperature=1, top_p=0.7).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
+    assert (Sampling(temperature=1, min_p=0.3).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])

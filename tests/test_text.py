@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.answer import Chunk, Limits, Row
+from decode.answer import Chunk, Limits, Request
 from decode.text import BROKEN, TextStream, encode, find_special
 
 TEXT = (
@@ -224,12 +224,12 @@ def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None
 # Rows
 
 
-def make_row(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Row:
+def make_row(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Request:
     limits = Limits(**limits)
-    return Row(0, [7, 8], limits, context, None if tokenizer is None else TextStream(tokenizer, limits.stop))
+    return Request(0, [7, 8], limits, context, None if tokenizer is None else TextStream(tokenizer, limits.stop))
 
 
-def extend(row: Row, ids: Sequence[int], width: int) -> list[Chunk]:
+def extend(row: Request, ids: Sequence[int], width: int) -> list[Chunk]:
     """Give tokens to a row `width` at a time, all but the last of them guessed."""
     chunks = []
     for start in range(0, len(ids), width):
@@ -269,14 +269,14 @@ def test_nothing_comes_after_the_end(tokenizer: PreTrainedTokenizerFast, name: s
     assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
     for chunk in chunks:
         assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
-        assert chunk.guessed <= len(chunk.tokens) and chunk.guessed <= width - 1
+        assert chunk.drafted <= len(chunk.tokens) and chunk.drafted <= width - 1
 
 
 def test_guesses_are_counted_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert make_row(tokenizer).extend([1, 2, 3], 4).guessed == 3
-    assert make_row(tokenizer, max_new_tokens=2).extend([1, 2, 3], 4).guessed == 2
-    assert make_row(tokenizer, max_new_tokens=4).extend([1, 2, 3], 4).guessed == 3
-    assert make_row(tokenizer).extend([], 4).guessed == 0
+    assert make_row(tokenizer).extend([1, 2, 3], 4).drafted == 3
+    assert make_row(tokenizer, max_new_tokens=2).extend([1, 2, 3], 4).drafted == 2
+    assert make_row(tokenizer, max_new_tokens=4).extend([1, 2, 3], 4).drafted == 3
+    assert make_row(tokenizer).extend([], 4).drafted == 0
 
 
 def test_a_criterion_is_asked_after_every_token_and_not_beyond(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads import HEADS, load_head
-from proposers import TRAINED, EagleProposer
+from proposers import HEAD_PROPOSERS, EagleProposer
 from tests.predictable import write_answers
 from tests.training_runs import (
     ADAMW,
@@ -55,7 +55,7 @@ def undisturbed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"], ["eagle"], ["eagle3"]])
 def test_a_head_learns_to_guess(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
     for kind in ("eagle", "eagle3"):  # in 41 tokens a deeper tree has no room to show what it is worth
-        monkeypatch.setitem(TRAINED, kind, partial(EagleProposer, depth=3))
+        monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(EagleProposer, depth=3))
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
     assert train(place, tmp_path / "out", *options, "--head", *head) == 0

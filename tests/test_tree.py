@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from decode import Sampling, Target, Tree
-from decode.accept import walk, walk_greedily
+from decode.accept import accept_greedily, walk
 from decode.kv_cache import TreeCache
+from tests.drafting import tree_of_paths
 from tests.models import tiny
 
 
@@ -50,7 +51,7 @@ def test_a_chain_is_a_tree() -> None:
 
 
 def test_paths_share_their_beginnings() -> None:
-    tree = Tree.from_paths([1, 2], [[[5, 6, 7], [5, 8], [9]], []])
+    tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8], [9]], []])
     assert tree.tokens.tolist() == [[1, 5, 6, 7, 8, 9], [2, 0, 0, 0, 0, 0]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 1, 0], [-1] * 6]
     assert tree.sizes.tolist() == [6, 1] and tree.height == 3
@@ -112,7 +113,7 @@ def test_a_cut_chain_is_a_chain() -> None:
 
 
 def test_a_tree_that_is_shallow_enough_is_not_touched() -> None:
-    tree = Tree.from_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
+    tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
     assert tree.cut([3, 9]) is tree
     assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # nor looked at
     assert tree.cut([3, 2]) is not tree  # what row 1 is drafted is not known on the host
@@ -142,7 +143,7 @@ def test_what_a_tree_says_of_itself_is_checked() -> None:
     for flat in (replace(tree, height=1), replace(tree, height=2)):
         with pytest.raises(ValueError, match="deeper than the height of"):
             flat.check(1, 9, 9)
-    bush = Tree.from_paths([1], [[[2, 3], [4]]])
+    bush = tree_of_paths([1], [[[2, 3], [4]]])
     bush.check(1, 9, 9)
     with pytest.raises(ValueError, match="called a chain"):
         replace(bush, is_chain=True).check(1, 9, 9)
@@ -154,7 +155,7 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
         torch.manual_seed(seed)
         tree = random_tree(random.Random(seed))
         logits = torch.randn(3, tree.width, 6, dtype=torch.float64)
-        fast = walk_greedily(tree, logits)
+        fast = accept_greedily(tree, logits)
         slow = walk(tree, logits, Sampling(), [0, 1, 2], [[0]] * 3)
         assert fast.bonus == slow.bonus and fast.tokens == slow.tokens and fast.sizes == slow.sizes
         for row in range(3):
@@ -214,7 +215,7 @@ def test_the_cache_grows_and_keeps_what_it_holds() -> None:
 
 def test_a_tree_may_be_verified_level_by_level() -> None:
     target = Target(tiny("gemma3_text"))
-    whole, grown = target.open(batch=2), target.open(batch=2)
+    whole, grown = target.open(2), target.open(2)
     for session in (whole, grown):
         session.extend([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2]]).expand(2, 6)

@@ -20,7 +20,7 @@ from decode.cpu.kernel_cache import Recipe, obtain_kernels
 from decode.cpu.linear_kernels import FEW, TOLERANCE, FewOrMany, linear_recipes
 from decode.cpu.packed_linear import can_pack, pack_layers
 from decode.kv_cache import TreeCache
-from decode.masks import layer_reaches, tree_masks
+from decode.masks import attention_windows, tree_masks
 from decode.models.features import find_decoder
 from decode.tree import Tree
 
@@ -126,6 +126,6 @@ def _pass(model: PreTrainedModel, cache: TreeCache, count: int) -> None:
     """Run a model over so many tokens a row, as a session does."""
     tree = Tree.chain([list(range(count)) for _ in cache.lengths])
     lengths = cache.place(0, count, model.device)
-    masks = tree_masks(layer_reaches(model), lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
+    masks = tree_masks(attention_windows(model), lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
     positions = lengths[:, None] + tree.depth
     model(tree.tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)

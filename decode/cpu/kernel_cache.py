@@ -26,7 +26,7 @@ from tqdm import tqdm
 from decode.models.user_cache import remove, say, scratch, user_cache
 
 BUILDER = Path(__file__).with_name("compile_kernels.py")
-MADE_OF = "linear_kernels.py", "layer_calls.py", "accelerate.py", "compiled_layer.py"
+MADE_OF = "linear_kernels.py", "layer_calls.py", "acceleration.py", "compiled_layer.py"
 WORKERS = min(8, os.cpu_count() or 1)  # compilers at once: each needs half a gigabyte
 
 Kernel = Callable[[list[Tensor]], list[Tensor]]

@@ -25,7 +25,7 @@ class Like(NamedTuple):
     dtype: torch.dtype
 
 
-class Plain(NamedTuple):
+class Constant(NamedTuple):
     """Stands for a value that is no tensor."""
 
     kind: type
@@ -75,7 +75,7 @@ def take_apart(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> La
             keys, values = ((part.shape[0], part.shape[1], part.shape[3]) for part in states)
             return Cached(keys, values, states[0].dtype)
         if value is None or isinstance(value, int | float | str):
-            return Plain(type(value), value)
+            return Constant(type(value), value)
         raise TypeError(f"a kernel cannot take {type(value).__name__}")
 
     try:
@@ -105,7 +105,7 @@ def put_together(form: Form, tensors: list[Tensor]) -> tuple[tuple[Any, ...], di
             return next(left)
         if isinstance(stands, Cached):
             return part
-        return stands.value if isinstance(stands, Plain) else tuple(map(value_of, stands))
+        return stands.value if isinstance(stands, Constant) else tuple(map(value_of, stands))
 
     named = [(name, value_of(stands)) for name, stands in form]
     args = tuple(value for name, value in named if isinstance(name, int))

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
+from decode.models.stock_model import StockModel
+from decode.session import Session
 from decode.tree import Tree
-
-if TYPE_CHECKING:
-    from decode.session import Session
-    from decode.target import Target
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
 CONTEXT = 256  # committed tokens while measuring
@@ -27,7 +24,7 @@ DEAREST = 4.0  # passes over more nodes than cost this are not timed: few trees 
 ROUNDS, PATIENCE = 5, 2.5  # passes of each size; seconds that more than one of each may take together
 
 
-class Cost:
+class CostCurve:
     """Times relative to a single node's: `cost(1) == 1`, never falling, linear between the sizes and beyond the last.
 
     Where more nodes were faster, fewer could be padded to as many, or other work disturbed the measuring.
@@ -45,9 +42,9 @@ class Cost:
 
 
 @torch.inference_mode()  # as the loop has it
-def measure_cost(target: Target, batch: int) -> Cost:
+def measure_cost_curve(target: StockModel, batch: int) -> CostCurve:
     """Time passes of all `SIZES`, in turn, so that what else the machine does meets all of them; the medians count."""
-    session = target.open(batch)
+    session = Session(target, batch)
     session.cache.lengths = [min(CONTEXT, target.context - 1)] * batch
     trees = [_grow(size, batch, target) for size in SIZES]
     _time(session, trees[0])  # the first pass of all is a slow one
@@ -67,10 +64,10 @@ def measure_cost(target: Target, batch: int) -> Cost:
     rounds = [times]
     while len(rounds) < ROUNDS and (perf_counter() - begun) * (len(rounds) + 1) / len(rounds) <= PATIENCE:
         rounds.append([_time(session, tree) for tree in trees[: len(times)]])
-    return Cost(SIZES[: len(times)], [median(taken) for taken in zip(*rounds, strict=True)])
+    return CostCurve(SIZES[: len(times)], [median(taken) for taken in zip(*rounds, strict=True)])
 
 
-def _grow(size: int, batch: int, target: Target) -> Tree:
+def _grow(size: int, batch: int, target: StockModel) -> Tree:
     """A chain of tokens at random: of a mixture of experts, tokens that are alike would wake the same few."""
     tokens = torch.randint(target.vocabulary, (batch, size), generator=torch.Generator().manual_seed(size))
     return Tree.chain(tokens.tolist(), target.device)

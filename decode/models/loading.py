@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.cpu.accelerate import prepare as prepare_model
+from decode.cpu import accelerate as accelerate_model
+from decode.cpu import check_mode
 from decode.models.default_model import default_model
 from decode.text import Tokenizer
 
@@ -21,34 +22,31 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 def load_model(
     name: str | Path | None = None,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     device: str | None = None,
     device_map: str | None = None,
-    prepare: bool = True,
-    compile: bool | None = None,
+    accelerate: str = "auto",
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """Load a model and its tokenizer from a local folder or a hub id; without a name, the default model.
+    """A model and its tokenizer from a local folder or a hub id; without a name, the default model.
 
-    dtype: one of `DTYPES`; None keeps the checkpoint's, or float32 on a CPU. device: e.g. "cuda:0"; None takes a GPU
-    where there is one. device_map: accelerate's, e.g. "auto", instead of a device. prepare: pack linear layers for
-    speed where they lie on a CPU. compile: prepare, and have kernels compiled for passes over a few tokens there, which
-    takes a C++ compiler, a minute the first time, and memory for the dense weights; None does so, with `prepare`, where
-    it pays (`decode.cpu.accelerate`). Raises ValueError for an unknown dtype or device, where the name leads nowhere or to a
-    damaged or incomplete model, and where it is to be compiled and cannot be.
+    dtype: a torch dtype or its name; None keeps the checkpoint's, or takes float32 on a CPU. device: e.g. "cuda:0"; None
+    takes a GPU if there is one. device_map: accelerate's, e.g. "auto", instead of a device. accelerate: how to make it
+    fast on a CPU (`decode.cpu.acceleration`).
+
+    Raises ValueError for an unknown dtype, device or accelerate mode, for a name that leads nowhere or to a damaged or
+    incomplete model, and if "compiled" is asked for and impossible.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    check_mode(accelerate)
+    chosen_dtype = parse_dtype(dtype)
     place = _device(device)
     folder = str(name) if name is not None else str(default_model())
-    if dtype is None:
-        chosen = torch.float32 if place.type == "cpu" and device_map is None else "auto"
-    else:
-        chosen = DTYPES[dtype]
+    if chosen_dtype is None:
+        chosen_dtype = torch.float32 if place.type == "cpu" and device_map is None else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=chosen,
+            dtype=chosen_dtype,
             device_map=device_map,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # refused below: transformers itself does so without saying which
@@ -59,7 +57,17 @@ def load_model(
     _refuse_gaps(report, folder)
     if device_map is None:
         model = model.to(place)
-    return prepare_model(model, compile=compile) if prepare or compile else model, tokenizer
+    return accelerate_model(model, accelerate), tokenizer
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> Any:
+    """The torch dtype of that name; a dtype or None as it is. Raises ValueError for all but `DTYPES`."""
+    if dtype is None or dtype in DTYPES.values():
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:

@@ -41,7 +41,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
 from decode.loop import stream
-from decode.masks import layer_reaches
+from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer
 from decode.sampling import RowProcessor, Sampling
@@ -70,8 +70,8 @@ WARPERS = {
 }
 SAMPLE = 64  # numbers of a packed weight that are looked at to see whether it has changed
 
-# What the self-test of each model led to, by `prepare`. A target that uses the model itself is kept without it.
-_TARGETS: WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[Any, Target]]] = WeakKeyDictionary()
+# What the self-test of each model led to, by `accelerate`. A target that uses the model itself is kept without it.
+_TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Any, Target]]] = WeakKeyDictionary()
 
 
 def speculate(
@@ -83,14 +83,14 @@ def speculate(
     *,
     proposer: Proposer | None = None,
     nodes: int = 64,
-    prepare: bool = False,
+    accelerate: str = "off",
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """What `model.generate(..., custom_generate=speculate)` calls; it takes `proposer`, `nodes` and `prepare` as well.
+    """What `model.generate(..., custom_generate=speculate)` calls; it takes `proposer`, `nodes` and `accelerate` as well.
 
     Returns what transformers' greedy decoding and sampling do: the same tokens where greedy, and the same law where
     sampled, reproducible by `torch.manual_seed`; but rows end where the model's context does. proposer and nodes are
-    those of `decode.stream`; prepare is that of `Target`, whose copy is kept until the model's weights change (hooks
+    those of `decode.stream`; accelerate is that of `Target`, whose copy is kept until the model's weights change (hooks
     that are added later are not noticed). The model is wrapped and tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with the padding that it was given, and never a
@@ -112,7 +112,7 @@ def speculate(
     most, stop_ids, criteria = _split_criteria(stopping_criteria, length)
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
-    target = _wrap(model, prepare)
+    target = _wrap(model, accelerate)
     if pad is None and len(prompts) > 1 and (criteria or max(map(len, prompts)) + most > target.context):
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
@@ -139,7 +139,7 @@ def _collect(chunks: Iterable[Chunk], input_ids: Tensor, streamer: BaseStreamer 
     """Prompts and answers side by side, padded to the longest; each step goes to the streamer as it comes."""
     answers: list[list[int]] = [[] for _ in input_ids]
     for chunk in chunks:
-        answers[chunk.row] += chunk.tokens
+        answers[chunk.request_id] += chunk.tokens
         if streamer is not None:
             streamer.put(torch.tensor(chunk.tokens))
     if streamer is not None:
@@ -259,29 +259,29 @@ def _narrow(processor: LogitsProcessor, row: int, copies: int) -> LogitsProcesso
     return own
 
 
-def _wrap(model: PreTrainedModel, prepare: bool) -> Target:
+def _wrap(model: PreTrainedModel, accelerate: str) -> Target:
     """The model as a target, tested when first seen and whenever it has changed."""
-    known, state = _TARGETS.setdefault(model, {}), _state_of(model, prepare)
-    if prepare not in known or known[prepare][0] != state:
-        target = Target(model, prepare=prepare)
+    known, state = _TARGETS.setdefault(model, {}), _state_of(model, accelerate)
+    if accelerate not in known or known[accelerate][0] != state:
+        target = Target(model, accelerate=accelerate)
         if target.model is model:
             target = copy(target)
             target.model = None  # or the memory would keep its own key alive
-        known[prepare] = state, target
-    target = copy(known[prepare][1])
+        known[accelerate] = state, target
+    target = copy(known[accelerate][1])
     target.model = model if target.model is None else target.model
     return target
 
 
-def _state_of(model: PreTrainedModel, prepare: bool) -> Any:
+def _state_of(model: PreTrainedModel, accelerate: str) -> Any:
     """What changes when the model moves, gets another vocabulary, window or attention or, once packed, other weights.
 
     Merged adapters write into weights without a new version, so some of each weight's numbers are looked at, too.
     """
-    packed = [module.weight.detach() for module in model.modules() if prepare and can_pack(module)]
+    packed = [module.weight.detach() for module in model.modules() if accelerate != "off" and can_pack(module)]
     samples = [weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist() for weight in packed]
     versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
-    shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if prepare]
+    shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if accelerate != "off"]
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    kind = model.config._attn_implementation, model.dtype, model.device, vocabulary, layer_reaches(model)
+    kind = model.config._attn_implementation, model.dtype, model.device, vocabulary, attention_windows(model)
     return kind, shared, versions, samples
