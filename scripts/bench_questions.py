@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.prompts import check_prompt
-from training.json_lines import read_lines
+from training.jsonl_files import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 GROUPS = ("mt_bench", "all")  # what categories are counted together as

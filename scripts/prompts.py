@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from training.json_lines import decode_text, parse_lines
+from training.jsonl_files import decode_text, parse_lines
 
 
 def read_prompts(path: str) -> list[list[str]]:

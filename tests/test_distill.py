@@ -1,4 +1,4 @@
-"""The script `distill.py`: prompts in, the model's own answers out, whatever interrupts it."""
+"""The script `distill.py`: prompts in, the model's own answers out, after interruptions too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(save_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def looping(save_model: Callable[..., Path]) -> Path:
-    """A model that sees the last token only, and so soon goes round in a circle."""
+    """A model that sees the last token only, so that it soon repeats itself."""
     folder = save_model()
     model = AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
@@ -74,12 +74,12 @@ def write(name: str, rows: Sequence[Any]) -> str:
 
 
 def read() -> list[dict[str, Any]]:
-    """The rows of the file, by their ids."""
+    """The rows of the file, sorted by id."""
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
-def test_each_answer_is_what_the_model_says_alone(call: Call, model: Path) -> None:
+def test_each_answer_matches_plain_decoding(call: Call, model: Path) -> None:
     rows = [{"id": f"q{place}", "source": "s", "prompt": prompt} for place, prompt in enumerate(QUESTIONS)]
     assert call(write("in.jsonl", rows), "--temperature", "0", "0.9", "--seed", "7").status == 0
     target, answers = Target.load(model, dtype="float64"), read()
@@ -99,7 +99,7 @@ def test_each_answer_is_what_the_model_says_alone(call: Call, model: Path) -> No
     assert {row["finished"] for row in answers} == {True, False}
 
 
-def test_turns_are_asked_one_after_the_other(call: Call, model: Path) -> None:
+def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
     target = Target.load(model, dtype="float64")
     texts = [*map(chr, range(33, 97))]
     answers = generate(target, texts, max_new_tokens=40)
@@ -121,14 +121,14 @@ def test_turns_are_asked_one_after_the_other(call: Call, model: Path) -> None:
     assert len(read()[0]["messages"]) > 2 and "response" in read()[3]
 
 
-def test_a_chat_so_far_is_answered(call: Call, model: Path) -> None:
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
-    assert call(write("in.jsonl", [{"messages": said}])).status == 0
-    answer = generate(Target.load(model, dtype="float64"), [said], max_new_tokens=40)[0]
-    assert read()[0]["messages"] == [*said, {"role": "assistant", "content": answer.text}]
+def test_a_chat_is_answered(call: Call, model: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
+    assert call(write("in.jsonl", [{"messages": chat}])).status == 0
+    answer = generate(Target.load(model, dtype="float64"), [chat], max_new_tokens=40)[0]
+    assert read()[0]["messages"] == [*chat, {"role": "assistant", "content": answer.text}]
 
 
-def test_files_of_several_kinds_make_one(call: Call) -> None:
+def test_files_of_several_kinds_are_combined(call: Call) -> None:
     Path("plain.txt").write_text("Two\nlines\n")
     rows = [{"id": "own", "prompt": "x", "temperature": 0.5}, {"prompt": "y", "source": "elsewhere"}]
     run = call("plain.txt", write("in.jsonl", rows))
@@ -137,7 +137,7 @@ def test_files_of_several_kinds_make_one(call: Call) -> None:
     assert shown == [("in:2", "elsewhere", "y", 0), ("own", "in", "x", 0.5), ("plain:1", "plain", "Two\nlines", 0)]
 
 
-def test_repetition_makes_shares_of_temperatures(call: Call) -> None:
+def test_a_repeated_temperature_gets_a_larger_share(call: Call) -> None:
     rows = [{"prompt": str(number)} for number in range(300)]
     jobs = distill.read_jobs([write("in.jsonl", rows)], [0.0, 0.0, 0.8])
     greedy = sum(job.temperature == 0 for job in jobs)
@@ -146,9 +146,7 @@ def test_repetition_makes_shares_of_temperatures(call: Call) -> None:
     assert [job.temperature for job in fewer] == [job.temperature for job in jobs[:50]]
 
 
-def test_loops_are_dropped_counted_and_not_made_again(
-    call: Call, looping: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [write("in.jsonl", [{"prompt": "x"}, {"turns": ["y", "z"]}]), "--max-new-tokens", "100"]
     run = call(*options, name=str(looping))
     assert run.status == 0 and "0 answers, 0 tokens; dropped: 2 that fell into a loop, 0 that" in run.out
@@ -191,11 +189,11 @@ def test_files_without_ids_can_be_asked_together(tmp_path: Path, monkeypatch: py
         ([*range(20)] * 4, False),
     ],
 )
-def test_what_a_loop_is(tokens: list[int], expected: bool) -> None:
+def test_has_looped(tokens: list[int], expected: bool) -> None:
     assert has_looped(tokens) == expected
 
 
-def test_what_the_context_has_no_room_for_is_dropped(call: Call) -> None:
+def test_prompts_without_room_in_the_context_are_dropped(call: Call) -> None:
     run = call(write("in.jsonl", [{"prompt": "x" * 300}, {"turns": ["y", "z" * 300]}, {"prompt": "x" * 230}]))
     rows = read()
     room = sum("dropped" not in row for row in rows)
@@ -214,7 +212,7 @@ def many(count: int = 24) -> str:
     return write("in.jsonl", [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)])
 
 
-def test_a_run_goes_on_behind_the_last_whole_line(call: Call) -> None:
+def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
     prompts, file = many(), Path("out.jsonl")
     call(prompts, *SHORT)
     expected, raw = read(), file.read_bytes()
@@ -314,7 +312,7 @@ def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
     Path("out.jsonl").write_bytes(before + b"{}\n")
     refuse(call(prompts), "is damaged ('id')")
     Path("out.jsonl.settings.json").unlink()
-    refuse(call(prompts), "out.jsonl has no out.jsonl.settings.json beside it")
+    refuse(call(prompts), "out.jsonl has no out.jsonl.settings.json next to it")
     assert Path("out.jsonl").read_bytes() == before + b"{}\n"
 
 

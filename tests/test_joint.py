@@ -1,4 +1,4 @@
-"""Medusa-2: adapters that start as nothing and merge, the joint objective written out in float64, and both stages."""
+"""Medusa-2: adapters start as zero and merge, the objective matches a plain float64 version, both stages train."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ from scripts import train
 from tests.models import VOCABULARY, tiny
 from tests.predictable import train_predictable, walk, write_answers
 from training.data import Dataset, Example
-from training.joint import ADAPTERS_RATE, HEADS_WEIGHT, JointObjective, UntouchedTeacher, divergence, save_adapted
-from training.lessons import Lessons
-from training.lora import Adapters
-from training.objective import DECAY, HeadObjective
-from training.optimizer import STRIDE
-from training.teacher import LABELS, Lesson, Teacher, make_lesson
+from training.feature_cache import BatchLoader
+from training.medusa2 import (
+    ADAPTERS_LR_SHARE,
+    HEADS_WEIGHT,
+    Adapters,
+    Medusa2Objective,
+    OriginalTeacher,
+    divergence,
+    save_adapted,
+)
+from training.objectives import DECAY, MedusaObjective
+from training.optimizer import MUON_SCALE
+from training.teacher import LABELS, Batch, Teacher, collate
 from training.trainer import Schedule, Trainer, Validation
 
 HEADS = 2
@@ -43,14 +50,14 @@ def read(model: PreTrainedModel) -> Tensor:
 
 
 def disturb(adapters: Adapters, by: float = 0.05) -> None:
-    """Updates as if they had learned something."""
+    """Random updates, as if trained."""
     generator = torch.Generator().manual_seed(3)
     for parameter in adapters.parameters():
         parameter.data += by * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
 
 
-def make_joint(kind: str, loss: str = "kl", name: str = "llama") -> tuple[JointObjective, Lesson]:
-    """A joint objective in float64 whose head is not new, and a lesson."""
+def make_joint(kind: str, loss: str = "kl", name: str = "llama") -> tuple[Medusa2Objective, Batch]:
+    """A Medusa-2 objective in float64 whose head has random weights, and a batch."""
     target = Target(tiny(name))
     torch.manual_seed(0)
     if kind == "medusa":
@@ -60,13 +67,13 @@ def make_joint(kind: str, loss: str = "kl", name: str = "llama") -> tuple[JointO
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     adapters = Adapters(target.model, rank=4)
-    heads = HeadObjective(head, loss, target.model.get_input_embeddings().weight)
-    teacher = UntouchedTeacher(target, head.features, adapters)
-    return JointObjective(target, adapters, heads), make_lesson(EXAMPLES, teacher.view(EXAMPLES))
+    heads = MedusaObjective(head, loss, target.model.get_input_embeddings().weight)
+    teacher = OriginalTeacher(target, head.features, adapters)
+    return Medusa2Objective(target, adapters, heads), collate(EXAMPLES, teacher.compute(EXAMPLES))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3_text", "phi3", "gpt_neox", "qwen3_moe"])
-def test_adapters_start_as_nothing_and_merge(name: str) -> None:
+def test_adapters_start_as_zero_and_merge(name: str) -> None:
     model = tiny(name)
     plain = read(model)
     adapters = Adapters(model)
@@ -97,9 +104,9 @@ def test_a_model_without_plain_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_only_adapters_and_head_learn(kind: str) -> None:
-    objective, lesson = make_joint(kind)
+    objective, batch = make_joint(kind)
     disturb(objective.adapters)
-    objective(lesson).total.backward()
+    objective(batch).total.backward()
     for name, parameter in objective.named_parameters():
         assert name.startswith(("adapters.", "heads.head."))
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
@@ -107,86 +114,88 @@ def test_only_adapters_and_head_learn(kind: str) -> None:
     assert not objective.train().target.model.training
 
 
-def test_the_teacher_is_untouched() -> None:
-    objective, lesson = make_joint("medusa")
-    expected = make_lesson(EXAMPLES, Teacher(Target(tiny("llama")), (-1,)).view(EXAMPLES))
+def test_the_teacher_is_the_original_target() -> None:
+    objective, batch = make_joint("medusa")
+    expected = collate(EXAMPLES, Teacher(Target(tiny("llama")), (-1,)).compute(EXAMPLES))
     disturb(objective.adapters)
-    teacher = UntouchedTeacher(objective.target, (-1,), objective.adapters)
-    for views in (lesson, make_lesson(EXAMPLES, teacher.view(EXAMPLES))):
-        assert torch.equal(views.chances, expected.chances)
-        assert torch.equal(views.features, expected.features)
+    teacher = OriginalTeacher(objective.target, (-1,), objective.adapters)
+    for targets in (batch, collate(EXAMPLES, teacher.compute(EXAMPLES))):
+        assert torch.equal(targets.probabilities, expected.probabilities)
+        assert torch.equal(targets.features, expected.features)
 
 
 def test_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
-    said, own = torch.randn(2, 6, 20, generator=generator, dtype=torch.float64)
-    p, q = said.softmax(dim=-1), own.softmax(dim=-1)
+    original, own = torch.randn(2, 6, 20, generator=generator, dtype=torch.float64)
+    p, q = original.softmax(dim=-1), own.softmax(dim=-1)
     exact = (p * (p / q).log()).sum()
-    chances, labels = p.topk(20)
-    torch.testing.assert_close(divergence(own, labels, chances), exact, rtol=1e-6, atol=0)
+    probabilities, labels = p.topk(20)
+    torch.testing.assert_close(divergence(own, labels, probabilities), exact, rtol=1e-6, atol=0)
 
-    chances, labels = p.topk(8)
-    rest_p, rest_q = 1 - chances.sum(dim=-1), 1 - q.gather(1, labels).sum(dim=-1)
-    coarse = (chances * (chances / q.gather(1, labels)).log()).sum() + (rest_p * (rest_p / rest_q).log()).sum()
-    torch.testing.assert_close(divergence(own, labels, chances), coarse)
+    probabilities, labels = p.topk(8)
+    rest_p, rest_q = 1 - probabilities.sum(dim=-1), 1 - q.gather(1, labels).sum(dim=-1)
+    coarse = (probabilities * (probabilities / q.gather(1, labels)).log()).sum() + (
+        rest_p * (rest_p / rest_q).log()
+    ).sum()
+    torch.testing.assert_close(divergence(own, labels, probabilities), coarse)
     assert coarse < exact
-    said.requires_grad_()
-    value = divergence(said, labels, chances)
+    original.requires_grad_()
+    value = divergence(original, labels, probabilities)
     assert value.abs() < 1e-12
-    assert torch.autograd.grad(value, said)[0].abs().max() < 1e-12
+    assert torch.autograd.grad(value, original)[0].abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # the second caps its logits
 @pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_objective_written_out(name: str, loss: str) -> None:
-    objective, lesson = make_joint("medusa", loss, name)
-    drift, heads = write_out(objective, lesson)
+def test_objective_matches_a_plain_version(name: str, loss: str) -> None:
+    objective, batch = make_joint("medusa", loss, name)
+    drift, heads = write_out(objective, batch)
     assert drift.abs() < 1e-6
-    torch.testing.assert_close(objective(lesson).total.double(), HEADS_WEIGHT * heads, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(objective(batch).total.double(), HEADS_WEIGHT * heads, rtol=1e-5, atol=1e-5)
 
     disturb(objective.adapters)
-    drift, heads = write_out(objective, lesson)
+    drift, heads = write_out(objective, batch)
     assert drift > 1e-3
-    result = objective(lesson)
+    result = objective(batch)
     torch.testing.assert_close(result.total.double(), drift + HEADS_WEIGHT * heads, rtol=1e-5, atol=1e-5)
     assert result.anchors.tolist() == [6, 4]
 
 
 @torch.no_grad()
-def write_out(objective: JointObjective, lesson: Lesson) -> tuple[Tensor, Tensor]:
-    """KL with all but the likeliest tokens as one, and a Medusa head's loss, text by text and token by token."""
+def write_out(objective: Medusa2Objective, batch: Batch) -> tuple[Tensor, Tensor]:
+    """KL with all but the most likely tokens as one, and a Medusa head's loss, text by text and token by token."""
     drift, total = torch.zeros(2, dtype=torch.float64)
     head, model = objective.heads.head, objective.target.model
     for example in EXAMPLES:
         ids = torch.tensor([example.tokens])
         adapted = model(input_ids=ids, output_hidden_states=True)
         with objective.adapters.off():
-            law = model(input_ids=ids).logits[0].softmax(dim=-1)
+            original = model(input_ids=ids).logits[0].softmax(dim=-1)
         own = adapted.logits[0].softmax(dim=-1)
         for begin, end in example.spans:
-            for t in range(begin - 1, end - 1):  # what was said of token t + 1
-                best = law[t].topk(LABELS).indices
-                p, q = (torch.cat([laws[t, best], 1 - laws[t, best].sum()[None]]) for laws in (law, own))
+            for t in range(begin - 1, end - 1):  # predicts token t + 1
+                best = original[t].topk(LABELS).indices
+                p, q = (torch.cat([each[t, best], 1 - each[t, best].sum()[None]]) for each in (original, own))
                 drift += (p * (p / q).log()).sum()
                 for index in range(min(HEADS, end - 2 - t)):
                     at = t + 1 + index
                     logs = head.logits(head(adapted.hidden_states[-1][0, t])[index], index).log_softmax(dim=-1)
                     if objective.heads.loss == "ce":
-                        said, chances = ids[0, at + 1], 1.0
+                        labels, probabilities = ids[0, at + 1], 1.0
                     else:
-                        said = law[at].topk(LABELS).indices
-                        chances = law[at, said]
-                    total -= DECAY**index * (chances * logs[said]).sum()
+                        labels = original[at].topk(LABELS).indices
+                        probabilities = original[at, labels]
+                    total -= DECAY**index * (probabilities * logs[labels]).sum()
     return drift, total
 
 
-def test_adapters_learn_at_a_quarter_of_the_rate(tmp_path: Path) -> None:
+def test_adapters_have_a_quarter_of_the_learning_rate(tmp_path: Path) -> None:
     objective, _ = make_joint("medusa")
     adapters = [id(parameter) for parameter in objective.adapters.parameters()]
     trainer = Trainer(
         objective,
         Dataset(EXAMPLES, [], 0, 0),
-        lambda numbers: make_lesson([], []),
+        lambda numbers: collate([], []),
         lambda: Validation(1.0, []),
         lambda: None,
         Schedule(lr=1e-2),
@@ -196,8 +205,8 @@ def test_adapters_learn_at_a_quarter_of_the_rate(tmp_path: Path) -> None:
     )
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = {id(weight): group["initial_lr"] for group in groups for weight in group["params"]}
-    assert {rates.pop(number) for number in adapters} == {1e-2 * ADAPTERS_RATE}
-    assert set(rates.values()) == {1e-2, 1e-2 * STRIDE}
+    assert {rates.pop(number) for number in adapters} == {1e-2 * ADAPTERS_LR_SHARE}
+    assert set(rates.values()) == {1e-2, 1e-2 * MUON_SCALE}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -227,7 +236,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Pa
 
     def run(*more: str, out: Path | None = None) -> Path:
         out = tmp_path_factory.mktemp("head") / "out" if out is None else out
-        named = {"target": model, "head": "medusa", "data": answers, "out": out, "device": "cpu", "dtype": "float32"}
+        named = {"model": model, "kind": "medusa", "data": answers, "out": out, "device": "cpu", "dtype": "float32"}
         sizes = {"heads": 2, "batch-tokens": 512, "epochs": 4, "validation": 2}
         train.main([*(f"--{name}={value}" for name, value in (named | sizes).items()), *more])
         return out
@@ -262,25 +271,25 @@ def test_two_stages(stage: Callable[..., Path], first: Path) -> None:
     assert not all(torch.equal(before, after) for before, after in weights)
 
 
-def test_resumed_is_as_if_never_stopped(
+def test_a_resumed_training_matches_an_uninterrupted_one(
     stage: Callable[..., Path], first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--joint", "--init", str(first), "--max-steps", "6", "--lora-rank", "4", "--validate-every", "2"]
     whole = stage(*options)
-    asked = 0
-    ask = Lessons.__call__
+    loaded = 0
+    load = BatchLoader.__call__
 
-    def stop_at_the_third(self: Lessons, numbers: Sequence[int]) -> Lesson:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+    def stop_at_the_third(self: BatchLoader, numbers: Sequence[int]) -> Batch:
+        nonlocal loaded
+        loaded += 1
+        if loaded == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return ask(self, numbers)
+        return load(self, numbers)
 
-    monkeypatch.setattr(Lessons, "__call__", stop_at_the_third)
+    monkeypatch.setattr(BatchLoader, "__call__", stop_at_the_third)
     with pytest.raises(SystemExit):
         stage(*options, out=tmp_path / "out")
-    assert asked == 3
+    assert loaded == 3
     resumed = stage(*options, "--resume", out=tmp_path / "out")
     one, other = (torch.load(folder / "checkpoint.pt") for folder in (whole, resumed))
     assert one["progress"] == other["progress"]

@@ -1,4 +1,4 @@
-"""Which optimizer moves which weights, and that both start from where they should."""
+"""Optimizers: which weights each gets, and how long their first steps are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import AdamW, Muon
 from decode import Target
 from tests.drafting import make_head
 from tests.models import tiny
-from training.optimizer import STRIDE, make_optimizers
+from training.optimizer import MUON_SCALE, make_optimizers
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from training.optimizer import STRIDE, make_optimizers
         ("eagle3", {}, {"lm_head"}),
     ],
 )
-def test_muon_has_the_matrices_between_hidden_states(kind: str, settings: dict, vocabulary: set[str]) -> None:
+def test_muon_gets_the_matrices_between_hidden_states(kind: str, settings: dict, vocabulary: set[str]) -> None:
     head = make_head(kind, Target(tiny("llama")), **settings)
     weights = {f"head.{name}": weight for name, weight in head.named_parameters()}
     muon, adamw = make_optimizers(weights, 1e-2, {})
@@ -35,12 +35,12 @@ def test_muon_has_the_matrices_between_hidden_states(kind: str, settings: dict, 
     outputs = {name for name in linears if name.split(".")[1] in vocabulary}
     assert bool(outputs) == bool(vocabulary)
     assert moved[0] == linears - outputs
-    assert [group["lr"] for group in muon.param_groups] == [1e-2 * STRIDE]
+    assert [group["lr"] for group in muon.param_groups] == [1e-2 * MUON_SCALE]
     assert [group["lr"] for group in adamw.param_groups] == [1e-2]
 
 
-def test_a_step_is_as_long_as_the_rate() -> None:
-    """Of either optimizer, in the mean over a matrix, at the beginning."""
+def test_a_step_is_as_long_as_the_learning_rate() -> None:
+    """With both optimizers: the root mean square over a matrix, in the first step."""
     torch.manual_seed(0)
     hidden, output = (nn.Parameter(torch.randn(96, 64)) for _ in range(2))
     for matrix in (hidden, output):
@@ -52,7 +52,7 @@ def test_a_step_is_as_long_as_the_rate() -> None:
         assert 0.6e-3 < (matrix - old).square().mean().sqrt() < 1.1e-3
 
 
-def test_parts_with_a_share_of_the_rate_and_none_without_weights() -> None:
+def test_parts_with_their_own_learning_rate_and_optimizers_without_weights() -> None:
     matrix = nn.Parameter(torch.zeros(2, 2))
     (only,) = make_optimizers({"adapters.0": matrix}, 1.0, {"adapters": 0.25})
     assert isinstance(only, AdamW) and only.param_groups[0]["lr"] == 0.25

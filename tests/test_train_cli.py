@@ -1,4 +1,4 @@
-"""The script `train.py`: plans and pictures, heads to start from, and what it says of bad input and bad luck."""
+"""The script `train.py`: plans, plots, heads to start from, and clear errors for bad input and failures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from heads import MedusaConfig, MedusaHead, load_head, save_head
 from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
-from training.objective import HeadObjective
-from training.teacher import Lesson
+from training.objectives import MedusaObjective
+from training.teacher import Batch
 
 SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
 
@@ -32,9 +32,9 @@ class Run(NamedTuple):
     def refused(self, *messages: str) -> None:
         """One clear line on stderr, below the progress bar if there is one, and nothing on stdout."""
         assert (self.status, self.out) == (2, "")
-        (said,) = [line for line in self.err.splitlines() if line and "%|" not in line]
-        assert said.startswith("train.py: error: ")
-        assert all(message in said for message in messages), said
+        (error,) = [line for line in self.err.splitlines() if line and "%|" not in line]
+        assert error.startswith("train.py: error: ")
+        assert all(message in error for message in messages), error
 
 
 Call = Callable[..., Run]
@@ -47,7 +47,7 @@ def place(save_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished short training. Tests leave it as it is."""
+    """A finished short training. Tests do not change it."""
     folder = tmp_path_factory.mktemp("trained")
     assert train(place, folder, *SHORT) == 0
     return folder
@@ -87,7 +87,7 @@ def test_a_plot_is_drawn(call: Call, trained: Path, tmp_path: Path) -> None:
     assert run.status == 0 and "<svg" in (tmp_path / "old.svg").read_text()
 
 
-def test_what_a_training_leaves(trained: Path) -> None:
+def test_the_files_of_a_training(trained: Path) -> None:
     assert sorted(file.name for file in trained.iterdir()) == sorted(
         ["config.json", "model.safetensors", CHECKPOINT, METRICS]
     )
@@ -121,8 +121,8 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
-def test_what_a_head_speaks_through(call: Call, tmp_path: Path, output: str) -> None:
-    options = ["--head", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
+def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
+    options = ["--kind", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
     assert call(*SHORT, *options).status == 0
     head = load_head(tmp_path / "out")
     assert (head.output, head.draft_size) == (output, 60) and head.prefix is not None
@@ -139,17 +139,17 @@ def test_what_a_head_speaks_through(call: Call, tmp_path: Path, output: str) -> 
         (["--device", "abacus"], "invalid choice: 'abacus'"),
         (["--cache-gib", "nan"], "--cache-gib is nan; it must be a number from 0 on"),
         (["--prefix"], "--prefix is for a new hydra head"),
-        (["--head", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
-        (["--head", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
-        (["--head", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
+        (["--kind", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
+        (["--kind", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
+        (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
         (["--seed", "-1"], "seed is -1; it must be between 0 and"),
-        (["--head", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
+        (["--kind", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
         (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
-        (["--head", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
+        (["--kind", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
         (["--plot", "nowhere/loss.png"], "--plot nowhere/loss.png cannot be written"),
-        (["--target", "nowhere/at/all"], "there is no such folder"),
+        (["--model", "nowhere/at/all"], "there is no such folder"),
         (["--init", "nowhere"], "cannot load a head from 'nowhere': there is no such local folder"),
     ],
 )
@@ -159,7 +159,7 @@ def test_bad_options_are_refused(call: Call, tmp_path: Path, options: list[str],
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(call: Call) -> None:
+def test_a_missing_gpu_is_refused(call: Call) -> None:
     call("--device", "cuda").refused("--device cuda: torch sees no GPU")
 
 
@@ -181,7 +181,7 @@ def test_bad_data_is_refused(call: Call, tmp_path: Path, content: str, message: 
 
 def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_model: Callable[..., Path]) -> None:
     other = save_model(vocab_size=50, dtype=torch.float32)
-    options = ["--target", str(other), "--data", str(place / "answers.jsonl")]
+    options = ["--model", str(other), "--data", str(place / "answers.jsonl")]
     call(*options).refused("the tokenizer makes token 95", "but the model's vocabulary is 50")
 
 
@@ -194,7 +194,7 @@ def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_m
         (MedusaConfig(32, 96, heads=4), [], "--heads is 3, and the head of --init {} has 4"),
         (MedusaConfig(32, 96, heads=3), ["--output", "own"], "--output is own, and the head of --init {} has shared"),
         (MedusaConfig(32, 96, heads=3, layers=2), ["--draft-vocab", "9"], "--draft-vocab is 9, and the head"),
-        (MedusaConfig(32, 96, heads=3, layers=2), ["--head", "hydra"], "holds a head of kind medusa, not hydra"),
+        (MedusaConfig(32, 96, heads=3, layers=2), ["--kind", "hydra"], "holds a head of kind medusa, not hydra"),
     ],
 )
 def test_a_head_for_something_else_is_refused(
@@ -207,7 +207,7 @@ def test_a_head_for_something_else_is_refused(
     call("--init", str(head), *options).refused("--init", message.format(head))
 
 
-def test_a_head_that_is_cut_short_is_refused(call: Call, trained: Path, tmp_path: Path) -> None:
+def test_a_truncated_head_is_refused(call: Call, trained: Path, tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_bytes((trained / "config.json").read_bytes())
@@ -215,7 +215,7 @@ def test_a_head_that_is_cut_short_is_refused(call: Call, trained: Path, tmp_path
     call("--init", str(head)).refused(f"cannot load a head from '{head}': model.safetensors is damaged or cut short")
 
 
-def test_a_folder_that_holds_something_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
     call(*SHORT, out=trained).refused(f"--out {trained} is not empty; give --resume to go on there")
     call(*SHORT, "--resume", out=place).refused(f"--out {place} holds a model and no training to resume")
     (tmp_path / "out").write_text("")
@@ -259,16 +259,16 @@ def test_damaged_metrics_are_named(call: Call, trained: Path, tmp_path: Path) ->
 def test_an_exploding_loss_ends_the_training(
     call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: float
 ) -> None:
-    forward, steps = HeadObjective.forward, 0
+    forward, steps = MedusaObjective.forward, 0
 
-    def explode(self: HeadObjective, lesson: Lesson) -> Any:
+    def explode(self: MedusaObjective, batch: Batch) -> Any:
         nonlocal steps
         steps += 1
-        loss = forward(self, lesson)
+        loss = forward(self, batch)
         return type(loss)(loss.total * (damage if steps == 8 else 1), loss.anchors, loss.agreed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HeadObjective, "forward", explode)
+        patch.setattr(MedusaObjective, "forward", explode)
         run = call(*SHORT)
     run.refused("the loss exploded at step 8 (", f"{tmp_path / 'out'} keeps what was saved before", "a lower --lr")
     assert torch.load(tmp_path / "out" / CHECKPOINT, weights_only=True)["progress"]["step"] == 6
@@ -277,14 +277,12 @@ def test_an_exploding_loss_ends_the_training(
     assert_same(tmp_path / "out", trained)
 
 
-def test_a_learning_rate_that_is_far_too_high(call: Call) -> None:
+def test_a_learning_rate_that_is_too_high(call: Call) -> None:
     call(*SHORT, "--lr", "1e6").refused("the loss exploded at step ", "begin anew with a lower --lr")
 
 
-def test_a_disk_that_is_full_at_any_file(
-    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Metrics, checkpoint, weights, config: each once cannot be written; a later run goes on from what is there."""
+def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, checkpoint, weights, config: each cannot be written once; a later run resumes from what is there."""
     flush, whole = os.fsync, 0
 
     def fill_up(file: int) -> None:
@@ -308,7 +306,7 @@ def launch(place: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """Two processes, as a user would start them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = str(Path(__file__).parent.parent / "scripts" / "train.py")
-    files = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
+    files = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
     command = [*torchrun, script, *files, *OPTIONS, *SHAPE, *SHORT, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

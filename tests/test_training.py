@@ -1,4 +1,4 @@
-"""The trainer: that heads learn, and that neither stops nor kills nor more processes change what becomes of them."""
+"""Training: heads learn, and neither stops, kills nor more processes change the result."""
 
 from __future__ import annotations
 
@@ -26,76 +26,75 @@ from tests.training_runs import (
     train_together,
     train_until,
 )
-from training.batches import padding_share, plan_batches
 from training.checkpoint import CHECKPOINT, read_metrics
-from training.data import Example
-from training.objective import HeadObjective
-from training.schedule import Schedule
-from training.teacher import View, make_lesson
+from training.data import Example, choose_draft_vocabulary
+from training.objectives import MedusaObjective
+from training.schedule import Schedule, padding_share, plan_batches
+from training.teacher import Targets, collate
 from training.trainer import Trainer
-from training.vocabulary import choose_tokens
+
 
 SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", "1e-2"]  # 22 steps
 
 
 @pytest.fixture(scope="module")
 def place(save_model: Callable[..., Path]) -> Path:
-    """The predictable target, and 200 answers of it."""
+    """The predictable target, and 200 of its answers."""
     return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short training, `out`, with a `cache` beside it."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short uninterrupted training, in `out`, with a `cache` next to it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     assert train(place, folder / "out", *SHORT, "--cache", str(folder / "cache")) == 0
     return folder
 
 
 @pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"], ["eagle"], ["eagle3"]])
-def test_a_head_learns_to_guess(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
-    for kind in ("eagle", "eagle3"):  # in 41 tokens a deeper tree has no room to show what it is worth
+def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
+    for kind in ("eagle", "eagle3"):  # in 41 tokens deeper trees have no room
         monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(EagleProposer, depth=3))
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
-    assert train(place, tmp_path / "out", *options, "--head", *head) == 0
+    assert train(place, tmp_path / "out", *options, "--kind", *head) == 0
     assert read_metrics(tmp_path / "out")[-1]["tau"] > 0.9 * (3 + 1)
     assert min(losses(tmp_path / "out")[-1]["agreement"]) > 0.95
 
 
-# tv alone is slow while a head is bad: its gradient vanishes there.
+# tv alone is slow while a head is bad: its gradient vanishes.
 @pytest.mark.parametrize(("loss", "agreement"), [("ce", 0.5), ("tv", 0.1), ("lk", 0.5), ("lk-alpha", 0.5)])
-def test_every_loss_teaches(place: Path, tmp_path: Path, loss: str, agreement: float) -> None:
+def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agreement: float) -> None:
     assert train(place, tmp_path, "--epochs", "6", "--lr", "1e-2", "--loss", loss) == 0
     first, *_, last = losses(tmp_path)
     assert last["loss"] < first["loss"]
     assert min(last["agreement"]) > agreement
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # such as of layers whose input and weights differ in format
+@pytest.mark.filterwarnings("error::UserWarning")  # e.g. for layers whose input and weights differ in dtype
 @pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3"])
-def test_half_precision_and_few_tokens(place: Path, tmp_path: Path, head: str) -> None:
+def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: str) -> None:
     options = ["--max-steps", "12", "--dtype", "bfloat16", "--draft-vocab", "40"]
-    assert train(place, tmp_path, "--head", head, *options) == 0
+    assert train(place, tmp_path, "--kind", head, *options) == 0
     head = load_head(tmp_path)
     assert head.token_map is not None and len(head.token_map) == head.draft_size == 40
 
 
-@pytest.mark.parametrize("step", [6, 11])  # of which 6 is one that is saved anyway, and 11 the end of an epoch
+@pytest.mark.parametrize("step", [6, 11])  # 6 is saved anyway; 11 ends an epoch
 def test_stopped_and_resumed(
-    place: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    place: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    options = [*SHORT, "--cache", str(undisturbed / "cache")]
+    options = [*SHORT, "--cache", str(uninterrupted / "cache")]
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", stop_at(step))
         assert train(place, tmp_path, *options) == 128 + signal.SIGTERM
     assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == step
     assert train(place, tmp_path, *options, "--resume") == 0
-    assert_same(tmp_path, undisturbed / "out")
+    assert_same(tmp_path, uninterrupted / "out")
 
 
-def test_noise_goes_on_where_it_stopped(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--head", "eagle", "--noise", "0.1", "--max-steps", "9", "--validate-every", "4"]
+def test_noise_is_resumed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--kind", "eagle", "--noise", "0.1", "--max-steps", "9", "--validate-every", "4"]
     assert train(place, tmp_path / "whole", *options) == 0
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", stop_at(5))
@@ -104,15 +103,13 @@ def test_noise_goes_on_where_it_stopped(place: Path, tmp_path: Path, monkeypatch
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_resuming_before_anything_was_saved_begins_at_the_beginning(
-    place: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_resuming_without_a_checkpoint_starts_over(place: Path, uninterrupted: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 2, "loss": 3.0}\n{"st')
-    assert train(place, tmp_path, *SHORT, "--cache", str(undisturbed / "cache"), "--resume") == 0
-    assert_same(tmp_path, undisturbed / "out")
+    assert train(place, tmp_path, *SHORT, "--cache", str(uninterrupted / "cache"), "--resume") == 0
+    assert_same(tmp_path, uninterrupted / "out")
 
 
-def test_training_ends_where_tau_stops_growing(
+def test_training_ends_when_tau_stops_growing(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--lr", "1e-9", "--epochs", "2", "--validate-every", "2", "--patience", "3"]
@@ -130,21 +127,21 @@ def test_training_ends_where_tau_stops_growing(
 
 
 def test_a_finished_training_is_left_alone(
-    place: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("_step", "_validate", "_save"):
         monkeypatch.setattr(Trainer, name, lambda *_: pytest.fail("something was done"))
-    before = {file: file.read_bytes() for file in (undisturbed / "out").iterdir()}
-    assert train(place, undisturbed / "out", *SHORT, "--cache", str(undisturbed / "cache"), "--resume") == 0
-    assert before == {file: file.read_bytes() for file in (undisturbed / "out").iterdir()}
+    before = {file: file.read_bytes() for file in (uninterrupted / "out").iterdir()}
+    assert train(place, uninterrupted / "out", *SHORT, "--cache", str(uninterrupted / "cache"), "--resume") == 0
+    assert before == {file: file.read_bytes() for file in (uninterrupted / "out").iterdir()}
     run = capsys.readouterr()
     assert "22 of 22 steps" in run.out and "it was finished already, and nothing was done" in run.out
     assert run.err == ""
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(place: Path, undisturbed: Path, tmp_path: Path, kills: int) -> None:
-    """While features are cached, in training, and in the middle of every file that is written."""
+def test_killed_at_any_moment(place: Path, uninterrupted: Path, tmp_path: Path, kills: int) -> None:
+    """While features are cached, in training, and while any file is written."""
     options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
     choose = random.Random(kills)
     statuses = []
@@ -154,14 +151,14 @@ def test_killed_at_any_moment(place: Path, undisturbed: Path, tmp_path: Path, ki
         statuses.append(process.exitcode)
     assert set(statuses) <= {0, -signal.SIGKILL} and -signal.SIGKILL in statuses
     assert train(place, tmp_path / "out", *options) == 0
-    assert_same(tmp_path / "out", undisturbed / "out")
-    for shard in (undisturbed / "cache").glob("*.safetensors"):
+    assert_same(tmp_path / "out", uninterrupted / "out")
+    for shard in (uninterrupted / "cache").glob("*.safetensors"):
         assert (tmp_path / "cache" / shard.name).read_bytes() == shard.read_bytes()
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 @pytest.mark.slow
-def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_killed_at_any_time(place: Path, uninterrupted: Path, tmp_path: Path) -> None:
     options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
     choose = random.Random(0)
     for _ in range(10):
@@ -170,28 +167,28 @@ def test_killed_at_any_time(place: Path, undisturbed: Path, tmp_path: Path) -> N
         process.kill()
         process.join()
     assert train(place, tmp_path / "out", *options) == 0
-    assert_same(tmp_path / "out", undisturbed / "out")
+    assert_same(tmp_path / "out", uninterrupted / "out")
 
 
 @pytest.mark.parametrize(
     "options",
     [
         [ADAMW, "--accumulate", "2"],
-        [ADAMW, "--head", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example: one process
-        [ADAMW, "--head", "eagle", "--batch-tokens", "30", "--max-steps", "12"],
-        [ADAMW, "--head", "eagle3"],
-        ["--head", "eagle3"],
+        [ADAMW, "--kind", "hydra", "--prefix", "--batch-tokens", "30", "--max-steps", "12"],  # one example a batch
+        [ADAMW, "--kind", "eagle", "--batch-tokens", "30", "--max-steps", "12"],
+        [ADAMW, "--kind", "eagle3"],
+        ["--kind", "eagle3"],
     ],
 )
-def test_two_processes_do_what_one_does(place: Path, tmp_path: Path, options: list[str]) -> None:
+def test_two_processes_match_one(place: Path, tmp_path: Path, options: list[str]) -> None:
     options = [*SHORT, *options]
     assert train(place, tmp_path / "one", *options) == 0
     assert train_together(place, tmp_path / "two", *options, "--cache", str(tmp_path / "cache")) == [0, 0]
     assert_close(tmp_path / "one", tmp_path / "two", rel=1e-4 if ADAMW in options else 1e-2)
 
 
-def test_two_processes_stop_together_and_one_goes_on(place: Path, undisturbed: Path, tmp_path: Path) -> None:
-    options = [ADAMW, *SHORT, "--cache", str(undisturbed / "cache")]
+def test_two_processes_stop_together_and_one_resumes(place: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    options = [ADAMW, *SHORT, "--cache", str(uninterrupted / "cache")]
     assert train_together(place, tmp_path / "out", *options, stop=5) == [128 + signal.SIGTERM] * 2
     assert torch.load(tmp_path / "out" / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
     assert train(place, tmp_path / "out", *options, "--resume") == 0
@@ -200,7 +197,7 @@ def test_two_processes_stop_together_and_one_goes_on(place: Path, undisturbed: P
 
 
 def assert_close(out: Path, other: Path, rel: float) -> None:
-    """Two trainings came to the same but for rounding."""
+    """Two trainings have the same results except for rounding."""
     rows, others = read_metrics(out), read_metrics(other)
     assert [(row["step"], row["tokens"], row.keys()) for row in rows] == [
         (row["step"], row["tokens"], row.keys()) for row in others
@@ -211,19 +208,19 @@ def assert_close(out: Path, other: Path, rel: float) -> None:
         torch.testing.assert_close(weight, others[name], rtol=1e-2, atol=1e-2)
 
 
-def test_batches_hold_every_example_once() -> None:
+def test_batches_contain_every_example_once() -> None:
     lengths = [3 + number % 17 for number in range(200)] + [500]
     for epoch in range(3):
         batches = plan_batches(lengths, 60, seed=1, epoch=epoch)
         assert sorted(number for batch in batches for number in batch) == list(range(201))
         assert all(len(batch) * max(lengths[number] for number in batch) <= 60 for batch in batches if 200 not in batch)
-        assert [200] in batches  # too long for any company
+        assert [200] in batches  # too long to share a batch
         assert padding_share(lengths, batches) < 0.05
     assert plan_batches(lengths, 60, seed=1, epoch=0) == plan_batches(lengths, 60, seed=1, epoch=0)
     assert plan_batches(lengths, 60, seed=1, epoch=0) != plan_batches(lengths, 60, seed=2, epoch=0)
 
 
-def test_a_schedule_ends_epochs_with_what_is_left() -> None:
+def test_the_last_step_of_an_epoch_may_have_fewer_batches() -> None:
     lengths = [10] * 7
     steps = list(Schedule(epochs=2, batch_tokens=20, accumulate=3).plan(lengths))
     assert [len(step) for step in steps] == [3, 1, 3, 1]
@@ -231,22 +228,22 @@ def test_a_schedule_ends_epochs_with_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("name", ["epochs", "max_steps", "batch_tokens", "accumulate", "patience", "lr"])
-def test_a_schedule_of_nothing_is_refused(name: str) -> None:
+def test_a_schedule_with_zeros_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; it must be"):
         Schedule(**{name: 0})
 
 
-def test_a_lesson_with_few_labels_and_no_anchor_for_the_deepest_head() -> None:
+def test_a_batch_with_few_labels_and_no_anchor_for_deeper_heads() -> None:
     """Answers of 2 tokens: the first head has an anchor in each, the others have none."""
     examples = [Example((1, 2, 3, 4), ((2, 4),)), Example((1, 2), ((1, 2),))]
     generator = torch.Generator().manual_seed(0)
-    views = [
-        View(torch.randn(tokens, 8, generator=generator), torch.arange(5).repeat(answers, 1), torch.rand(answers, 5))
+    targets = [
+        Targets(torch.randn(tokens, 8, generator=generator), torch.arange(5).repeat(answers, 1), torch.rand(answers, 5))
         for tokens, answers in ((4, 2), (2, 1))
     ]
     for network, shape in (HEADS["medusa"], HEADS["hydra"]):
         head = network(shape(8, 5, heads=3))
-        loss = HeadObjective(head, "kl", torch.randn(5, 8, generator=generator))(make_lesson(examples, views))
+        loss = MedusaObjective(head, "kl", torch.randn(5, 8, generator=generator))(collate(examples, targets))
         loss.total.backward()
         assert loss.anchors.tolist() == [1, 0, 0]
         assert all(torch.isfinite(parameter.grad).all() for parameter in head.parameters())
@@ -254,8 +251,8 @@ def test_a_lesson_with_few_labels_and_no_anchor_for_the_deepest_head() -> None:
 
 def test_the_most_frequent_answer_tokens_are_chosen() -> None:
     examples = [Example((9, 9, 9, 4, 4, 2), ((3, 6),)), Example((4, 7, 7), ((1, 3),))]
-    tokens, covered = choose_tokens(examples, vocab_size=10, size=3)
+    tokens, covered = choose_draft_vocabulary(examples, vocab_size=10, size=3)
     assert tokens.tolist() == [2, 4, 7] and covered == 1.0
-    tokens, covered = choose_tokens(examples, vocab_size=10, size=1)
+    tokens, covered = choose_draft_vocabulary(examples, vocab_size=10, size=1)
     assert tokens.tolist() == [4] and covered == 2 / 5
-    assert choose_tokens(examples, vocab_size=10, size=5)[0].tolist() == [0, 1, 2, 4, 7]
+    assert choose_draft_vocabulary(examples, vocab_size=10, size=5)[0].tolist() == [0, 1, 2, 4, 7]

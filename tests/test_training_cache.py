@@ -1,4 +1,4 @@
-"""Features on disk: the same lessons as without, within a limit, whole, and of this target and these texts only."""
+"""The feature cache: the same batches as without it, a size limit, atomic files, refusal of other models and texts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from filelock import FileLock
 from decode import Target
 from heads.atomic_write import write_aside
 from tests.models import VOCABULARY, tiny
-from training import cache
-from training.cache import FeatureCache
+from training import feature_cache
 from training.data import Example
-from training.lessons import Lessons
-from training.teacher import LABELS, Lesson, Teacher, answer_rows, make_lesson
+from training.feature_cache import BatchLoader, FeatureCache
+from training.teacher import LABELS, Batch, Teacher, collate, pad_examples
 
 SETTINGS = {"target": "tiny", "layers": [-1]}
 ALL = 1 << 30
 
 
 def make_examples(count: int, seed: int = 0) -> list[Example]:
-    """Random texts of 6 to 40 tokens, of which some have two answers."""
+    """Random texts of 6 to 40 tokens; some have two answers."""
     choose = random.Random(seed)
     examples = []
     for _ in range(count):
@@ -46,9 +45,9 @@ EXAMPLES = make_examples(60)
 
 
 @pytest.fixture(autouse=True)
-def little_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(cache, "PASS_TOKENS", 100)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_cache, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(feature_cache, "PASS_TOKENS", 100)
 
 
 @pytest.fixture(scope="module")
@@ -67,51 +66,59 @@ def fill(folder: Path, teacher: Teacher, limit: int = ALL, examples: list[Exampl
     return made
 
 
-def assert_same(lesson: Lesson, other: Lesson, exact: bool) -> None:
+def assert_same(batch: Batch, other: Batch, exact: bool) -> None:
     for name in ("tokens", "answers", "labels"):
-        assert torch.equal(getattr(lesson, name), getattr(other, name)), name
+        assert torch.equal(getattr(batch, name), getattr(other, name)), name
     if exact:
-        assert torch.equal(lesson.features, other.features)
-    torch.testing.assert_close(lesson.features, other.features, rtol=1e-4, atol=1e-5)
-    # In half precision: 11 bits, and nothing below 2^-24.
-    torch.testing.assert_close(lesson.chances, other.chances, rtol=2**-11, atol=2**-24)
+        assert torch.equal(batch.features, other.features)
+    torch.testing.assert_close(batch.features, other.features, rtol=1e-4, atol=1e-5)
+    # Stored in half precision: 11 bits, and nothing below 2^-24.
+    torch.testing.assert_close(batch.probabilities, other.probabilities, rtol=2**-11, atol=2**-24)
 
 
-def test_lessons_are_those_made_on_the_fly(teacher: Teacher, tmp_path: Path) -> None:
+def test_cached_batches_match_those_computed_on_the_fly(teacher: Teacher, tmp_path: Path) -> None:
     made = fill(tmp_path / "cache", teacher)
     assert all(number in made for number in range(60)) and 60 not in made
-    passes = [batch for _, group in cache._plan_shards(tmp_path, EXAMPLES) for batch in group]
+    passes = [batch for _, batches in feature_cache._plan_shards(tmp_path, EXAMPLES) for batch in batches]
     assert len(passes) > 5
-    for numbers in passes:  # what the target saw together then
-        told = [EXAMPLES[number] for number in numbers]
-        assert_same(Lessons(EXAMPLES, teacher, made)(numbers), make_lesson(told, teacher.view(told)), exact=True)
+    for numbers in passes:  # the target computed these together
+        examples = [EXAMPLES[number] for number in numbers]
+        assert_same(
+            BatchLoader(EXAMPLES, teacher, made)(numbers), collate(examples, teacher.compute(examples)), exact=True
+        )
     again = FeatureCache(tmp_path / "cache", SETTINGS)
     for _ in range(5):
         numbers = random.Random(0).sample(range(60), 6)
-        assert_same(Lessons(EXAMPLES, teacher, again)(numbers), Lessons(EXAMPLES, teacher)(numbers), exact=False)
+        assert_same(
+            BatchLoader(EXAMPLES, teacher, again)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False
+        )
 
 
-def test_a_lesson_is_what_the_target_says(target: Target) -> None:
+def test_a_batch_matches_the_target(target: Target) -> None:
     numbers = [3, 17, 40]
-    lesson = Lessons(EXAMPLES, Teacher(target, (-1,)))(numbers)
-    assert torch.equal(lesson.answers, answer_rows([EXAMPLES[number] for number in numbers], lesson.tokens.shape[1]))
+    batch = BatchLoader(EXAMPLES, Teacher(target, (-1,)))(numbers)
+    assert torch.equal(batch.answers, pad_examples([EXAMPLES[number] for number in numbers])[1])
     for row, number in enumerate(numbers):
         tokens = EXAMPLES[number].tokens
         with torch.no_grad():
-            said = target.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
-        assert lesson.tokens[row, : len(tokens)].tolist() == list(tokens)
-        torch.testing.assert_close(lesson.features[row, : len(tokens)], said.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
-        chances, labels = said.logits[0].softmax(dim=-1).topk(LABELS)
-        answers = lesson.answers[row, : len(tokens)]
-        torch.testing.assert_close(lesson.chances[row, : len(tokens)][answers], chances[answers], rtol=1e-4, atol=1e-6)
-        assert torch.equal(lesson.labels[row, : len(tokens)][answers], labels[answers])
+            output = target.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+        assert batch.tokens[row, : len(tokens)].tolist() == list(tokens)
+        torch.testing.assert_close(
+            batch.features[row, : len(tokens)], output.hidden_states[-1][0], rtol=1e-4, atol=1e-5
+        )
+        probabilities, labels = output.logits[0].softmax(dim=-1).topk(LABELS)
+        answers = batch.answers[row, : len(tokens)]
+        torch.testing.assert_close(
+            batch.probabilities[row, : len(tokens)][answers], probabilities[answers], rtol=1e-4, atol=1e-6
+        )
+        assert torch.equal(batch.labels[row, : len(tokens)][answers], labels[answers])
 
 
 def test_a_vocabulary_smaller_than_the_labels() -> None:
     teacher = Teacher(Target(tiny("llama", vocab_size=30)), (-1,))
-    lesson = Lessons([Example((5, 6, 7), ((1, 3),))], teacher)([0])
-    assert lesson.labels.shape == (1, 3, 30)
-    torch.testing.assert_close(lesson.chances.sum(dim=-1), torch.tensor([[1.0, 1.0, 0.0]]))
+    batch = BatchLoader([Example((5, 6, 7), ((1, 3),))], teacher)([0])
+    assert batch.labels.shape == (1, 3, 30)
+    torch.testing.assert_close(batch.probabilities.sum(dim=-1), torch.tensor([[1.0, 1.0, 0.0]]))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.75])
@@ -125,10 +132,10 @@ def test_the_limit_is_kept(teacher: Teacher, tmp_path: Path, share: float) -> No
     fill(tmp_path / "part", teacher, int(share * whole))
     assert size == sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
     numbers = [*range(10, 20)]
-    assert_same(Lessons(EXAMPLES, teacher, made)(numbers), Lessons(EXAMPLES, teacher)(numbers), exact=False)
+    assert_same(BatchLoader(EXAMPLES, teacher, made)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False)
 
 
-def test_processes_make_their_shares(teacher: Teacher, tmp_path: Path) -> None:
+def test_processes_fill_their_shares(teacher: Teacher, tmp_path: Path) -> None:
     expected = fill(tmp_path / "one", teacher).folder
     made = [FeatureCache(tmp_path / "three", SETTINGS) for _ in range(3)]
     for process, part in enumerate(made):
@@ -141,19 +148,21 @@ def test_processes_make_their_shares(teacher: Teacher, tmp_path: Path) -> None:
         assert all(number in part for number in range(60))
 
 
-def test_what_is_there_is_not_made_again(teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_shards_are_not_computed_again(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = fill(tmp_path / "one", teacher).folder
-    view, passes = Teacher.view, 0
+    compute, passes = Teacher.compute, 0
 
     def fail_at_the_eighth(self: Teacher, examples: list[Example]) -> Any:
         nonlocal passes
         passes += 1
         if passes == 8:
             raise KeyboardInterrupt
-        return view(self, examples)
+        return compute(self, examples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "view", fail_at_the_eighth)
+        patch.setattr(Teacher, "compute", fail_at_the_eighth)
         with pytest.raises(KeyboardInterrupt):
             fill(tmp_path / "two", teacher)
     shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
@@ -218,7 +227,7 @@ def test_other_texts_or_another_model_at_the_same_place(teacher: Teacher, tmp_pa
     fill(folder, Teacher(Target(tiny("llama").to(torch.bfloat16)), teacher.layers))  # the same, but for rounding
 
 
-def test_two_trainings_do_not_fill_one_cache_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_training_fills_a_cache_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = FeatureCache(tmp_path, SETTINGS)
     entered = threading.Event()
     with FileLock(tmp_path / ".lock"):

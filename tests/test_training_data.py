@@ -1,4 +1,4 @@
-"""What is trained on: which tokens are answers, which prompts are held out, and what is said of bad files."""
+"""Training data: which tokens are answers, which prompts are held out, and clear errors for bad files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from training.data import Dataset, has_looped, load_dataset, tokenize
 
 ENDING = (
-    "{% for said in messages %}{{ said.role[0] }}:{{ said.content }}"
-    "{% if said.role == 'assistant' %}</s>#{% else %} {% endif %}{% endfor %}"
+    "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
+    "{% if one.role == 'assistant' %}</s>#{% else %} {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 TURNS = [("user", "hi"), ("assistant", "yo"), ("user", "ok"), ("assistant", "no")]
@@ -29,12 +29,12 @@ def folder(save_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def tokenizer(folder: Path) -> Any:
-    """Each character is a token; the template writes `u:hi a:` whatever is asked of it, and no end token."""
+    """Each character is a token; the template always writes `u:hi a:` and no end token."""
     return AutoTokenizer.from_pretrained(folder)
 
 
 def read(turns: list[tuple[str, str]], tokenizer: Any, **settings: Any) -> tuple[str, list[str]]:
-    """The text of a conversation, and what of it is answers."""
+    """The text of a conversation, and the texts of its answers."""
     messages = [{"role": role, "content": content} for role, content in turns]
     example = tokenize(messages, tokenizer, place="here", **{"finished": True, **settings})
     letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
@@ -50,7 +50,12 @@ def read(turns: list[tuple[str, str]], tokenizer: Any, **settings: Any) -> tuple
         (TURNS, False, "u:hi a:yo</s>#u:ok a:no", ["yo</s>", "no"]),
         ([("system", "be"), *TURNS[:2]], True, "s:be u:hi a:yo</s>", ["yo</s>"]),
         ([("user", "hi"), ("assistant", "")], True, "u:hi a:</s>", ["</s>"]),
-        ([("assistant", "hey"), *TURNS[:2]], True, "a:hey</s>#u:hi a:yo</s>", ["yo</s>"]),  # nobody asked for the first
+        (
+            [("assistant", "hey"), *TURNS[:2]],
+            True,
+            "a:hey</s>#u:hi a:yo</s>",
+            ["yo</s>"],
+        ),  # the first message is no answer
     ],
 )
 def test_answers_end_with_their_end_token(
@@ -69,15 +74,15 @@ def test_answers_may_end_with_another_token_of_the_model(tokenizer: Any) -> None
 
 
 def test_a_template_without_an_end_token(tokenizer: Any) -> None:
-    """What it adds behind an answer cannot be told from the answer, but where another turn takes its place."""
+    """Text after an answer counts as part of it, unless another turn replaces it."""
     assert read(TURNS[:2], tokenizer) == ("u:hi a:yo a:", ["yo a:"])
     assert read(TURNS, tokenizer) == ("u:hi a:yo u:ok a:no a:", ["yo ", "no a:"])
 
 
-def test_what_a_template_takes_back_is_no_answer(tokenizer: Any) -> None:
-    """Many leave out the thoughts of earlier answers."""
-    thoughts = "{{ said.content if loop.last else said.content.split('|')[-1] }}"
-    tokenizer.chat_template = ENDING.replace("{{ said.content }}", thoughts)
+def test_removed_text_is_no_answer(tokenizer: Any) -> None:
+    """Many templates remove the thoughts of earlier answers."""
+    thoughts = "{{ one.content if loop.last else one.content.split('|')[-1] }}"
+    tokenizer.chat_template = ENDING.replace("{{ one.content }}", thoughts)
     turns = [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")]
     assert read(turns[:2], tokenizer) == ("u:hi a:er|yo</s>", ["er|yo</s>"])
     assert read(turns, tokenizer) == ("u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"])
@@ -86,7 +91,7 @@ def test_what_a_template_takes_back_is_no_answer(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages|length }}{{ messages[0].content }}", "changes what was said before an answer"),
+        ("{{ messages|length }}{{ messages[0].content }}", "changes the text before an answer"),
         ("{{ raise_exception('no roles but one') }}", "cannot render this conversation (no roles but one)"),
         ("{{ messages[9].content.x }}", "cannot render this conversation"),
     ],
@@ -104,7 +109,7 @@ def test_a_template_that_cannot_be_masked(tokenizer: Any, template: str, message
         (TURNS[:2], True, "hiyo</s>", ["yo</s>"]),
         (TURNS[:2], False, "hiyo", ["yo"]),
         (TURNS, True, "hiyookno</s>", ["yo", "no</s>"]),
-        ([("user", ""), ("assistant", "yo")], True, "yo</s>", ["o</s>"]),  # nothing says what the very first would be
+        ([("user", ""), ("assistant", "yo")], True, "yo</s>", ["o</s>"]),  # no position predicts the very first token
     ],
 )
 def test_plain_text(
@@ -151,8 +156,8 @@ def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def talk(prompt: str, system: str | None = None) -> dict[str, Any]:
-    said = [("user", prompt), ("assistant", "fine"), ("user", "go on"), ("assistant", "well")]
-    turns = said if system is None else [("system", system), *said]
+    turns = [("user", prompt), ("assistant", "fine"), ("user", "go on"), ("assistant", "well")]
+    turns = turns if system is None else [("system", system), *turns]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
@@ -195,15 +200,15 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
         (b'["x"]', "a line is a JSON object"),
         (b'{"prompt": "x"}', 'a line needs "prompt" and "response", or "messages"'),
-        (b'{"prompt": "x", "response": null}', "a conversation has texts with roles"),
-        (b'{"prompt": 7, "response": "x"}', "a conversation has texts with roles"),
-        (b'{"messages": "x"}', "a conversation has texts with roles"),
-        (b'{"messages": []}', 'of which one is the "assistant"\'s answer'),
-        (b'{"messages": ["x"]}', "a conversation has texts with roles"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', 'of which one is the "assistant"\'s answer'),
-        (b'{"messages": [{"role": "assistant", "content": "x"}]}', 'of which one is the "assistant"\'s answer'),
-        (b'{"messages": [{"role": "assistant", "content": ["x"]}]}', "a conversation has texts with roles"),
-        (b'{"prompt": "x", "response": "\\ud800"}', "the text has half of a character"),
+        (b'{"prompt": "x", "response": null}', "a conversation is a list of texts with roles"),
+        (b'{"prompt": 7, "response": "x"}', "a conversation is a list of texts with roles"),
+        (b'{"messages": "x"}', "a conversation is a list of texts with roles"),
+        (b'{"messages": []}', 'with an answer by "assistant"'),
+        (b'{"messages": ["x"]}', "a conversation is a list of texts with roles"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', 'with an answer by "assistant"'),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}', 'with an answer by "assistant"'),
+        (b'{"messages": [{"role": "assistant", "content": ["x"]}]}', "a conversation is a list of texts with roles"),
+        (b'{"prompt": "x", "response": "\\ud800"}', "the text contains half a character"),
         (b'{"prompt": "x", "response": "", "finished": false}', "the answer has no tokens"),
     ],
 )
@@ -216,7 +221,7 @@ def test_a_bad_line_is_named(tokenizer: Any, tmp_path: Path, line: bytes, messag
     assert str(error.value).startswith(f"{file}, line 3: ") and message in str(error.value)
 
 
-def test_several_files_of_which_one_is_empty(tokenizer: Any, tmp_path: Path) -> None:
+def test_one_of_several_files_is_empty(tokenizer: Any, tmp_path: Path) -> None:
     good, empty = tmp_path / "good.jsonl", tmp_path / "empty.jsonl"
     good.write_text("\ufeff" + GOOD.replace("\n", "\r\n"))
     empty.write_text("\n \n")

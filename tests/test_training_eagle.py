@@ -1,4 +1,4 @@
-"""What an EAGLE head minimises, against a draft from one token at a time, without masks and without a cache."""
+"""The EAGLE objective against drafts from one token at a time, without masks and without a cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from heads import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, LayerConfig
-from training.eagle import EagleObjective, gather_anchors
-from training.teacher import Lesson
+from training.eagle_objective import EagleObjective, gather_anchors
+from training.teacher import Batch
 
 VOCABULARY, DRAFTED, SIZE, LABELS = 20, 12, 16, 6
 LAYER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 10}
@@ -33,7 +33,7 @@ def make_head(kind: str, **settings: Any) -> Any:
     return head.double()
 
 
-def make_lesson(kind: str) -> Lesson:
+def make_batch(kind: str) -> Batch:
     """Rows of different lengths and answers; the last has none."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (3, 13), generator=generator)
@@ -41,13 +41,13 @@ def make_lesson(kind: str) -> Lesson:
     answers[0, 3:12] = True
     answers[1, 0:2] = answers[1, 5:9] = True
     features = torch.randn(3, 13, FEATURES[kind], generator=generator, dtype=torch.float64)
-    law = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
-    chances, labels = law.topk(LABELS)
-    return Lesson(tokens, answers, features, labels, chances)
+    p = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
+    probabilities, labels = p.topk(LABELS)
+    return Batch(tokens, answers, features, labels, probabilities)
 
 
 def draft(head: Any, embedding: Tensor, features: Tensor, tokens: list[int], steps: int) -> list[Tensor]:
-    """The states of a draft behind features [T, F]; tokens: those after each of them, and those drafted."""
+    """The states of a draft after features [T, F]; tokens: the token after each feature, then the draft tokens."""
     inputs = head.fuse(features[None])
     states = []
     for _ in range(steps):
@@ -59,33 +59,33 @@ def draft(head: Any, embedding: Tensor, features: Tensor, tokens: list[int], ste
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "fed back normed"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_steps_are_those_of_a_draft_from_each_token(kind: str, steps: int) -> None:
+def test_steps_match_a_draft_from_each_token(kind: str, steps: int) -> None:
     """States, anchors, the loss and its gradient."""
     settings = {"normed_feedback": True} if kind.startswith("fed") else {}
     kind = "eagle3" if settings else kind
-    head, lesson = make_head(kind, **settings), make_lesson(kind)
+    head, batch = make_head(kind, **settings), make_batch(kind)
     embedding = torch.randn(VOCABULARY, SIZE, dtype=torch.float64)
     regression = 2.0 if kind == "eagle" else 0.0
     objective = EagleObjective(head, "kl", embedding, steps, regression, decay=0.7)
-    loss = objective(lesson)
+    loss = objective(batch)
     loss.total.backward()
     gradients = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()
 
     draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
     expected, anchors = torch.zeros((), dtype=torch.float64), [0] * steps
-    for row, column in lesson.answers.nonzero().tolist():
-        tokens = lesson.tokens[row].tolist()
-        states = draft(head, embedding, lesson.features[row, : column + 1], tokens[1:] + [0] * steps, steps)
+    for row, column in batch.answers.nonzero().tolist():
+        tokens = batch.tokens[row].tolist()
+        states = draft(head, embedding, batch.features[row, : column + 1], tokens[1:] + [0] * steps, steps)
         for step, state in enumerate(states):
-            said = column + 1 + step  # the row in which the target says what this step guesses
-            if said >= 13 or not lesson.answers[row, column : said + 1].all():
+            at = column + 1 + step  # the position of this step's training targets
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
                 break
-            law = head.logits(state).log_softmax(dim=-1)
-            labels = zip(lesson.labels[row, said].tolist(), lesson.chances[row, said], strict=True)
-            value = sum(-chance * law[draft_ids[token]] for token, chance in labels if token in draft_ids)
+            log_q = head.logits(state).log_softmax(dim=-1)
+            labels = zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True)
+            value = sum(-p * log_q[draft_ids[token]] for token, p in labels if token in draft_ids)
             if regression:
-                distance = torch.nn.functional.smooth_l1_loss(state, lesson.features[row, said])
+                distance = torch.nn.functional.smooth_l1_loss(state, batch.features[row, at])
                 value = value + regression * distance
             expected = expected + 0.7**step * value
             anchors[step] += 1
@@ -97,17 +97,17 @@ def test_steps_are_those_of_a_draft_from_each_token(kind: str, steps: int) -> No
 
 
 def test_noise_is_for_training_only() -> None:
-    head, lesson = make_head("eagle"), make_lesson("eagle")
+    head, batch = make_head("eagle"), make_batch("eagle")
     objective = EagleObjective(head, "kl", torch.randn(VOCABULARY, SIZE, dtype=torch.float64), 1, noise=0.1)
-    quiet = EagleObjective(head, "kl", objective.embedding, 1)(lesson).total
-    assert objective(lesson).total != objective(lesson).total
-    assert torch.equal(objective.eval()(lesson).total, quiet)
+    quiet = EagleObjective(head, "kl", objective.embedding, 1)(batch).total
+    assert objective(batch).total != objective(batch).total
+    assert torch.equal(objective.eval()(batch).total, quiet)
 
 
 def test_a_batch_without_answers_has_no_loss() -> None:
-    head, lesson = make_head("eagle3"), make_lesson("eagle3")
-    lesson.answers.zero_()
-    loss = EagleObjective(head, "lk", torch.randn(VOCABULARY, SIZE, dtype=torch.float64), 3)(lesson)
+    head, batch = make_head("eagle3"), make_batch("eagle3")
+    batch.answers.zero_()
+    loss = EagleObjective(head, "lk", torch.randn(VOCABULARY, SIZE, dtype=torch.float64), 3)(batch)
     loss.total.backward()
     assert loss.total == 0 and loss.anchors.tolist() == [0, 0, 0]
     assert all(not parameter.grad.any() for parameter in head.parameters())

@@ -1,4 +1,4 @@
-"""Losses and objectives against the same written out in float64."""
+"""Losses and objectives against plain float64 versions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from heads import HydraConfig, HydraHead, MedusaConfig, MedusaHead
 from training import losses
 from training.losses import LOSSES, vocabulary_loss
-from training.objective import DECAY, HeadObjective
-from training.teacher import Lesson
+from training.objectives import DECAY, MedusaObjective
+from training.teacher import Batch
 
 ROWS, WIDTH, VOCABULARY, LABELS = 7, 5, 11, 4
 
 
 def written_out(name: str, p: Tensor, q: Tensor) -> Tensor:
-    """The losses of whole laws p and q, [R, D]."""
+    """The losses of whole distributions p and q, [R, D]."""
     alpha = torch.minimum(p, q).sum(dim=-1)
     entropy = -(p * q.log()).sum(dim=-1)
     weight = torch.exp(-3 * alpha).detach()
@@ -34,18 +34,18 @@ def written_out(name: str, p: Tensor, q: Tensor) -> Tensor:
 def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "CHUNK", 3 * VOCABULARY)  # three rows at a time, the last time one
     generator = torch.Generator().manual_seed(0)
-    states, weight, law = (
+    states, weight, logits = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
         for shape in ((ROWS, WIDTH), (VOCABULARY, WIDTH), (ROWS, VOCABULARY))
     )
     bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64) if biased else None
-    chances, labels = torch.softmax(2 * law, dim=-1).topk(LABELS)
+    probabilities, labels = torch.softmax(2 * logits, dim=-1).topk(LABELS)
     labels[2, 1] = -1  # not in the draft vocabulary
     known = labels >= 0
-    p = torch.zeros(ROWS, VOCABULARY, dtype=torch.float64).scatter_add_(1, labels.clamp_min(0), chances * known)
+    p = torch.zeros(ROWS, VOCABULARY, dtype=torch.float64).scatter_add_(1, labels.clamp_min(0), probabilities * known)
     inputs = [tensor.requires_grad_() for tensor in (states, weight, bias) if tensor is not None]
 
-    value, right = vocabulary_loss(name, states, weight, bias, labels, chances)
+    value, right = vocabulary_loss(name, states, weight, bias, labels, probabilities)
     logits = states @ weight.T + (0 if bias is None else bias)
     expected = written_out(name, p, logits.softmax(dim=-1))
 
@@ -57,8 +57,8 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(got, wanted)
 
 
-def make_lesson(vocab: int) -> Lesson:
-    """Two rows of which the second is shorter and has two answers."""
+def make_batch(vocab: int) -> Batch:
+    """Two rows; the second is shorter and has two answers."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (2, 12), generator=generator)
     answers = torch.zeros(2, 12, dtype=torch.bool)
@@ -66,18 +66,18 @@ def make_lesson(vocab: int) -> Lesson:
     answers[1, 1:4] = True
     answers[1, 6:8] = True
     features = torch.randn(2, 12, WIDTH, generator=generator, dtype=torch.float64)
-    law = torch.randn(2, 12, vocab, generator=generator, dtype=torch.float64).softmax(dim=-1)
-    chances, labels = law.topk(LABELS)
-    return Lesson(tokens, answers, features, labels, chances)
+    p = torch.randn(2, 12, vocab, generator=generator, dtype=torch.float64).softmax(dim=-1)
+    probabilities, labels = p.topk(LABELS)
+    return Batch(tokens, answers, features, labels, probabilities)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_objective(kind: str, loss: str) -> None:
-    """Anchor by anchor: head i at token t is measured on what was said after token t + 1 + i, in the same answer."""
+    """Anchor by anchor: the training targets of head i at token t are at position t + 1 + i, in the same answer."""
     vocab, heads = 20, 3
     torch.manual_seed(2)
-    lesson = make_lesson(vocab)
+    batch = make_batch(vocab)
     embedding = torch.randn(vocab, WIDTH, dtype=torch.float64)
     token_map = torch.arange(0, vocab, 2)
     if kind == "medusa":
@@ -92,23 +92,25 @@ def test_objective(kind: str, loss: str) -> None:
     for row in range(2):
         for t in range(12):
             for index in range(heads):
-                if not all(t + ahead < 12 and lesson.answers[row, t + ahead] for ahead in range(index + 2)):
+                if not all(t + ahead < 12 and batch.answers[row, t + ahead] for ahead in range(index + 2)):
                     continue
                 anchors[index] += 1
-                feature = lesson.features[row, t]
+                feature = batch.features[row, t]
                 if kind == "medusa":
                     state = head(feature)[index]
                 else:
-                    state = head(feature, embedding[lesson.tokens[row, t + 1 : t + 2 + index]], index)
+                    state = head(feature, embedding[batch.tokens[row, t + 1 : t + 2 + index]], index)
                 logs = dict(zip(token_map.tolist(), head.logits(state, index).log_softmax(dim=-1), strict=True))
                 at = t + 1 + index
                 if loss == "ce":
-                    said = {int(lesson.tokens[row, at + 1]): 1.0}
+                    wanted = {int(batch.tokens[row, at + 1]): 1.0}
                 else:
-                    said = dict(zip(lesson.labels[row, at].tolist(), lesson.chances[row, at].tolist(), strict=True))
-                for token, chance in said.items():
-                    total = total - DECAY**index * chance * logs.get(token, torch.zeros(()))
+                    wanted = dict(
+                        zip(batch.labels[row, at].tolist(), batch.probabilities[row, at].tolist(), strict=True)
+                    )
+                for token, p in wanted.items():
+                    total = total - DECAY**index * p * logs.get(token, torch.zeros(()))
 
-    result = HeadObjective(head, loss, embedding)(lesson)
+    result = MedusaObjective(head, loss, embedding)(batch)
     torch.testing.assert_close(result.total.double(), total, rtol=1e-5, atol=1e-5)
     assert result.anchors.tolist() == anchors

@@ -1,4 +1,4 @@
-"""Trainings of tiny heads on the predictable target: in this process, or in some that can be killed."""
+"""Trainings of tiny heads on the predictable target, in this process or in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import scripts.train
-import training.cache
 import training.checkpoint
+import training.feature_cache
 import training.optimizer
 from heads.atomic_write import write_aside
-from scripts import train_validation
+from scripts.head_training import validation
 from tests.predictable import train_predictable, write_answers
 from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
 
-OPTIONS = ["--head", "medusa", "--batch-tokens", "512"]
+OPTIONS = ["--kind", "medusa", "--batch-tokens", "512"]
 OPTIONS += ["--device", "cpu", "--dtype", "float32"]
-SHAPE = ["--heads", "3", "--layers", "2"]  # of medusa and hydra heads
-ADAMW = "--adamw"  # of these tests alone: no Muon, which computes in bfloat16 and so makes much of last bits
+SHAPE = ["--heads", "3", "--layers", "2"]  # for medusa and hydra
+ADAMW = "--adamw"  # in these tests only: no Muon, which computes in bfloat16 and amplifies rounding
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
-SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that little data makes several shards
+SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that small data has several shards
 
 
 def save_predictable(folder: Path, rows: int) -> Path:
-    """Turn a folder of `save_model` into the predictable target, without a chat template, and some answers of it."""
+    """Turn a folder of `save_model` into the predictable target without a chat template, with some of its answers."""
     with one_thread():
         train_predictable().save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -54,15 +54,15 @@ def save_predictable(folder: Path, rows: int) -> Path:
 def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = ["--target", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
+    given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
     given += [] if {"eagle", "eagle3"} & {*options} else SHAPE
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:
             patch.setattr(training.optimizer, "is_hidden", lambda *_: False)
-        patch.setattr(train_validation, "NEW_TOKENS", NEW_TOKENS)
-        patch.setattr(training.cache, "SHARD_TOKENS", SHARD_TOKENS)
-        patch.setattr(training.cache, "PASS_TOKENS", PASS_TOKENS)
+        patch.setattr(validation, "NEW_TOKENS", NEW_TOKENS)
+        patch.setattr(training.feature_cache, "SHARD_TOKENS", SHARD_TOKENS)
+        patch.setattr(training.feature_cache, "PASS_TOKENS", PASS_TOKENS)
         try:
             with one_thread():
                 scripts.train.main(given)
@@ -73,7 +73,7 @@ def train(place: Path, out: Path, *options: str) -> int:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums over more threads are other sums in their last bits. Fixtures are made before the tests' own limit holds."""
+    """More threads round sums differently. Module fixtures run before the tests' own thread limit is set."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +88,7 @@ def losses(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_same(out: Path, other: Path) -> None:
-    """Two trainings came to the same, bit by bit: losses, validations, weights, optimizer, and the head as saved."""
+    """Two trainings have bit-identical results: losses, validations, weights, optimizer state and the saved head."""
     assert read_metrics(out) == read_metrics(other)
     one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (out, other))
     assert one["progress"] == two["progress"]
@@ -105,7 +105,7 @@ def assert_equal(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
 
 
 class Fuse:
-    """Ends its own process, as by kill -9, at the n-th of the moments in which a kill could do most harm."""
+    """Kills its own process, as kill -9 does, at the n-th of the moments in which that could do most harm."""
 
     def __init__(self, moments: int) -> None:
         self.moments = moments
@@ -116,10 +116,10 @@ class Fuse:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def lay(self) -> None:
-        """Pass by before and after each pass of the target, step, validation and renaming, and within each file."""
-        for owner, name in ((Teacher, "view"), (Trainer, "_step"), (Trainer, "_validate"), (os, "replace")):
+        """Set moments before and after each target pass, step, validation and renaming, and within each file."""
+        for owner, name in ((Teacher, "compute"), (Trainer, "_step"), (Trainer, "_validate"), (os, "replace")):
             setattr(owner, name, self._around(getattr(owner, name)))
-        training.cache.write_aside = training.checkpoint.write_aside = self._write
+        training.feature_cache.write_aside = training.checkpoint.write_aside = self._write
         Metrics.add = self._in_two(Metrics.add)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,14 +158,14 @@ class Fuse:
 
 
 def train_until(moments: int, *arguments: Any) -> None:
-    """`train`, in a process of its own, up to a moment of the fuse."""
+    """`train`, killed at a moment of the fuse; for a process of its own."""
     torch.set_num_threads(1)
     Fuse(moments).lay()
     train(*arguments)
 
 
 def stop_at(step: int) -> Callable[..., Any]:
-    """What `Trainer._step` may be replaced with, so that its process gets a SIGTERM in that step."""
+    """A replacement of `Trainer._step` that sends its own process a SIGTERM in that step."""
     make, count = Trainer._step, itertools.count(1)
 
     def call(*arguments: Any) -> Any:
@@ -193,7 +193,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def start(task: Callable[..., None], *arguments: Any) -> Any:
-    """A process that has nothing of this one but the imports, and those are made once."""
+    """A new process that shares only the imports, which are done once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=task, args=arguments)

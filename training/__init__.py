@@ -1,1 +1,1 @@
-"""Making heads: texts, what the target says of them, losses, and the training loop."""
+"""Training heads: data, targets computed by the model, losses, and the training loop."""

@@ -1,4 +1,8 @@
-"""The state of a training on disk: all that it takes to go on as if nothing had happened."""
+"""The state of a training on disk: everything needed to resume bit for bit.
+
+Not accelerate's `save_state`: it writes several files, so a kill can leave a mix of two steps, and it does not check
+the settings.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 
 
 def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
-    """Replace the folder's checkpoint; a kill or a full disk leaves the old one whole."""
+    """Replace the folder's checkpoint; a kill or a full disk leaves the old one intact."""
     write_aside(folder / CHECKPOINT, lambda file: torch.save(state, file))
 
 
 def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The folder's state, or None before anything was saved.
+    """The folder's state, or None if there is no checkpoint.
 
-    Raises ValueError where it is damaged, or where the training was begun with other settings: each is named. What
-    its maker did not know yet counts as the same.
+    Raises ValueError if it is damaged or was saved with other settings, naming each. Settings that the checkpoint does
+    not know are ignored.
     """
     file = folder / CHECKPOINT
     if not file.exists():
@@ -31,23 +35,22 @@ def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | 
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         begun = state["settings"]
-        state["optimizers"]  # has another name in checkpoints of before there were two
+        state["optimizers"]  # older checkpoints have another key
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
         raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
     changed = [name for name in settings if begun.get(name, settings[name]) != settings[name]]
     if changed:
-        said = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
-        raise ValueError(f"the training in {folder} was begun with other settings: {said}; resume with the same")
+        listed = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
+        raise ValueError(f"the training in {folder} was begun with other settings: {listed}; resume with the same")
     return state
 
 
 class Metrics:
-    """`metrics.jsonl`, a line a logged step. What an interrupted run logged after its checkpoint is taken back."""
+    """`metrics.jsonl`, one line per logged step. Lines after the resumed checkpoint's step are removed."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.file = folder / METRICS
-        kept = [row for row in read_metrics(folder) if row["step"] <= step]
-        text = "".join(json.dumps(row) + "\n" for row in kept)
+        text = "".join(json.dumps(row) + "\n" for row in read_metrics(folder) if row["step"] <= step)
         write_aside(self.file, lambda file: file.write(text.encode()))
 
     def add(self, **row: Any) -> None:
@@ -56,7 +59,7 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines of the folder's metrics."""
+    """All complete lines of the folder's metrics. Raises ValueError if one is damaged."""
     file = folder / METRICS
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     try:

@@ -1,7 +1,7 @@
-"""What a head minimises: how far its law is from the target's, computed without ever holding all its logits.
+"""Losses between the head's distribution and the target's, computed without storing all logits.
 
-Shapes: R rows, H hidden size, D draft vocabulary, S labels a row. q is the head's law, p the target's, of which the
-S likeliest tokens are known; alpha = sum min(p, q) is the chance that a token drawn from q would be accepted.
+Shapes: R rows, H hidden size, D draft vocabulary, S labels. q: the head's probabilities. p: the target's, known for
+its S most likely tokens. alpha = sum min(p, q): the probability that a token drawn from q is accepted.
 """
 
 from __future__ import annotations
@@ -12,68 +12,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # logits that are held at a time
-ETA = 3.0  # how fast `lk` turns from kl to tv as the head improves (LK losses, section 4)
+CHUNK = 1 << 22  # logits held in memory at a time
+ETA = 3.0  # how fast `lk` moves from kl to tv as the head improves (LK losses, section 4)
 
-# A loss takes p and q at the labels, [R, S], and returns for each row its value and its gradient by the logits, which
-# for all of these is a * q with b taken off at the labels: value [R], a [R, 1], b [R, S].
-Shape = tuple[Tensor, Tensor, Tensor]
+# A loss takes p and q at the labels, [R, S]. It returns its value [R] and its gradient by the logits, which for all of
+# these losses is a * q, minus b at the labels: a [R, 1], b [R, S].
+ValueAndGradient = tuple[Tensor, Tensor, Tensor]
 
 
-def kl(p: Tensor, q: Tensor) -> Shape:
-    """Cross-entropy with the target's law, which is KL(p || q) but for a constant (Hinton et al. 2015). With a single
-    label it is plain cross-entropy."""
+def kl(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """Cross-entropy with the target's distribution: KL(p || q) up to a constant (Hinton et al. 2015)."""
     return -(p * q.clamp_min(1e-30).log()).sum(dim=-1), p.sum(dim=-1, keepdim=True), p
 
 
-def tv(p: Tensor, q: Tensor) -> Shape:
-    """Total variation, 1 - alpha: the chance of a rejection itself (Leviathan et al. 2023, corollary 3.6)."""
+def tv(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """Total variation, 1 - alpha: the probability of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     below = q * (q < p)
     return 1 - torch.minimum(p, q).sum(dim=-1), below.sum(dim=-1, keepdim=True), below
 
 
-def lk_alpha(p: Tensor, q: Tensor) -> Shape:
-    """-log alpha: like `tv`, but with a gradient that does not vanish while a head is bad (Samarin et al. 2026)."""
+def lk_alpha(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """-log alpha: like `tv`, but its gradient does not vanish while a head is bad (Samarin et al. 2026)."""
     value, a, b = tv(p, q)
     alpha = (1 - value).clamp_min(1e-6)
     return -alpha.log(), a / alpha[:, None], b / alpha[:, None]
 
 
-def lk(p: Tensor, q: Tensor) -> Shape:
-    """`kl` while a row's alpha is low, `tv` as it grows; weight exp(-ETA alpha), a constant (Samarin et al. 2026)."""
+def lk(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """`kl` while alpha is low, `tv` as it grows; weight exp(-ETA alpha), a constant (Samarin et al. 2026)."""
     (value, a, b), (other, c, d) = kl(p, q), tv(p, q)
     weight = torch.exp(-ETA * (1 - other))
     column = weight[:, None]
     return weight * value + (1 - weight) * other, column * a + (1 - column) * c, column * b + (1 - column) * d
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Shape]] = {"ce": kl, "kl": kl, "tv": tv, "lk": lk, "lk-alpha": lk_alpha}
+LOSSES: dict[str, Callable[[Tensor, Tensor], ValueAndGradient]] = {
+    "ce": kl,  # its only label is the text's token
+    "kl": kl,
+    "tv": tv,
+    "lk": lk,
+    "lk-alpha": lk_alpha,
+}
 
 
 def vocabulary_loss(
-    name: str, states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chances: Tensor
+    name: str, states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sum over rows of a loss of q = softmax(states weight^T + bias), and [R] bool: q's best token is label 0.
+    """The sum over rows of a loss of q = softmax(states weight^T + bias), and [R] bool: whether q's most likely token
+    is label 0.
 
-    states [R, H], weight [D, H], bias [D]; labels [R, S] draft ids, chances [R, S] the target's probabilities of
-    them; a label that is not in the draft vocabulary is -1. `ce` differs from `kl` by its labels: one, the text's.
+    states [R, H], weight [D, H], bias [D]; labels [R, S] are draft ids, -1 outside the draft vocabulary; p [R, S].
     """
     autocast = torch.is_autocast_enabled(states.device.type)
     dtype = torch.get_autocast_dtype(states.device.type) if autocast else states.dtype
-    return _VocabularyLoss.apply(LOSSES[name], dtype, states, weight, bias, labels, chances)
+    return _VocabularyLoss.apply(LOSSES[name], dtype, states, weight, bias, labels, p)
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Linear layer, softmax and loss in one, over chunks of rows; the gradient is made on the way forward, in the
-    place of the logits. A vocabulary is wide: of separate steps the memory traffic would be half of a training."""
+    """Linear layer, softmax and loss in one, over chunks of rows. The forward pass overwrites the logits with their
+    gradient: with separate operations, memory traffic would take half of the training time."""
 
     @staticmethod
     def forward(ctx: Any, loss: Any, dtype: torch.dtype, states: Tensor, weight: Tensor, bias: Any, *known: Tensor):
-        labels, chances = known
+        labels, p = known
         exact = torch.promote_types(dtype, torch.float32)
         narrow, matrix = states.to(dtype), weight.to(dtype)
         grad_states = torch.empty_like(narrow)
-        # A borrowed matrix is not trained, and its gradient would be a third of the work.
+        # A borrowed matrix is not trained; its gradient would be a third of the work.
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[3] else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         total = torch.zeros((), dtype=exact, device=states.device)
@@ -84,13 +89,13 @@ class _VocabularyLoss(torch.autograd.Function):
             logits = (narrow[part] @ matrix.T).to(exact)
             if bias is not None:
                 logits += bias
-            known_here = labels[part] >= 0
+            drafted = labels[part] >= 0
             index = labels[part].clamp_min(0)
             right[part] = logits.argmax(dim=-1) == labels[part, 0]
-            law = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
-            value, a, b = loss(chances[part].to(exact) * known_here, law.gather(1, index) * known_here)
+            q = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
+            value, a, b = loss(p[part].to(exact) * drafted, q.gather(1, index) * drafted)
             total += value.sum()
-            gradient = law.mul_(a).scatter_add_(1, index, -b)
+            gradient = q.mul_(a).scatter_add_(1, index, -b)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(dtype)

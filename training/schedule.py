@@ -1,4 +1,4 @@
-"""How long a training goes on, and which examples each of its steps sees."""
+"""The order of training: how long it runs, and which examples form the batches of each step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from training.batches import plan_batches
+import torch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. `patience`: validations without a better tau before training ends early."""
+    """Length and speed of training. `patience`: validations without a better tau before training stops early.
+
+    Raises ValueError if a value is out of range.
+    """
 
     epochs: int = 1
     max_steps: int | None = None
@@ -25,20 +28,19 @@ class Schedule:
     patience: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_tokens", "accumulate", "save_every", "validate_every", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps is {self.max_steps}; it must be at least 1")
+        for name in ("epochs", "max_steps", "batch_tokens", "accumulate", "save_every", "validate_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed is {self.seed}; it must be between 0 and {(1 << 32) - 1}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}; it must be a positive number")
 
     def plan(self, lengths: Sequence[int]) -> Iterator[list[list[int]]]:
-        """What each step sees, from the first to the last: `accumulate` batches of examples, fewer at an epoch's end.
+        """The batches of each step: `accumulate` lists of example numbers, fewer at the end of an epoch.
 
-        lengths: how many tokens each example has.
+        lengths: the number of tokens in each example.
         """
         return islice(self._plan_epochs(lengths), self.max_steps)
 
@@ -47,3 +49,32 @@ class Schedule:
             batches = plan_batches(lengths, self.batch_tokens, self.seed, epoch)
             for begin in range(0, len(batches), self.accumulate):
                 yield batches[begin : begin + self.accumulate]
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """The batches of one epoch as lists of example numbers; every example occurs once.
+
+    A batch is a rectangle [B, T] of at most `batch_tokens` tokens; a longer example gets a batch of its own. Examples
+    are shuffled, then sorted by length within pools of several batches. Batches vary, and padding stays at a few
+    per cent.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    pool = max(1, 64 * batch_tokens * len(lengths) // max(1, sum(lengths)))  # examples in about 64 batches
+    batches: list[list[int]] = []
+    for begin in range(0, len(order), pool):
+        batch: list[int] = []
+        for number in sorted(order[begin : begin + pool], key=lambda number: lengths[number]):
+            if batch and (len(batch) + 1) * lengths[number] > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(number)
+        batches.append(batch)
+    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    return [batches[index] for index in shuffled]
+
+
+def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
+    """The share of the batches' positions that are padding."""
+    positions = sum(len(batch) * max(lengths[number] for number in batch) for batch in batches)
+    return 1 - sum(lengths[number] for batch in batches for number in batch) / positions

@@ -1,7 +1,7 @@
-"""The training loop: batches in a fixed order, checkpoints, validation by decoding, and a stop in time.
+"""The training loop: batches in a fixed order, checkpoints, validation by decoding, early stopping.
 
-One process or several, on any device that accelerate knows. With several, each takes its part of every batch, so
-that the number of processes changes the speed and, but for rounding and the noise of --noise, not the result.
+Runs in one process or several, on any device that accelerate supports. Each process takes its share of every batch,
+so the number of processes changes the speed but, except for rounding and random noise, not the result.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, send_to_device
 from torch import Tensor
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
-from training.objective import Loss
+from training.objectives import Loss
 from training.optimizer import make_optimizers
 from training.schedule import Schedule
-from training.teacher import Lesson
+from training.teacher import Batch
 
 WARMUP = 0.03  # of all steps
-CLIP = 1.0  # of the gradient's norm
+MAX_NORM = 1.0  # of the gradient
 LOG_EVERY = 10
-EXPLODED = 3.0  # times the mean of the steps before
+EXPLODED = 3.0  # times the mean loss so far
 STOPPED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What decoding held-out prompts gave: tau, and the chance of a guess at each depth if the one above it held."""
+    """Decoding held-out prompts: tau, and by depth the share of draft tokens accepted if the one above was."""
 
     tau: float
     acceptance: list[float]
@@ -58,18 +58,18 @@ class Progress:
 
 
 class Trainer:
-    """Trains the head in an objective (a module that makes a `Loss` of a `Lesson`), writing to a folder.
+    """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder.
 
-    lesson(numbers): the batch of these examples. validate(): decode with the head as it is. save_best(): keep the head
-    as it is. settings: what must be the same for a training to be resumed. An objective may have `rates`: the shares
-    of the learning rate that some of its parts are given, by name; others have all of it.
+    load_batch: the batch of the examples with these numbers. validate: decode with the current head. save_best: save
+    the current head. settings: what must be equal for a training to be resumed. An objective may have `lr_shares`:
+    factors of the learning rate for some of its parts, by name.
     """
 
     def __init__(
         self,
         objective: torch.nn.Module,
         dataset: Dataset,
-        lesson: Callable[[Sequence[int]], Lesson],
+        load_batch: Callable[[Sequence[int]], Batch],
         validate: Callable[[], Validation],
         save_best: Callable[[], None],
         schedule: Schedule,
@@ -77,16 +77,16 @@ class Trainer:
         accelerator: Accelerator,
         settings: dict[str, Any],
     ) -> None:
-        self.dataset, self.lesson, self.validate, self.save_best = dataset, lesson, validate, save_best
+        self.dataset, self.load_batch, self.validate, self.save_best = dataset, load_batch, validate, save_best
         self.schedule, self.folder, self.accelerator, self.settings = schedule, folder, accelerator, settings
         self.weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
         self.lengths = [len(example.tokens) for example in dataset.examples]
-        optimizers = make_optimizers(self.weights, schedule.lr, getattr(objective, "rates", {}))
+        optimizers = make_optimizers(self.weights, schedule.lr, getattr(objective, "lr_shares", {}))
         self.objective, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.steps = sum(1 for _ in schedule.plan(self.lengths))
-        # From its second step on: at the first one the rate would be zero.
+        # Starting at the schedule's second step: in its first, the learning rate is zero.
         warmup = int(WARMUP * self.steps) + 1
-        self.rates = [
+        self.lr_schedulers = [
             get_cosine_schedule_with_warmup(optimizer, warmup, self.steps + 1, last_epoch=0)
             for optimizer in self.optimizers
         ]
@@ -95,29 +95,35 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do: all steps were made, or tau has stopped growing."""
+        """Whether all steps are done, or tau has stopped growing."""
         return self.progress.step == self.steps or self.progress.stale >= self.schedule.patience
 
+    def describe(self) -> str:
+        """The progress in one line."""
+        progress = self.progress
+        end = f", then {progress.stale} validations without a better one" if progress.step < self.steps else ""
+        return f"{self.folder}: {progress.step} of {self.steps} steps, tau {progress.best_tau:.2f} at best{end}"
+
     def run(self, state: Mapping[str, Any] | None = None, begin_with_best: bool = False) -> int:
-        """Train to the end, or until tau stops growing; go on from a checkpoint's `state`. Returns the steps made.
+        """Train to the end, or until tau stops growing, from the beginning or a checkpoint's `state`. Returns the
+        number of steps made.
 
-        begin_with_best: the head that there is at the beginning is the one to be beaten.
-
-        Raises ValueError where the loss explodes (what was saved stays), SystemExit after a SIGTERM (state saved).
+        begin_with_best: validate first, so that a later head is saved only if it beats this one. Raises ValueError if
+        the loss explodes (saved files stay), SystemExit after a SIGTERM (with a checkpoint).
         """
         if state is not None:
             self._restore(state)
         self._check_together()
-        begun = self.progress.step
-        self.metrics = Metrics(self.folder, begun) if self.accelerator.is_main_process else None
-        before = signal.signal(signal.SIGTERM, self._terminate)
+        first = self.progress.step
+        self.metrics = Metrics(self.folder, first) if self.accelerator.is_main_process else None
+        previous = signal.signal(signal.SIGTERM, self._terminate)
         try:
             if state is None and begin_with_best:
                 self._validate()
             self._train()
         finally:
-            signal.signal(signal.SIGTERM, before)
-        return self.progress.step - begun
+            signal.signal(signal.SIGTERM, previous)
+        return self.progress.step - first
 
     def _train(self) -> None:
         schedule, progress = self.schedule, self.progress
@@ -125,10 +131,10 @@ class Trainer:
         silent = self.finished or not self.accelerator.is_main_process
         interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
         with tqdm(total=self.steps, initial=progress.step, unit=" steps", mininterval=interval, disable=silent) as bar:
-            for batch in islice(schedule.plan(self.lengths), progress.step, None):
+            for batches in islice(schedule.plan(self.lengths), progress.step, None):
                 if self.finished:
                     return
-                losses = self._step(batch)
+                losses = self._step(batches)
                 progress.step += 1
                 speed = (progress.tokens - tokens_before) / (perf_counter() - started)
                 bar.set_postfix_str(
@@ -145,28 +151,28 @@ class Trainer:
                 if stopping:
                     raise SystemExit(STOPPED)
 
-    def _step(self, batch: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """One step of the optimizers over a few batches of examples. Returns what is to be logged."""
+    def _step(self, batches: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """One optimizer step over a few batches of example numbers. Returns values to log."""
         accelerator, examples = self.accelerator, self.dataset.examples
-        answers = sum(examples[number].answer_tokens for numbers in batch for number in numbers)
-        sums = None
-        for index, numbers in enumerate(batch):
+        answers = sum(examples[number].answer_tokens for numbers in batches for number in numbers)
+        sums: Tensor | float = 0.0
+        for index, numbers in enumerate(batches):
             mine = numbers[accelerator.process_index :: accelerator.num_processes]
-            lesson = self.lesson(mine or numbers[:1]).to(accelerator.device)
-            if not mine:  # more processes than examples: take part with nothing
-                lesson.answers.zero_()
-            with nullcontext() if index == len(batch) - 1 else accelerator.no_sync(self.objective):
-                loss: Loss = self.objective(lesson)
-                # Gradients are averaged over processes, but what is wanted is the mean over answer tokens.
+            batch = send_to_device(self.load_batch(mine or numbers[:1]), accelerator.device, non_blocking=True)
+            if not mine:  # more processes than examples: take part without anchors
+                batch.answers.zero_()
+            with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(self.objective):
+                loss: Loss = self.objective(batch)
+                # Gradients are averaged over processes; we want the mean over answer tokens.
                 accelerator.backward(loss.total * (accelerator.num_processes / answers))
-            sums = _add(sums, torch.cat([loss.total[None].detach(), loss.anchors, loss.agreed]))
-        norm = accelerator.clip_grad_norm_(self.objective.parameters(), CLIP)
+            sums = sums + torch.cat([loss.total[None].detach(), loss.anchors, loss.agreed])
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), MAX_NORM)
         total, *counts = accelerator.reduce(sums, "sum").tolist()
         self._check_loss(total / answers, float(norm))
-        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+        for optimizer, lr_scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            rate.step()
+            lr_scheduler.step()
         self.progress.tokens += answers
         anchors, agreed = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         agreement = [right / max(1, count) for right, count in zip(agreed, anchors, strict=True)]
@@ -183,13 +189,13 @@ class Trainer:
         progress.mean_loss = loss if mean is None else 0.98 * mean + 0.02 * loss
 
     def _check_together(self) -> None:
-        """Raise ValueError where processes would go on from different steps."""
+        """Raise ValueError if processes would resume from different steps."""
         step = torch.tensor([self.progress.step], device=self.accelerator.device)
         if len(set(self.accelerator.gather(step).tolist())) > 1:
             raise ValueError(f"not every process finds the checkpoint in {self.folder}: it must be on a shared disk")
 
     def _validate(self) -> None:
-        """Decode with the head, and keep it if it is the best so far. The first process does it, the others wait."""
+        """Decode with the head, and save it if it is the best so far. The first process does this; others wait."""
         if self.accelerator.is_main_process:
             self.objective.eval()
             result = self.validate()
@@ -214,7 +220,7 @@ class Trainer:
                 "progress": asdict(self.progress),
                 "weights": {name: weight.detach() for name, weight in self.weights.items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "rates": [rate.state_dict() for rate in self.rates],
+                "rates": [lr_scheduler.state_dict() for lr_scheduler in self.lr_schedulers],
                 "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state_all(),
             }
@@ -226,7 +232,7 @@ class Trainer:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state["weights"][name])
-        for name, parts in (("optimizers", self.optimizers), ("rates", self.rates)):
+        for name, parts in (("optimizers", self.optimizers), ("rates", self.lr_schedulers)):
             for part, saved in zip(parts, state[name], strict=True):
                 part.load_state_dict(saved)
         torch.set_rng_state(state["random"])
@@ -234,7 +240,7 @@ class Trainer:
             torch.cuda.set_rng_state_all(state["random_cuda"])
 
     def _stopping(self) -> bool:
-        """Whether any process was asked to stop."""
+        """Whether any process has received SIGTERM."""
         if self.accelerator.num_processes == 1:
             return self._terminated
         asked = torch.tensor([int(self._terminated)], device=self.accelerator.device)
@@ -242,7 +248,3 @@ class Trainer:
 
     def _terminate(self, *_: Any) -> None:
         self._terminated = True
-
-
-def _add(sums: Tensor | None, more: Tensor) -> Tensor:
-    return more if sums is None else sums + more

@@ -1,4 +1,4 @@
-"""What a training will take, before it is begun."""
+"""The plan of a training: parameters, tokens, memory and expected time."""
 
 from __future__ import annotations
 
@@ -10,75 +10,73 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from training.batches import padding_share
 from training.data import Dataset
-from training.lessons import Lessons
-from training.schedule import Schedule
+from training.feature_cache import BatchLoader
+from training.schedule import Schedule, padding_share
 
-TRIALS = 3
+TRIALS = 3  # batches to measure
 
 
-def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, lessons: Lessons) -> None:
-    """Print parameters, tokens, memory and expected time, the last two from a few batches; no weight is changed."""
+def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
+    """Print the plan. Memory and time are measured on a few batches; no weight is changed."""
     lengths = [len(example.tokens) for example in dataset.examples]
     steps = list(schedule.plan(lengths))
     batches = [batch for step in steps for batch in step]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     trials = batches[:TRIALS]
-    target_seconds, head_seconds = _measure(objective, trials, lessons)
+    target_seconds, head_seconds = _measure(objective, trials, load_batch)
+    seconds = target_seconds + head_seconds
     tokens, seen = (
         sum(dataset.examples[number].answer_tokens for batch in chosen for number in batch)
         for chosen in (trials, batches)
     )
-    share = len(batches) / len(trials)
+    scale = len(batches) / len(trials)
+    # The optimizer will need at most 8 bytes a weight: AdamW keeps two numbers for each, Muon one.
+    memory = _peak_memory(load_batch.teacher.target.device) + 8 * count
     rows = {
         "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16)",
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
         f"{len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
-        "memory": f"{(_peak_memory(lessons.teacher.target.device) + 8 * count) / 2**30:.2f} GiB, by those few batches",
-        "speed": f"{tokens / (target_seconds + head_seconds):,.0f} answer tokens/s, of the time "
-        f"{target_seconds / (target_seconds + head_seconds):.0%} in the target",
-        "time": _hours(share * (target_seconds + head_seconds)) + ", validations aside",
-        "with features cached": _hours(share * head_seconds),
+        "memory": f"{memory / 2**30:.2f} GiB, measured on {len(trials)} batches",
+        "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
+        "time": _format_time(scale * seconds) + ", without validations",
+        "with features cached": _format_time(scale * head_seconds),
     }
     for name, value in rows.items():
         print(f"{name:21} {value}")
 
 
-def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], lessons: Lessons) -> tuple[float, float]:
-    """Seconds in the target and in the head for these batches; one before them warms up."""
+def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch: BatchLoader) -> tuple[float, float]:
+    """Seconds in the target and in the head for these batches, after a warm-up batch."""
     target_seconds = head_seconds = 0.0
-    target = lessons.teacher.target
+    target = load_batch.teacher.target
     objective.to(target.device)
     for trial, numbers in enumerate([batches[0], *batches]):
-        begun = perf_counter()
-        lesson = lessons(numbers)
-        float(lesson.chances.sum())  # waits for a GPU
+        started = perf_counter()
+        batch = load_batch(numbers)
+        float(batch.probabilities.sum())  # synchronizes with a GPU
         between = perf_counter()
         with torch.autocast(target.device.type, target.dtype, enabled=target.dtype == torch.bfloat16):
-            loss = objective(lesson).total
+            loss = objective(batch).total
         loss.backward()
         float(loss.detach())
         objective.zero_grad(set_to_none=True)
         if trial:
-            target_seconds += between - begun
+            target_seconds += between - started
             head_seconds += perf_counter() - between
     return target_seconds, head_seconds
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use so far: target, weights, gradients and activations, but no optimizer yet.
-
-    That will take 8 bytes a weight at most: AdamW has two numbers for each, Muon one.
-    """
+    """The most bytes in use so far: target, weights, gradients and activations."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _hours(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(1, minutes)} min"

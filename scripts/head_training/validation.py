@@ -1,4 +1,4 @@
-"""Validation of a head in training: what it is worth in decoding, on prompts that it never saw."""
+"""Validation during training: decoding held-out prompts with the current head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = 16  # prompts at a time
 
 
 class Validator:
-    """Decodes held-out prompts greedily with the head as it is, in trees of `NODES` nodes."""
+    """Decodes prompts greedily with trees of `NODES` nodes. Raises ValueError if there are no prompts."""
 
     def __init__(self, target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
@@ -34,5 +34,5 @@ class Validator:
         stats = Stats()
         for answer in answers:
             stats.add(answer.stats)
-        reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # nothing is guessed before the prompt is read
+        reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
         return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])

@@ -1,4 +1,4 @@
-"""JSON Lines, the form of all files of prompts, questions and answers: one object a line."""
+"""Reading JSON Lines, the format of all prompt, question and answer files: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file, as `parse_lines` gives them. Raises ValueError as it and `decode_text` do."""
+    """The objects of a file with their line numbers. Raises ValueError like `parse_lines` and `decode_text`."""
     return parse_lines(decode_text(path.read_bytes(), str(path)), str(path))
 
 
 def parse_lines(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file called `name`, with the numbers of their lines; empty lines are passed over.
+    """The objects in the text of file `name` with their line numbers; empty lines are skipped.
 
-    Raises ValueError, naming the line, for one that is no JSON object, and where there is none at all.
+    Raises ValueError, naming the line, if a line is not a JSON object, and if there is no object at all.
     """
-    # Not splitlines: JSON may hold other line breaks than \n as they are.
+    # Not splitlines: JSON strings may contain other line breaks than \n.
     lines = enumerate(text.split("\n"), start=1)
     rows = [(number, _parse(line, f"{name}, line {number}")) for number, line in lines if line.strip()]
     if not rows:
@@ -26,7 +26,7 @@ def parse_lines(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def decode_text(raw: bytes, name: str) -> str:
-    """The text of a file called `name`. Raises ValueError, naming the line, where it is not UTF-8."""
+    """The text of file `name`. Raises ValueError, naming the line, if it is not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

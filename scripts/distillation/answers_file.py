@@ -1,0 +1,92 @@
+"""The file of answers: rows are appended as they are finished, and an interrupted run continues after the last."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from heads.atomic_write import write_aside
+from scripts.distillation.jobs import Job
+
+
+class AnswersFile:
+    """A file of answer rows, and the settings they were made with in a second file.
+
+    Raises ValueError if the file was made with other settings, or is not such a file.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path, self.settings = path, settings
+        self.settings_path = path.with_name(path.name + ".settings.json")
+        self.size = 0  # bytes of complete lines
+        self.rows: dict[int | str, dict[str, Any]] = {}  # by id
+        self.tokens = 0  # of all answers
+        self.dropped = Counter[str]()  # by reason
+        self.cut = 0  # conversations that were cut before a dropped answer
+        if path.exists() and path.stat().st_size:
+            self._read()
+
+    def begin(self) -> None:
+        """Write the settings, and remove an incomplete last line."""
+        content = json.dumps(self.settings, indent=2, allow_nan=False) + "\n"
+        write_aside(self.settings_path, lambda file: file.write(content.encode()))
+        with self.path.open("ab") as file:
+            file.truncate(self.size)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row at once. If a kill leaves half a line, the next run removes it."""
+        with self.path.open("ab") as file:
+            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._add(row)
+
+    def list_missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs without a row. Raises ValueError if a row has a job's id but another prompt."""
+        for job in jobs:
+            row = self.rows.get(job.id, job.row())
+            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+            if messages[: len(job.messages)] != job.messages:
+                raise ValueError(f"{self.path} has another prompt with the id {json.dumps(job.id)}; give another --out")
+        return [job for job in jobs if job.id not in self.rows]
+
+    def describe(self) -> str:
+        """The contents in one line."""
+        dropped = self.dropped
+        return (
+            f"{self.path}: {len(self.rows) - dropped.total()} answers, {self.tokens} tokens; dropped: "
+            f"{dropped['loop']} that fell into a loop, {dropped['context']} that the context has no room for, "
+            f"{dropped['empty']} without a word; {self.cut} conversations were cut before such an answer"
+        )
+
+    def _read(self) -> None:
+        raw = self.path.read_bytes()
+        self.size = raw.rfind(b"\n") + 1
+        if not self.settings_path.exists():
+            raise ValueError(
+                f"{self.path} has no {self.settings_path.name} next to it, with the settings of the answers"
+            )
+        try:
+            before = json.loads(self.settings_path.read_bytes())
+            changed = [
+                f"{name} {json.dumps(before[name])}, not {json.dumps(now)}"
+                for name, now in self.settings.items()
+                if before[name] != now
+            ]
+            for line in raw[: self.size].splitlines():
+                self._add(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} or {self.settings_path.name} is damaged ({error}); remove both") from error
+        if changed:
+            raise ValueError(
+                f"{self.path} was begun with {' and '.join(changed)}; go on with the same, or give another --out"
+            )
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows[row["id"]] = row
+        if "dropped" in row:
+            self.dropped[row["dropped"]] += 1
+        else:
+            self.tokens += row["response_tokens"]
+            self.cut += "cut" in row

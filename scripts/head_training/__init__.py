@@ -1,0 +1,1 @@
+"""The parts of train.py: options, setup, plan, validation and plots."""

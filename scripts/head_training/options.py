@@ -1,0 +1,172 @@
+"""The options of train.py: `TrainOptions`, its parser, and what is checked before anything is loaded."""
+
+# ruff: noqa: RUF009  (`flag` returns a dataclass field)
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from heads import HEADS
+from heads.vocabulary import Output
+from scripts.bench_files import check_writable
+from scripts.bench_plot import check_plot
+from scripts.options import Parser, at_least
+from training.checkpoint import METRICS
+from training.factory import REGRESSION, TTT_STEPS
+from training.losses import LOSSES
+from training.objectives import DECAY
+from training.schedule import Schedule
+
+UNROLLING = "ttt_steps", "regression", "noise"
+MULTI_HEAD = "heads", "layers", "output", "joint"
+# By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
+NOT_FOR = {"medusa": UNROLLING, "hydra": UNROLLING, "eagle": MULTI_HEAD, "eagle3": (*MULTI_HEAD, "regression")}
+GROUPS = {  # of the help text, by their first option
+    "model": "model",
+    "heads": "shape of a new head",
+    "loss": "training",
+    "ttt_steps": "eagle and eagle3",
+}
+
+EPILOG = """\
+--out becomes the head's folder: config.json and model.safetensors are the head of the best validation so far, for
+--proposer and --head of other commands. metrics.jsonl has a line for each logged step (step, tokens, loss, and for
+each depth how often the head's most likely token is the model's) and for each validation (tau). --resume continues
+from checkpoint.pt. Validation decodes held-out prompts (one in fifty). Tau is the mean acceptance length: tokens per
+forward pass of the model, bonus token included.
+
+--joint is Medusa-2: the model is trained too, through low-rank adapters, to be easier to draft for. Self-distillation
+keeps it close to the original, but its text changes a little. So the best head comes with its own model, an ordinary
+folder --out/model with merged adapters. Decoding with both is lossless with respect to that model, not the original.
+"""
+
+
+def flag(text: str, default: Any = None, **settings: Any) -> Any:
+    """A dataclass field for a command-line option with this help text; settings: as for `add_argument`."""
+    return field(default=default, metadata={"help": text, **settings})
+
+
+def number(text: str, default: float | None = None, low: int = 1) -> Any:
+    """An option with a number: of the default's type, and a whole number from `low` on if that is not a float."""
+    shown = "" if default is None else " (default: %(default)s)"
+    kind = float if isinstance(default, float) else at_least(low)
+    return flag(text + shown, default, type=kind, metavar="X" if kind is float else "N")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command line of train.py: a field for each option. Raises ValueError if they exclude each other or are out
+    of range."""
+
+    kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
+    data: tuple[Path, ...] = flag(
+        'JSON Lines files with "prompt" and "response", or "messages", in each line; best the model\'s own answers, as '
+        'distill.py writes them; "finished": false marks an answer that was cut off',
+        **{"type": Path, "nargs": "+", "required": True, "metavar": "FILE"},
+    )
+    out: Path = flag("the folder for the head", type=Path, required=True, metavar="DIR")
+    resume: bool = flag("continue from the checkpoint in --out, if there is one", False)
+    init: Path | None = flag("start from the head in this folder", type=Path, metavar="DIR")
+    plan: bool = flag("print sizes and the expected time, then exit", False)
+    plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
+
+    model: str | None = flag("a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    dtype: str | None = flag("default: bfloat16 if the device is fast at it", choices=["float32", "bfloat16"])
+    device: str | None = flag("default: cuda if there is a GPU", choices=["cpu", "cuda"])
+    joint: bool = flag(
+        "train the model too, with low-rank adapters, and write it to --out/model (Medusa-2, see below); needs a "
+        "trained head, with --init, or a new head's errors harm the model",
+        False,
+    )
+    lora_rank: int = number("rank of the adapters of --joint", 32)
+    cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
+    cache_gib: float = number("largest size of the cache", 20.0)
+
+    heads: int | None = number("medusa and hydra: draft tokens (default: 4)")
+    layers: int | None = number("medusa and hydra: blocks of each head (default: 1)")
+    prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
+    output: Output | None = flag(
+        "medusa and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
+        "target, the model's, not trained (default: shared)",
+        choices=get_args(Output),
+    )
+    draft_vocab: int | None = number("draft only the N tokens most frequent in the answers (default: all tokens)")
+
+    loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
+    decay: float = number("weight of each draft token relative to the one before", DECAY)
+    epochs: int = number("passes over the data", Schedule.epochs)
+    max_steps: int | None = number("stop after N steps")
+    batch_tokens: int = number("tokens in a batch, padding included", Schedule.batch_tokens)
+    accumulate: int = number("batches a step", Schedule.accumulate)
+    max_length: int = number("cut examples to N tokens", 2048, low=2)
+    lr: float = number("highest learning rate", Schedule.lr)
+    seed: int = flag("of weights and order (default: %(default)s)", Schedule.seed, type=int, metavar="N")
+    save_every: int = number("steps between checkpoints", Schedule.save_every)
+    validate_every: int = number("steps between validations", Schedule.validate_every)
+    patience: int = number("stop after N validations without a better tau", Schedule.patience)
+    validation: int = number("prompts to decode in a validation", 16)
+
+    ttt_steps: int | None = number(f"drafting steps to train through (default: {TTT_STEPS}; EAGLE-1 has 1)")
+    regression: float | None = flag(
+        "eagle: weight of the distance from the model's features (default: 10, as published)", type=float, metavar="X"
+    )
+    noise: float | None = flag("uniform noise on features (default: 0; EAGLE-1 has 0.1)", type=float, metavar="X")
+
+    def __post_init__(self) -> None:
+        if self.prefix and (self.kind != "hydra" or self.init is not None):
+            raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
+        for name in NOT_FOR[self.kind]:
+            if getattr(self, name):
+                raise ValueError(f"--{name.replace('_', '-')} is not for {self.kind} heads; leave it out")
+        if not 0 < self.decay < math.inf:
+            raise ValueError(f"--decay is {self.decay}; it must be a positive number")
+        for name in ("regression", "noise", "cache_gib"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be a number from 0 on")
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(**{field.name: getattr(self, field.name) for field in fields(Schedule)})
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """The settings of the objective, as `make_objective` takes them."""
+        settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay}
+        if self.kind in REGRESSION:
+            regression = REGRESSION[self.kind] if self.regression is None else self.regression
+            settings |= {"steps": self.ttt_steps or TTT_STEPS, "regression": regression, "noise": self.noise or 0.0}
+        return settings
+
+    def check_files(self) -> None:
+        """Raise ValueError if input files are missing, or output files would be overwritten or cannot be written."""
+        for file in self.data:
+            if not file.is_file():
+                raise ValueError(f"--data {file}: there is no such file")
+        if self.plot is not None:
+            check_writable(self.plot, "--plot")
+            check_plot(self.plot)
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"--out {self.out} is a file; give a folder")
+        if self.plan or not self.out.is_dir():
+            return
+        if not self.resume and any(self.out.iterdir()):
+            raise ValueError(f"--out {self.out} is not empty; give --resume to go on there, or another folder")
+        if (self.out / "config.json").exists() and not (self.out / METRICS).exists():
+            raise ValueError(f"--out {self.out} holds a model and no training to resume; give another folder")
+
+
+def make_parser(description: str | None) -> Parser:
+    """The parser whose results are the arguments of `TrainOptions`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser("train.py", description=description, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    group: Any = parser
+    for option in fields(TrainOptions):
+        if option.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[option.name])
+        settings = {"action": "store_true"} if option.default is False else {"default": option.default}
+        group.add_argument(f"--{option.name.replace('_', '-')}", **settings, **option.metadata)
+    return parser

@@ -1,0 +1,151 @@
+"""What train.py sets up before training: devices, model, data, the head to start from, settings, feature cache."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs
+
+from decode import Target
+from decode.cpu.acceleration import is_fast_in_bfloat16
+from heads.checkpoint import load_head
+from scripts.head_training.options import TrainOptions
+from scripts.options import load_by_options
+from training.data import Dataset, load_dataset
+from training.factory import make_head
+from training.feature_cache import FeatureCache
+from training.teacher import Teacher
+
+GIB = 1 << 30
+TIMEOUT = timedelta(days=7)  # processes wait for each other while one validates or fills its part of the cache
+
+
+def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
+    """One process or one of several, and the options with device and dtype filled in."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU")
+    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
+    dtype = options.dtype or ("bfloat16" if is_fast_in_bfloat16(state.device) else "float32")
+    # torch 2.11 does not have the replacement, forward_sync_buffers.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    accelerator = Accelerator(
+        cpu=state.device.type == "cpu",
+        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # buffers never change
+    )
+    return accelerator, replace(options, device=str(state.device), dtype=dtype)
+
+
+def load_model(options: TrainOptions) -> Target:
+    accelerate = "off" if options.joint else "packed"  # packed layers cannot be trained
+    given = argparse.Namespace(dtype=options.dtype, device=options.device, device_map=None, accelerate=accelerate)
+    return Target(*load_by_options(given, options.model))
+
+
+def load_data(options: TrainOptions, target: Target) -> Dataset:
+    """The conversations of --data. Raises ValueError if their tokens are not in the target's vocabulary."""
+    length = min(options.max_length, target.context)
+    dataset = load_dataset(options.data, target.tokenizer, length, options.validation, target.stop_ids)
+    highest = max(map(max, [*(example.tokens for example in dataset.examples), *dataset.prompts]))
+    if highest >= target.vocabulary:
+        raise ValueError(
+            f"the tokenizer makes token {highest} of the data, but the model's vocabulary is {target.vocabulary}: "
+            "the tokenizer is another model's"
+        )
+    return dataset
+
+
+def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
+    """The head of --init, or a new one."""
+    if options.init is not None:
+        return load_init(options, target, options.init)
+    shape = {name: getattr(options, name) for name in ("draft_vocab", "heads", "layers", "output", "prefix")}
+    return make_head(options.kind, target, dataset.examples, seed=options.seed, **shape)
+
+
+def load_init(options: TrainOptions, target: Target, folder: Path) -> Any:
+    """The head in a folder. Raises ValueError if it contradicts other options, or is for another target."""
+    sizes = target.vocabulary, target.config.num_hidden_layers
+    head = load_head(folder, torch.float32, *sizes)
+    if head.kind != options.kind:
+        raise ValueError(f"--init {folder} holds a head of kind {head.kind}, not {options.kind}")
+    own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
+    for name, value in (own | {"draft_vocab": head.draft_size}).items():
+        given = getattr(options, name)
+        if given not in (None, value):
+            raise ValueError(f"--{name.replace('_', '-')} is {given}, and the head of --init {folder} has {value}")
+    try:
+        head.check_target(target.config.hidden_size, *sizes)
+    except ValueError as error:
+        raise ValueError(f"--init {folder}: {error}") from error
+    if head.output == "target":
+        head.borrow(target.output_matrix, target.output_bias)
+    return head
+
+
+def describe_settings(options: TrainOptions, target: Target, head: Any) -> dict[str, Any]:
+    """The settings that must be equal for a training to be resumed."""
+    schedule = asdict(options.schedule)
+    del schedule["save_every"], schedule["validate_every"]
+    token_map = None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes())
+    return {
+        **schedule,
+        **describe_features(options, target),
+        "kind": options.kind,
+        "init": None if options.init is None else _resolve(str(options.init)),
+        "shape": asdict(head.config),
+        "draft_vocabulary": token_map,  # a checkpoint has only draft ids
+        **options.objective,
+        "lora_rank": options.lora_rank if options.joint else None,
+        "validation": options.validation,
+    }
+
+
+def describe_features(options: TrainOptions, target: Target) -> dict[str, Any]:
+    """The settings that the features of the examples depend on."""
+    return {
+        "model": _resolve(target.model.config.name_or_path),
+        "hidden_size": target.config.hidden_size,
+        "data": _hash(*(file.read_bytes() for file in options.data)),
+        "max_length": options.max_length,
+        "dtype": options.dtype,
+    }
+
+
+def fill_cache(
+    options: TrainOptions, teacher: Teacher, dataset: Dataset, accelerator: Accelerator
+) -> FeatureCache | None:
+    """The cache of --cache, filled up to --cache-gib; each process fills its part."""
+    if options.cache is None:
+        return None
+    settings = {**describe_features(options, teacher.target), "layers": list(teacher.layers)}
+    with accelerator.main_process_first():
+        cache = FeatureCache(options.cache, settings)
+    limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
+    with cache.locked() if accelerator.is_main_process else nullcontext():
+        accelerator.wait_for_everyone()
+        cache.fill(teacher, dataset.examples, limit, process, processes)
+        accelerator.wait_for_everyone()
+    cache.scan()
+    return cache
+
+
+def _resolve(name: str) -> str:
+    """A folder's absolute path; a hub id as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]

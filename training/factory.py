@@ -1,0 +1,119 @@
+"""New heads for a target, and the objectives that train them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode import Target
+from heads import HEADS, LayerConfig, choose_features
+from heads.vocabulary import Output
+from training.data import Example, choose_draft_vocabulary
+from training.eagle_objective import EagleObjective
+from training.objectives import DECAY, MedusaObjective, Objective
+from training.teacher import Teacher
+
+TTT_STEPS = 3
+REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features
+NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
+
+
+def make_head(
+    kind: str,
+    target: Target,
+    examples: Sequence[Example],
+    *,
+    seed: int = 0,
+    draft_vocab: int | None = None,
+    heads: int | None = None,
+    layers: int | None = None,
+    output: Output | None = None,
+    prefix: bool = False,
+) -> Any:
+    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
+
+    draft_vocab: draft only the tokens most frequent in the examples' answers. heads, layers, output: for Medusa and
+    Hydra; None is their config's default. prefix: Hydra++'s prefix layer.
+    """
+    torch.manual_seed(seed)
+    network, config = HEADS[kind]
+    vocab, model_config = target.vocabulary, target.config
+    draft_size = min(draft_vocab or vocab, vocab)
+    name = target.model.config.name_or_path
+    sizes: dict[str, Any] = {
+        "draft_size": draft_size,
+        "target_layers": model_config.num_hidden_layers,
+        "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
+    }
+    if kind in REGRESSION:
+        sizes["layer"] = _layer_config(target, input_norm=kind != "eagle")
+        sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
+        if kind == "eagle3":
+            sizes["features"] = choose_features(model_config.num_hidden_layers)
+    else:
+        given = {
+            "heads": heads,
+            "layers": layers,
+            "output": output,
+            "prefix": _layer_config(target) if prefix else None,
+        }
+        sizes |= {name: value for name, value in given.items() if value is not None}
+    head: Any = network(config(model_config.hidden_size, vocab, **sizes))
+    if draft_size < vocab:
+        head.token_map.copy_(choose_draft_vocabulary(examples, vocab, draft_size)[0])
+    head.borrow(target.output_matrix, target.output_bias)
+    if kind == "eagle3":
+        _match_norm(head, target, examples)
+    if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
+        features = Teacher(target, head.features).compute(examples[:1])[0].features
+        head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
+    return head
+
+
+def make_objective(
+    head: Any,
+    target: Target,
+    loss: str = "kl",
+    decay: float = DECAY,
+    steps: int = TTT_STEPS,
+    regression: float | None = None,
+    noise: float = 0.0,
+) -> Objective:
+    """The objective that trains a head. steps, regression and noise are for EAGLE heads, see `EagleObjective`."""
+    if head.kind == "medusa":
+        return MedusaObjective(head, loss, None, decay)
+    embeddings = target.model.get_input_embeddings()
+    with torch.no_grad():
+        table = embeddings(torch.arange(target.vocabulary, device=target.device))  # scaled, if the model scales them
+    if head.kind == "hydra":
+        return MedusaObjective(head, loss, table, decay)
+    if head.embed_tokens is not None:
+        table = head.embed_tokens.requires_grad_(False).weight
+    regression = REGRESSION[head.kind] if regression is None else regression
+    return EagleObjective(head, loss, table, steps, regression, noise, decay)
+
+
+def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:
+    """A decoder layer with the target's sizes, where its config names them as usual."""
+    config = target.config
+    heads = config.num_attention_heads
+    return LayerConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        input_norm=input_norm,
+    )
+
+
+@torch.no_grad()
+def _match_norm(head: Any, target: Target, examples: Sequence[Example]) -> None:
+    """Scale a new EAGLE-3 head's last norm so that its channels have the sizes that the target's output layer reads."""
+    targets = Teacher(target, (*head.features, -1)).compute(examples[:NORM_EXAMPLES])
+    features = torch.cat([one.features for one in targets]).float().cpu()
+    deep, last = features.split([features.shape[1] - head.hidden_size, head.hidden_size], dim=1)
+    normed = head.norm(head.fuse(deep))
+    head.norm.weight.copy_(last.abs().median(dim=0).values / normed.abs().median(dim=0).values.clamp(min=1e-6))

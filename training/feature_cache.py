@@ -1,0 +1,218 @@
+"""Training targets on disk, computed once: later epochs, and other heads that read the same layers, skip the model.
+
+Shapes: R token positions of all examples in a shard, A answer positions, F feature width, S labels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from tqdm import tqdm
+
+from heads.atomic_write import write_aside
+from training.data import Example
+from training.schedule import plan_batches
+from training.teacher import LABELS, Batch, Targets, Teacher, collate
+
+SHARD_TOKENS = 100_000
+PASS_TOKENS = 4096  # in one forward pass of the model
+SETTINGS, LOCK = "settings.json", ".lock"
+MAX_DIFFERENCE = 0.1  # relative; features of one text that differ by more come from different models
+
+
+class FeatureCache:
+    """A folder of safetensors files (shards), each with the training targets of some examples.
+
+    settings: what the targets depend on (model, layers, data). Raises ValueError if the folder was made with others.
+    Shards are written atomically, so a kill loses at most the shard being computed.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self._places: dict[int, tuple[Path, int]] = {}
+        self._shards: dict[Path, Any] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / SETTINGS).exists():
+            self._write_settings(settings)
+        self._check_settings(settings)
+        self.scan()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __getitem__(self, number: int) -> Targets:
+        """The targets of one example."""
+        path, place = self._places[number]
+        shard, bounds, answers = self._shards[path]
+        rows, labels = slice(*bounds[place : place + 2]), slice(*answers[place : place + 2])
+        return Targets(
+            shard.get_slice("features")[rows],
+            shard.get_slice("labels")[labels],
+            shard.get_slice("probabilities")[labels],
+        )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait until no other training fills the folder, and keep others from filling it."""
+        lock = FileLock(self.folder / LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            print(f"another training is filling {self.folder}: waiting for it", file=sys.stderr)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def scan(self) -> None:
+        """Register shards that other processes have written. Raises ValueError if one is damaged."""
+        for shard in sorted(self.folder.glob("*.safetensors")):
+            if shard not in self._shards:
+                self._register(shard)
+
+    def fill(
+        self, teacher: Teacher, examples: Sequence[Example], limit: int, process: int = 0, processes: int = 1
+    ) -> None:
+        """Add the targets of all examples, up to `limit` bytes. Forward passes do not depend on what is there already.
+
+        Each of several processes computes its share of the shards. Raises ValueError if what is there belongs to
+        other examples or another model.
+        """
+        self.scan()
+        self._check_contents(teacher, examples)
+        shards = dict(list(_plan_shards(self.folder, examples))[process::processes])
+        left = limit // processes - sum(path.stat().st_size for path in shards if path.exists())
+        missing = {path: batches for path, batches in shards.items() if path not in self._shards}
+        with _show_progress(missing.values(), examples, disable=process > 0) as bar:
+            for path, batches in missing.items():
+                numbers = [*chain(*batches)]
+                left -= _count_bytes([examples[number] for number in numbers], teacher)
+                if left < 0:
+                    return
+                targets = chain(*(teacher.compute([examples[number] for number in batch]) for batch in batches))
+                self._write(path, numbers, [*targets])
+                bar.update(sum(len(examples[number].tokens) for number in numbers))
+
+    def _write_settings(self, settings: dict[str, Any]) -> None:
+        if any(not entry.name.startswith(".") and entry.name != SETTINGS for entry in self.folder.iterdir()):
+            raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
+        with self.locked():
+            if not (self.folder / SETTINGS).exists():  # another training may have written them meanwhile
+                write_aside(self.folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        file = self.folder / SETTINGS
+        try:
+            stored = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); choose another folder") from error
+        for name in sorted(settings):
+            if stored.get(name) != settings[name]:
+                raise ValueError(
+                    f"the features in {self.folder} were made with {name} {stored.get(name)!r}, now it is "
+                    f"{settings[name]!r}; choose another folder"
+                )
+
+    def _check_contents(self, teacher: Teacher, examples: Sequence[Example]) -> None:
+        """Raise ValueError unless all sizes are those of the examples and one example's features are this model's."""
+        fits = max(self._places, default=-1) < len(examples)
+        for number, (path, place) in self._places.items() if fits else ():
+            _, bounds, answers = self._shards[path]
+            sizes = bounds[place + 1] - bounds[place], answers[place + 1] - answers[place]
+            fits = fits and sizes == (len(examples[number].tokens), examples[number].answer_tokens)
+        if fits and self._places:
+            number = max(self._places)
+            expected = teacher.compute([examples[number]])[0].features.float().cpu()
+            fits = bool((expected - self[number].features.float()).norm() < MAX_DIFFERENCE * expected.norm())
+        if not fits:
+            raise ValueError(
+                f"the features in {self.folder} are of other texts, or of another model at the same place; "
+                "choose another folder"
+            )
+
+    def _write(self, path: Path, numbers: list[int], targets: list[Targets]) -> None:
+        tensors = {
+            "features": torch.cat([one.features for one in targets]).cpu(),  # [R, F]
+            "labels": torch.cat([one.labels for one in targets]).int().cpu(),  # [A, S]
+            "probabilities": torch.cat([one.probabilities for one in targets]).half().cpu(),  # [A, S]
+            "numbers": torch.tensor(numbers),
+            "bounds": torch.tensor([0, *(len(one.features) for one in targets)]).cumsum(0),
+            "answers": torch.tensor([0, *(len(one.labels) for one in targets)]).cumsum(0),
+        }
+        content = save(tensors)
+        write_aside(path, lambda file: file.write(content))
+        self._register(path)
+
+    def _register(self, path: Path) -> None:
+        try:
+            shard = safe_open(path, framework="pt")
+            numbers, bounds, answers = (shard.get_tensor(name).tolist() for name in ("numbers", "bounds", "answers"))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
+        self._shards[path] = (shard, bounds, answers)
+        self._places.update({number: (path, place) for place, number in enumerate(numbers)})
+
+
+class BatchLoader:
+    """Loads the batch of the examples with the given numbers. The teacher computes what is not in the cache."""
+
+    def __init__(self, examples: Sequence[Example], teacher: Teacher, cache: FeatureCache | None = None) -> None:
+        self.examples, self.teacher, self.cache = examples, teacher, cache
+
+    def __call__(self, numbers: Sequence[int]) -> Batch:
+        targets: dict[int, Targets] = {}
+        if self.cache is not None:
+            device = self.teacher.target.device
+            targets = {
+                number: send_to_device(self.cache[number], device, non_blocking=True)
+                for number in numbers
+                if number in self.cache
+            }
+        missing = [number for number in numbers if number not in targets]
+        if missing:
+            computed = self.teacher.compute([self.examples[number] for number in missing])
+            targets |= dict(zip(missing, computed, strict=True))
+        return collate([self.examples[number] for number in numbers], [targets[number] for number in numbers])
+
+
+def _plan_shards(folder: Path, examples: Sequence[Example]) -> Iterator[tuple[Path, list[list[int]]]]:
+    """The files of all shards, and their examples in batches of one forward pass."""
+    batches: list[list[int]] = []
+    tokens = index = 0
+    for batch in plan_batches([len(example.tokens) for example in examples], PASS_TOKENS, seed=0, epoch=0):
+        batches.append(batch)
+        tokens += sum(len(examples[number].tokens) for number in batch)
+        if tokens >= SHARD_TOKENS:
+            yield folder / f"{index:05d}.safetensors", batches
+            batches, tokens, index = [], 0, index + 1
+    if batches:
+        yield folder / f"{index:05d}.safetensors", batches
+
+
+def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
+    """An upper bound for the size of a shard of these examples."""
+    target = teacher.target
+    rows, answers = sum(len(example.tokens) for example in examples), sum(e.answer_tokens for e in examples)
+    width = target.config.hidden_size * len(teacher.layers) * target.dtype.itemsize
+    labels = min(LABELS, target.vocabulary) * (torch.int32.itemsize + torch.half.itemsize)
+    return rows * width + answers * labels + 24 * len(examples) + 1024  # three offsets an example, and the header
+
+
+def _show_progress(shards: Iterable[list[list[int]]], examples: Sequence[Example], disable: bool) -> Any:
+    """A progress bar over the tokens of some shards."""
+    total = sum(len(examples[number].tokens) for batches in shards for number in chain(*batches))
+    interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+    disable = disable or total == 0
+    return tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, mininterval=interval, disable=disable)
