@@ -51,7 +51,7 @@ def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: 
     head_dim = extent(shapes, norms, 0, 0) or divided or number(config, "head_dim") or VICUNA_HEAD_DIM
     if query_size % head_dim or key_size % head_dim:
         raise ValueError(
-            f"{prefix}self_attn's matrices have {query_size} and {key_size} rows, not multiples of head_dim "
+            f"the attention matrices have {query_size} and {key_size} rows, which are not multiples of head_dim "
             f"{head_dim}; add the right head_dim to its config"
         )
     return int(head_dim)

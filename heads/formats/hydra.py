@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heads.decoder_layer import LayerConfig
 from heads.formats.decoder_layer import read_layer
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_target, read_vocabulary, section
+from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_common, replace_prefix, section
 from heads.hydra import HydraConfig
 from heads.vocabulary import Output
 
@@ -25,59 +25,48 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None = None
 
     Raises ValueError if a size is unknown, or if the heads read no draft tokens, which Hydra heads must.
     """
-    if count("grounded.{}.linear.weight", shapes):
-        return Layout.of(_read_own(shapes, config, vocab_size))
-    return _read_published(shapes, config) if count("hydra_mlp.{}.{}.linear.weight", shapes) else None
-
-
-def _read_own(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> HydraConfig:
-    (heads,) = count("grounded.{}.linear.weight", shapes)
-    further = count("blocks.{}.layers.{}.weight", shapes)
-    own = [f"lm_heads.{i}" for i in range(heads)] if count("lm_heads.{}.weight", shapes) else []
-    shared = ["lm_head"] if "lm_head.weight" in shapes else []
-    output: Output = "own" if own else "shared" if shared else "target"
-    return HydraConfig(
-        hidden_size=extent(shapes, [f"grounded.{i}.linear.weight" for i in range(heads)], 0),
+    published = count("hydra_mlp.{}.{}.linear.weight", shapes)
+    renamed = _rename_published(shapes, *published) if published else {}
+    ours = {file: prefix for prefix, file in renamed.items()}
+    shapes = {replace_prefix(name, ours): shape for name, shape in shapes.items()}
+    if not (grounded := count("grounded.{}.linear.weight", shapes)):
+        return None
+    heads, further = grounded[0], count("blocks.{}.layers.{}.weight", shapes)
+    blocks = [f"grounded.{i}.linear.weight" for i in range(heads)]
+    hidden_size = extent(shapes, blocks, 0)
+    if extent(shapes, blocks, 1, 0) == hidden_size:
+        raise ValueError("its heads read no draft tokens (grounded_heads: false); Hydra heads must")
+    output: Output = "shared" if "lm_head.weight" in shapes else "target"
+    output = "own" if published or count("lm_heads.{}.weight", shapes) else output
+    matrices = [f"lm_heads.{i}" for i in range(heads)] if output == "own" else ["lm_head"]
+    head_config = HydraConfig(
+        hidden_size=hidden_size,
         heads=heads,
         layers=1 + further[1] if further else 1,
         output=output,
-        output_bias=any(f"{matrix}.bias" in shapes for matrix in own + shared),
+        output_bias=any(f"{matrix}.bias" in shapes for matrix in matrices),
         projected=bool(count("grounded.{}.residual.weight", shapes)),
-        prefix=_read_prefix(shapes, "prefix.", "layer.", config),
-        **read_vocabulary(shapes, [f"{matrix}.weight" for matrix in own or shared], config, vocab_size),
-        **read_target(config),
+        prefix=_read_prefix(shapes, config),
+        **read_common(shapes, [f"{matrix}.weight" for matrix in matrices], config, vocab_size),
     )
+    return Layout.of(head_config, renamed, IGNORED if published else frozenset())
 
 
-def _read_published(shapes: Shapes, config: ConfigDict) -> Layout:
-    heads, places = count("hydra_mlp.{}.{}.linear.weight", shapes)
+def _rename_published(shapes: Shapes, heads: int, places: int) -> dict[str, str]:
+    """Our prefixes of names -> the published ones."""
     dropout = not count("hydra_mlp.{}.0.linear.weight", shapes)
     first, *further = range(dropout, places, 1 + dropout)
-    grounded = [f"hydra_mlp.{i}.{first}.linear.weight" for i in range(heads)]
-    hidden_size = extent(shapes, grounded, 0)
-    if extent(shapes, grounded, 1) == hidden_size:
-        raise ValueError("its heads read no draft tokens (grounded_heads: false); Hydra heads must")
-    matrix = "hydra_lm_head.{}.1" if count("hydra_lm_head.{}.1.weight", shapes) else "hydra_lm_head.{}"
-    head_config = HydraConfig(
-        hidden_size=hidden_size,
-        vocab_size=extent(shapes, [f"{matrix.format(i)}.weight" for i in range(heads)], 0),
-        heads=heads,
-        layers=1 + len(further),
-        output="own",
-        output_bias=bool(count(f"{matrix}.bias", shapes)),
-        projected=bool(count(f"hydra_mlp.{{}}.{first}.res_connection.weight", shapes)),
-        prefix=_read_prefix(shapes, PREFIX, "layers.0.", config),
-        **read_target(config),
-    )
+    matrix = "hydra_lm_head.{}.1." if count("hydra_lm_head.{}.1.weight", shapes) else "hydra_lm_head.{}."
     renamed = {"prefix.layer.": f"{PREFIX}layers.0.", "prefix.norm.": f"{PREFIX}norm."}
     for i in range(heads):
         renamed[f"grounded.{i}.linear."] = f"hydra_mlp.{i}.{first}.linear."
         renamed[f"grounded.{i}.residual."] = f"hydra_mlp.{i}.{first}.res_connection."
         renamed |= {f"blocks.{i}.layers.{j}.": f"hydra_mlp.{i}.{place}.linear." for j, place in enumerate(further)}
-        renamed[f"lm_heads.{i}."] = f"{matrix.format(i)}."
-    return Layout.of(head_config, renamed, IGNORED)
+        renamed[f"lm_heads.{i}."] = matrix.format(i)
+    return renamed
 
 
-def _read_prefix(shapes: Shapes, prefix: str, layer: str, config: ConfigDict) -> LayerConfig | None:
-    layer_config = section(section(config, OWN), "prefix") or config
-    return read_layer(shapes, prefix + layer, layer_config) if any(name.startswith(prefix) for name in shapes) else None
+def _read_prefix(shapes: Shapes, config: ConfigDict) -> LayerConfig | None:
+    if not any(name.startswith("prefix.") for name in shapes):
+        return None
+    return read_layer(shapes, "prefix.layer.", section(section(config, OWN), "prefix") or config)

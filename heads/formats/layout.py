@@ -42,11 +42,7 @@ class Layout:
     @classmethod
     def of(cls, config: HeadConfig, renamed: Mapping[str, str] = {}, ignored: Set[str] = frozenset()) -> Layout:
         """The layout of a file whose names are ours except for some prefixes: `renamed` maps ours to the file's."""
-        names = {}
-        for ours in build_empty(config).state_dict():
-            prefix = next((prefix for prefix in renamed if ours.startswith(prefix)), "")
-            names[renamed.get(prefix, "") + ours.removeprefix(prefix)] = ours
-        return cls(config, names, ignored)
+        return cls(config, {replace_prefix(ours, renamed): ours for ours in build_empty(config).state_dict()}, ignored)
 
 
 def build_empty(config: HeadConfig) -> Head:
@@ -54,6 +50,12 @@ def build_empty(config: HeadConfig) -> Head:
     head_class: Any = next(head for head, kind in HEADS.values() if isinstance(config, kind))
     with torch.device("meta"):
         return head_class(config)
+
+
+def replace_prefix(name: str, replaced: Mapping[str, str]) -> str:
+    """The name with the first of these prefixes that it has replaced, if any."""
+    prefix = next((prefix for prefix in replaced if name.startswith(prefix)), "")
+    return replaced.get(prefix, "") + name.removeprefix(prefix)
 
 
 def count(form: str, names: Iterable[str]) -> tuple[int, ...]:
@@ -92,23 +94,6 @@ def read_vocab_size(config: ConfigDict, given: int | None) -> int:
     return int(size)
 
 
-def read_vocabulary(shapes: Shapes, matrices: Collection[str], config: ConfigDict, given: int | None) -> dict[str, Any]:
-    """vocab_size and draft_size of a Medusa or Hydra head with these output matrices.
-
-    given: the target's vocabulary size, from the caller. Raises ValueError if it is needed and unknown, or if a draft
-    vocabulary has no token map.
-    """
-    rows = extent(shapes, matrices, 0) if any(name in shapes for name in matrices) else None
-    mapped = extent(shapes, ["token_map"], 0) if "token_map" in shapes else None
-    if rows is not None and (mapped is None or rows > mapped):
-        drafted = number(section(config, OWN), "draft_size") or number(config, "truncated_vocab_size")
-        if mapped is None and rows == drafted and rows < (size := read_vocab_size(config, given or rows)):
-            raise ValueError(f"missing: token_map, which must list its {rows} of {size} tokens")
-        return {"vocab_size": rows, "draft_size": mapped}
-    size = read_vocab_size(config, given)
-    return {"vocab_size": size, "draft_size": None if mapped == size else mapped}
-
-
 def read_target(config: ConfigDict) -> dict[str, Any]:
     """What the config has of the target: target_layers, target_name and max_position_embeddings, None if missing."""
     own, verifier = section(config, OWN), section(section(config, "speculators_config"), "verifier")
@@ -117,3 +102,18 @@ def read_target(config: ConfigDict) -> dict[str, Any]:
         "target_name": own.get("target_name") or config.get("base_model_name_or_path") or verifier.get("name_or_path"),
         "max_position_embeddings": number(own, "max_position_embeddings"),
     }
+
+
+def read_common(shapes: Shapes, matrices: Collection[str], config: ConfigDict, given: int | None) -> dict[str, Any]:
+    """`HeadConfig`'s entries except hidden_size, for a Medusa or Hydra head with these output matrices.
+
+    given: the target's vocabulary size, from the caller. Raises ValueError if it is needed and unknown, or if a draft
+    vocabulary has no token map.
+    """
+    rows = extent(shapes, matrices, 0, 0)
+    mapped = extent(shapes, ["token_map"], 0) if "token_map" in shapes else None
+    size = rows if rows > (mapped or 0) else read_vocab_size(config, given)
+    drafted = number(section(config, OWN), "draft_size") or number(config, "truncated_vocab_size")
+    if mapped is None and rows == drafted and rows < (whole := read_vocab_size(config, given or rows)):
+        raise ValueError(f"missing: token_map, which must list its {rows} of {whole} tokens")
+    return {"vocab_size": size, "draft_size": None if mapped == size else mapped, **read_target(config)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_target, read_vocabulary, section
+from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_common, section
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
@@ -56,8 +56,7 @@ def _read(shapes: Shapes, block: str, config: ConfigDict, vocab_size: int | None
         layers=layers,
         output=output,
         bias=bool(biases),
-        **read_vocabulary(shapes, outputs.values(), config, vocab_size),
-        **read_target(config),
+        **read_common(shapes, outputs.values(), config, vocab_size),
     )
     layout = Layout.of(head_config, modules | outputs)
     more = {file: ours for ours, file in outputs.items() if ours == "borrowed"}
