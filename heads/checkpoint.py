@@ -1,7 +1,4 @@
-"""Heads as folders: `load_head` reads every published format strictly, `save_head` writes one.
-
-A saved folder holds `config.json` and `model.safetensors`.
-"""
+"""Heads as folders: `load_head` reads every published format strictly, `save_head` writes one."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from heads.atomic_write import write_aside
 from heads.formats.eagle import export_eagle, read_eagle
 from heads.formats.eagle3 import export_eagle3, read_eagle3
 from heads.formats.hydra import read_hydra
-from heads.formats.layout import OWN, ConfigDict, Head, Layout, build_empty
+from heads.formats.layout import OWN, ConfigDict, Head, Layout, Shapes, build_empty
 from heads.formats.medusa import export_medusa, read_medusa
 from heads.formats.token_map import MAP, read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
@@ -30,26 +27,20 @@ SHOWN = 4  # names of each sort in an error
 
 
 def load_head(
-    folder: str | Path,
-    dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    layers: int | None = None,
+    folder: str | Path, dtype: torch.dtype | None = None, vocab_size: int | None = None, layers: int | None = None
 ) -> Head:
     """A head from a local folder, ours or a published one, on the CPU.
 
-    dtype: of its weights; None keeps the file's. vocab_size: of the target, for files without it. layers: the
-    target's number of layers, for EAGLE-3 files that do not list the layers they read. A head from a whole Medusa-2
-    model fits only that model.
-    Raises ValueError if there is no head, if it is damaged, or if tensors are missing, unexpected or of the wrong
-    shape; the error names them.
+    dtype: of its weights; None keeps the file's. vocab_size, layers: the target's, for files without them.
+    Raises ValueError if there is no head, if it is damaged, or with the names of missing, unexpected or wrong tensors.
     """
     path = find_folder(folder)
     try:
         tensors, metadata = read_weights(path)
         config = _read_config(path, metadata)
         tensors = read_token_map(tensors, config)
-        layout = find_layout(tensors, config, vocab_size, layers)
-        return _assemble(layout, tensors, dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return _assemble(_find_layout(shapes, config, vocab_size, layers), tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
@@ -63,10 +54,9 @@ def find_folder(folder: str | Path) -> Path:
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Save a head in a folder, which is created if missing; a head saved there before is replaced.
+    """Save a head in a new folder, or replace the head saved there. dtype: of the weights; None keeps the head's.
 
-    dtype: of the saved weights; None keeps the head's. Files are replaced atomically and the weights contain the
-    config, so a kill or a full disk leaves a folder that loads.
+    Files are replaced atomically and the weights contain the config, so a kill or a full disk leaves a whole head.
 
     EAGLE and EAGLE-3 folders were served in vLLM 0.32 and 0.33 on a CPU with the same drafts as here, and load in
     SGLang 0.5.23's classes (not served). Medusa folders are for vLLM's Medusa class, which 0.33 removed. With a draft
@@ -78,7 +68,11 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     """
     path = Path(folder)
     _check_overwrite(path)
-    states, config = _export(head)
+    states: dict[str, Tensor] = dict(head.state_dict())
+    config: dict[str, Any] = {"model_type": head.kind}
+    if head.kind in EXPORTS:
+        states, config = EXPORTS[head.kind](head)
+    config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
     stored = {name: _convert(tensor, dtype).cpu() for name, tensor in states.items()}
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
@@ -101,25 +95,13 @@ def _check_overwrite(path: Path) -> None:
         raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
 
 
-def _export(head: Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and config to save: as servers read them, and our own section."""
-    states: dict[str, Tensor] = dict(head.state_dict())
-    config: dict[str, Any] = {"model_type": head.kind}
-    if head.kind in EXPORTS:
-        states, config = EXPORTS[head.kind](head)
-    return states, config | {OWN: {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}}
-
-
 def _format(config: dict[str, Any]) -> str:
     """A config as JSON with each list of numbers on one line: a token map has thousands."""
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))
 
 
-def find_layout(
-    tensors: Mapping[str, Tensor], config: ConfigDict, vocab_size: int | None = None, layers: int | None = None
-) -> Layout:
-    """The layout of a head's tensors. Raises ValueError if they are of no known head."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def _find_layout(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout:
+    """The layout of tensors with these names and shapes. Raises ValueError if they are of no known head."""
     layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
     layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
     if layout is not None:

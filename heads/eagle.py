@@ -25,9 +25,8 @@ class EagleConfig(HeadConfig):
 
 
 class EagleHead(VocabularyHead):
-    """Predicts feature f_(i+1) from feature f_i and token t_(i+1), at position i.
+    """Predicts feature f_(i+1) from feature f_i and token t_(i+1), at position i; drafting feeds predictions back.
 
-    The target's output matrix turns the prediction into logits. Drafting feeds predictions back as features.
     Parameters are named as published. A new head repeats its input feature.
     """
 
@@ -54,10 +53,10 @@ class EagleHead(VocabularyHead):
         mask: Tensor | None = None,
         context: AttentionContext | None = None,
     ) -> Tensor:
-        """States [B, N, H], which are the input of `logits` and the features of the next level.
+        """States [B, N, H]: the input of `logits`, and the features of the next level.
 
-        features [B, N, H]: the target's, or states of an earlier call. embedded [B, N, H]: the target's embeddings of
-        the token after each. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
+        features [B, N, H]: the target's, or earlier states. embedded [B, N, H]: the target's embeddings of the token
+        after each. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
         """
         return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, context)
 

@@ -90,11 +90,9 @@ class Eagle3Head(VocabularyHead):
         mask: Tensor | None = None,
         context: AttentionContext | None = None,
     ) -> Tensor:
-        """States [B, N, H], which are the input of `logits` and replace fused features at the next level.
+        """States [B, N, H], as in `EagleHead.forward`. fused [B, N, H]: fused features, or earlier states.
 
-        fused [B, N, H]: fused features, or states of an earlier call. embedded [B, N, H]: embeddings of the token
-        after each, by `embed_tokens` if the head has it, else the target's. positions [B, N] or [1, N], mask and
-        context: see `DecoderLayer.forward`.
+        embedded [B, N, H]: embeddings of the token after each, by `embed_tokens` if the head has it.
         """
         states = self.midlayer(embedded, fused, positions, mask, context)
         return self.norm(states) if self.config.normed_feedback else states
@@ -121,12 +119,7 @@ class FusionLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self,
-        embedded: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
-        context: AttentionContext | None,
+        self, embedded: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, context: AttentionContext | None
     ) -> Tensor:
         """Embeddings and states, [B, N, H] each -> [B, N, H]; see `DecoderLayer.forward`."""
         normed = self.hidden_norm(states)

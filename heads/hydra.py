@@ -30,10 +30,8 @@ class HydraConfig(HeadConfig):
 
 
 class HydraHead(VocabularyHead):
-    """K heads in sequence. Head i reads the last committed token's feature and the embeddings of i + 1 tokens after it.
-
-    The first of these tokens is the bonus token; the others are drafted by the heads before.
-    """
+    """K heads in sequence. Head i reads the last committed token's feature, and the embeddings of the bonus token and
+    the tokens that the i heads before it drafted."""
 
     kind = "hydra"
     features = (-1,)  # the hidden states it reads, in transformers' numbering

@@ -1,7 +1,7 @@
-"""Attention of a head's decoder layer: over the given tokens, or over a cache with its own length for each row.
+"""Attention of a head's decoder layer, and its KV cache, with a separate length for each row.
 
-`decode.kv_cache` is a second cache: it serves all layers of a transformers model and compacts accepted paths.
-This one serves one layer without transformers, and heads cannot import from decode.
+`decode.kv_cache` serves all layers of a transformers model and compacts accepted paths; a head has one layer, plain
+tensors and no paths to keep. Heads do not import from decode.
 Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size. Token i of a row is in slot i.
 """
 
@@ -20,11 +20,10 @@ class AttentionContext(Protocol):
     """Earlier tokens that new tokens attend to."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """The attention output [B, Q, T, D] for queries [B, Q, T, D] and new keys and values [B, G, T, D].
+        """Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D].
 
         mask: bool [B, 1, T, S], the slots that each token attends to; None: all up to its own.
         """
-        ...
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -37,10 +36,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Fold the queries of one key-value head into the token axis.
+    """Fold grouped queries into the token axis: torch's grouped bfloat16 kernel on a CPU takes up to 5 times as long.
 
-    torch's grouped kernel takes up to 5 times as long in bfloat16 on a CPU. The packed models of `decode.cpu` fold
-    for the same reason, but inside transformers' attention interface.
+    `decode.cpu` does the same for transformers' models, inside their attention interface.
     """
     groups = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (keys.shape[1], groups)).flatten(2, 3)  # [B, G, groups x T, D]
@@ -51,8 +49,7 @@ def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) 
 class LayerCache:
     """The keys and values of one layer for a batch; an `AttentionContext`.
 
-    New tokens are written after the kept ones and count only after `keep`. So the next call overwrites the padding of
-    shorter rows and rejected draft tokens.
+    New tokens stay only if `keep` counts them: the next call overwrites padding and rejected draft tokens.
     """
 
     def __init__(self, batch: int) -> None:

@@ -30,10 +30,9 @@ class HeadConfig:
 class VocabularyHead(nn.Module):
     """Base of all heads: the output layer and the draft vocabulary.
 
-    output: where the output matrix [D, H] comes from. "own": one for each of the `matrices` heads. "shared": one for
-    all. "target": the target's, with its bias; `borrow` sets it, and it is not part of the state dict.
-    With a draft vocabulary, `token_map` [D] holds the target's token ids, ascending.
-    Raises ValueError if `output` is unknown or the draft vocabulary does not fit.
+    output: "own" is an output matrix [D, H] for each of the `matrices` heads, "shared" one for all, "target" the
+    target's with its bias, which `borrow` sets and the state dict omits. With a draft vocabulary, `token_map` [D]
+    holds the target's token ids, ascending. Raises ValueError if `output` or the draft vocabulary is not valid.
     """
 
     kind: ClassVar[str]  # its key in HEADS

@@ -62,10 +62,9 @@ def _read_scaling(config: ConfigDict) -> RopeScaling | None:
     scaling = section(config, "rope_scaling") or section(config, "rope_parameters")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     known = [field.name for field in fields(RopeScaling)]
-    unknown = {key: value for key, value in scaling.items() if value is not None and key not in OTHER_ROPE_KEYS}
-    unknown = {key: value for key, value in unknown.items() if key not in known}
+    unknown = [value for key, value in scaling.items() if value is not None and key not in {*known, *OTHER_ROPE_KEYS}]
     if rope_type == "default":  # its parameters do not matter, but one set for each layer type does
-        unknown = {key: value for key, value in unknown.items() if isinstance(value, Mapping)}
+        unknown = [value for value in unknown if isinstance(value, Mapping)]
     if unknown or scaling.get("partial_rotary_factor", 1) != 1 or not scaling.get("truncate", True):
         raise ValueError(f"its config has rotary positions {dict(scaling)}; supported are rope_theta and {known}")
     if rope_type == "default":
@@ -81,18 +80,15 @@ def _read_scaling(config: ConfigDict) -> RopeScaling | None:
 def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
     """What the configs of both EAGLE formats have in common, for transformers 4 and 5."""
     layer = config.layer
+    copied = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
     scaling = None if layer.rope_scaling is None else layer.rope_scaling.describe()
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": layer.num_attention_heads,
-        "num_key_value_heads": layer.num_key_value_heads,
-        "head_dim": layer.head_dim,
-        "intermediate_size": layer.intermediate_size,
+        **{name: getattr(layer, name) for name in copied},
         "hidden_act": "silu",
-        "rms_norm_eps": layer.rms_norm_eps,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": False,
         "rope_theta": layer.rope_theta,

@@ -20,7 +20,7 @@ LAYER = "layers.0."
 EMBEDDING = "embed_tokens.weight"
 
 
-def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None = None) -> Layout | None:
+def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
     """The layout of an EAGLE-1 head; None if the file has no such layer. Check for EAGLE-3 names first.
 
     Raises ValueError if a size is unknown, or if the file contradicts itself.
@@ -44,10 +44,7 @@ def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None = None
 
 
 def find_vocab_size(shapes: Shapes, config: ConfigDict, given: int | None, width: int) -> int:
-    """The target's vocabulary size, from the shapes, the config, or the caller (`given`).
-
-    Raises ValueError if it is unknown, or if the file's embeddings do not have this width.
-    """
+    """The target's vocabulary size. Raises ValueError if it is unknown, or if the embeddings have another width."""
     if EMBEDDING in shapes:
         rows = extent(shapes, [EMBEDDING], 0)
         if tuple(shapes[EMBEDDING]) != (rows, width):

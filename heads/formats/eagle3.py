@@ -26,13 +26,11 @@ KNOWN = {  # flags of speculators' configs that may be true
 }
 
 
-def read_eagle3(
-    shapes: Shapes, config: ConfigDict, vocab_size: int | None = None, layers: int | None = None
-) -> Layout | None:
+def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout | None:
     """The layout of an EAGLE-3 head; None if the file has no such layer.
 
-    layers: the target's number of layers, for configs that do not list the layers to read. Raises ValueError if a
-    size is unknown, if a draft vocabulary has no token map, or for an unsupported variant.
+    vocab_size, layers: the target's, for files without them. Raises ValueError if a size is unknown, if a draft
+    vocabulary has no token map, or for an unsupported variant.
     """
     _refuse_unknown(config)
     prefix = MIDLAYER if any(name.startswith(MIDLAYER) for name in shapes) else LAYER
@@ -116,9 +114,8 @@ def _read_draft_vocabulary(shapes: Shapes, vocab_size: int) -> dict[str, Any]:
 def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, Any]:
     """The norms. A norm in the file is used, whatever the config has.
 
-    `norm_output` in speculators, vLLM and SGLang: normed states are fed back. In SpecForge, whose configs are flat and
-    whose layer is `midlayer`: the output matrix reads normed states. EAGLE-3.1 (`fc_norm`) always has the first
-    meaning.
+    `norm_output` in speculators, vLLM, SGLang and EAGLE-3.1 (`fc_norm`): normed states are fed back. Elsewhere in
+    SpecForge, whose configs are flat and whose layer is `midlayer`: the output matrix reads normed states.
     """
     own, nested = section(config, OWN), NESTED in config
     fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))

@@ -20,7 +20,7 @@ IGNORED = {  # copies of the target's tensors, and a computed one
 }
 
 
-def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None = None) -> Layout | None:
+def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
     """The layout of a Hydra head; None if the file has no Hydra block.
 
     Raises ValueError if a size is unknown, or if the heads read no draft tokens, which Hydra heads must.

@@ -23,7 +23,7 @@ BLOCKS = ("blocks.{}.layers.{}", "{}.{}.linear")
 BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
 
 
-def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None = None) -> Layout | None:
+def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
     """The layout of a Medusa head; None if the file has no Medusa block.
 
     Raises ValueError if the target's vocabulary size is unknown.
