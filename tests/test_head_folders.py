@@ -129,10 +129,10 @@ def test_a_full_disk_leaves_a_whole_head(tmp_path, monkeypatch, name, calls):
     with pytest.raises(OSError, match="No space left"):
         save_head(new, tmp_path)
     monkeypatch.undo()
-    whole = old if calls == 1 else new
+    expected = old if calls == 1 else new
     loaded = load_head(tmp_path)
-    assert loaded.config == whole.config
-    assert_equal(loaded.state_dict(), whole.state_dict())
+    assert loaded.config == expected.config
+    assert_equal(loaded.state_dict(), expected.state_dict())
     assert sorted(os.listdir(tmp_path)) == FILES
     save_head(new, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "hydra"

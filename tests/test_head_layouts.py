@@ -151,10 +151,14 @@ VLLM = {"model_type": "medusa", "num_heads": 5, "num_hidden_layers": 1, "hidden_
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("theirs", [True, False])
-def test_medusa_of_vllm(tmp_path, prefix, bias, theirs):
+@pytest.mark.parametrize("published_names", [True, False])
+def test_medusa_of_vllm(tmp_path, prefix, bias, published_names):
     head = made_medusa(layers=2, bias=bias)
-    tensors = name_all(head, prefix) if theirs else {prefix + name: state for name, state in head.state_dict().items()}
+    tensors = (
+        name_all(head, prefix)
+        if published_names
+        else {prefix + name: state for name, state in head.state_dict().items()}
+    )
     config = {**VLLM, "medusa_fc_bias": not bias, "num_hidden_layers": 7, "original_lm_head": True}
     loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
     assert loaded.config == head.config

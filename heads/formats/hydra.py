@@ -26,12 +26,13 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
     Raises ValueError if a size is unknown, or if the heads read no draft tokens, which Hydra heads must.
     """
     published = count("hydra_mlp.{}.{}.linear.weight", shapes)
+    found = published or count("grounded.{}.linear.weight", shapes)
+    if not found:
+        return None
     renamed = _rename_published(shapes, *published) if published else {}
     ours = {file: prefix for prefix, file in renamed.items()}
     shapes = {replace_prefix(name, ours): shape for name, shape in shapes.items()}
-    if not (grounded := count("grounded.{}.linear.weight", shapes)):
-        return None
-    heads, further = grounded[0], count("blocks.{}.layers.{}.weight", shapes)
+    heads, further = found[0], count("blocks.{}.layers.{}.weight", shapes)
     blocks = [f"grounded.{i}.linear.weight" for i in range(heads)]
     hidden_size = extent(shapes, blocks, 0)
     if extent(shapes, blocks, 1, 0) == hidden_size:
