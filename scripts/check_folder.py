@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.formats.eagle import LAYER
 from heads.formats.eagle3 import MIDLAYER, NESTED
-from heads.formats.layout import OWN, Said, count, extent, section
+from heads.formats.layout import OWN, ConfigDict, count, extent, section
 from heads.formats.medusa import BLOCKS, PREFIXES
 from heads.formats.weight_files import CONFIG, read_json, read_weights
 
@@ -43,11 +43,11 @@ class HeadFolder:
 
     path: Path
     tensors: Mapping[str, Tensor]
-    said: Said  # config.json
-    note: Said  # what our own weights say of themselves
+    said: ConfigDict  # config.json
+    note: ConfigDict  # what our own weights say of themselves
 
     @cached_property
-    def words(self) -> Said:
+    def words(self) -> ConfigDict:
         """The config's words for the head's layer, from wherever its format keeps them."""
         return {**self.said, **section(self.said, NESTED)}
 

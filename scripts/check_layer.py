@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode import Target
 from heads.formats.eagle import EMBEDDING
-from heads.formats.layout import Said, number, section
+from heads.formats.layout import ConfigDict, number, section
 from scripts.check_folder import Finding, HeadFolder
 
 LLAMA = {  # transformers' defaults
@@ -32,7 +32,7 @@ COMPARED = (  # of our note and config.json
 )
 
 
-def take(words: Said, name: str) -> float:
+def take(words: ConfigDict, name: str) -> float:
     """A number of the config as transformers reads it."""
     return number(words, name) or LLAMA[name]
 
@@ -111,8 +111,8 @@ def check_rope(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         yield Finding("error", "both", "rope-forms-differ", text)
 
 
-def _scales_alike(old: Said, new: Said) -> bool:
-    def read(said: Said) -> dict[str, object]:
+def _scales_alike(old: ConfigDict, new: ConfigDict) -> bool:
+    def read(said: ConfigDict) -> dict[str, object]:
         kind = said.get("rope_type") or said.get("type") or "default"
         return {"kind": kind} | {name: said[name] for name in ("factor",) if said.get(name) and kind != "default"}
 
