@@ -70,10 +70,8 @@ def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
     target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
     whole = generate(target, PROMPTS, sampling=sampling, **SETTINGS)
     part = [9, 2, 6]
-    answers = generate(
-        target, [PROMPTS[request_id] for request_id in part], request_ids=part, sampling=sampling, **SETTINGS
-    )
-    assert read(answers) == read([whole[request_id] for request_id in part])
+    answers = generate(target, [PROMPTS[index] for index in part], request_ids=part, sampling=sampling, **SETTINGS)
+    assert read(answers) == read([whole[index] for index in part])
 
 
 @pytest.mark.parametrize("request_ids", [[1], [1, 2, 3], [4, 4]])

@@ -191,9 +191,7 @@ def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
     cache.update(states, states + 100, layer_idx=0)
     layer = cache.layers[0]
     before = layer.keys.clone()
-    path = torch.tensor(
-        [[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]]
-    )  # the last row's path is padding, which moves nothing
+    path = torch.tensor([[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]])  # the last row moves nothing
     cache.keep(path, [4, 4, 2])
     assert cache.lengths == [8, 4, 4]
     assert layer.keys[0, 0, 4:8, 0].tolist() == [0, 1, 3, 5]
