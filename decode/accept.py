@@ -41,11 +41,14 @@ def accept(
     """Choose each row's path by the rule for this kind of draft. All rules are lossless.
 
     logits [B, N, V]; request_ids [B] key the noise; sequences: each row's tokens up to the root, root included.
-    Deterministic drafts are walked, sampled chains accepted by block, other trees with sampled nodes by traversal.
+    Deterministic drafts are walked. Sampled chains are accepted by block. Other trees with sampled nodes, and chains if
+    there are logits processors, are accepted by traversal: it never calls a processor after a token that it forbids,
+    where a grammar may raise.
     """
     tree = tree.to(logits.device)
     if tree.q is not None:
-        rule = accept_chain if tree.is_chain and tree.sampled is None else accept_sampled_tree
+        by_block = tree.is_chain and tree.sampled is None and not sampling.processors
+        rule = accept_chain if by_block else accept_sampled_tree
         return rule(tree, logits, sampling, request_ids, sequences)
     if sampling.greedy and not sampling.processors:
         return accept_greedily(tree, logits)
@@ -126,12 +129,9 @@ def draw(
 def accept_chain(
     tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
 ) -> Accepted:
-    """Block verification of sampled chains, all rows at once."""
+    """Block verification of sampled chains, all rows at once. Without logits processors."""
     assert tree.q is not None
-    if sampling.processors:
-        p = _process_chains(tree, logits, sampling, request_ids, sequences)
-    else:
-        p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
     # Keyed by the step and not by each position: the next step must not reuse noise that rejected these draft tokens.
     table = [
         [(sampling.seed, request_id, len(sequence), ACCEPTANCE, node) for node in range(tree.width)]
@@ -141,23 +141,6 @@ def accept_chain(
     accepted, weights = accept_by_block(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(tree.width, device=logits.device) <= accepted[:, None]
     return _to_host(tree, on_path, inverse_cdf(weights, noise[:, 0]))
-
-
-def _process_chains(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Tensor:
-    """The target's probabilities after each node [B, N, V], by logits processors.
-
-    After a draft token that they forbid they are not called: a grammar may raise there, and the values do not matter.
-    """
-    prefixes = [_make_prefix(tree, row, sequence) for row, sequence in enumerate(sequences)]
-    allowed, p = torch.ones_like(tree.real[:, 0]), list[Tensor]()
-    for node in range(tree.width):
-        if p:
-            allowed = allowed & (p[-1].gather(1, tree.tokens[:, node, None])[:, 0] > 0) & (tree.sizes > node)
-        called = [prefix(node) if on else None for prefix, on in zip(prefixes, allowed.tolist(), strict=True)]
-        p.append(sampling.probabilities(logits[:, node], called, request_ids))
-    return torch.stack(p, dim=1)
 
 
 def accept_sampled_tree(

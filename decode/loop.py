@@ -127,109 +127,111 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
     """One batch after another. `waiting` is emptied, so finished requests can be freed."""
     run.target.warm_up(min(batch_size, len(waiting)), measure=getattr(run.proposer, "adaptive", False))
     while waiting:
-        rows = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+        requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
         # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
         refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
-        yield from _decode(run, rows, refills)
+        yield from _decode(run, requests, refills)
 
 
 @torch.inference_mode()  # a step makes hundreds of small calls, which cost less in this mode
-def _decode(run: _Run, rows: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
+def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
-    session = run.target.open(len(rows), run.proposer.layers)
+    session = run.target.open(len(requests), run.proposer.layers)
     seconds = Seconds.begin()
-    outcome = _prefill(run, session, rows, seconds)
+    outcome = _prefill(run, session, requests, seconds)
     while True:
-        yield from _extend(rows, outcome.accepted, seconds, run.target)
+        yield from _extend(requests, outcome.accepted, seconds, run.target)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
         verify_seconds, seconds = seconds.target + seconds.accept, Seconds.begin()
         if waiting:
             with seconds.measure("target"):
-                _refill(session, rows, waiting)
-        kept = [row for row, request in enumerate(rows) if request.finish is None]
+                _refill(session, requests, waiting)
+        kept = [row for row, request in enumerate(requests) if request.finish is None]
         if not kept:
             return
-        if len(kept) < len(rows):
+        if len(kept) < len(requests):
             session.select(kept)
-            outcome, rows = outcome.select(kept), [rows[row] for row in kept]
-        step = _make_step(run, outcome, rows, kept, verify_seconds)
+            outcome, requests = outcome.select(kept), [requests[row] for row in kept]
+        step = _make_step(run, outcome, requests, kept, verify_seconds)
         with seconds.measure("proposer"):
             tree = run.proposer.propose(step, run.nodes if max(step.room) > 1 else 1)
         if tree.tokens.device.type == "cpu":
-            tree.check(len(rows), run.nodes, run.target.vocabulary)
+            tree.check(len(requests), run.nodes, run.target.vocabulary)
         # Draft tokens that a row has no room for would cost time, and the model may have no positions for them. The
         # bonus token needs room as well.
-        outcome = _verify(run, session, tree.cut([room - 1 for room in step.room]), rows, seconds)
+        outcome = _verify_and_accept(run, session, tree.cut([room - 1 for room in step.room]), requests, seconds)
 
 
-def _prefill(run: _Run, session: Session, rows: list[Request], seconds: Seconds) -> _Outcome:
+def _prefill(run: _Run, session: Session, requests: list[Request], seconds: Seconds) -> _Outcome:
     """Commit the prompts and choose the token after each. The tree is the prompt's last token alone."""
-    prompts = [request.prompt for request in rows]
+    prompts = [request.prompt for request in requests]
     with seconds.measure("target"):
         logits, features = session.extend(prompts)
     session.crop([len(prompt) - 1 for prompt in prompts])  # `_accept` commits the root again
     tree = Tree.chain([prompt[-1:] for prompt in prompts])
-    accepted = _accept(run, session, tree, logits[:, None], rows, seconds)
+    accepted = _accept(run, session, tree, logits[:, None], requests, seconds)
     return _Outcome(True, tree, logits[:, None], accepted, prompts, features)
 
 
-def _verify(run: _Run, session: Session, tree: Tree, rows: list[Request], seconds: Seconds) -> _Outcome:
+def _verify_and_accept(run: _Run, session: Session, tree: Tree, requests: list[Request], seconds: Seconds) -> _Outcome:
     """One forward pass over a draft tree; its accepted path stays in the KV cache."""
     with seconds.measure("target"):
         verdict = session.verify(tree)
-    accepted = _accept(run, session, tree, verdict.logits, rows, seconds)
+    accepted = _accept(run, session, tree, verdict.logits, requests, seconds)
     features = None if verdict.features is None else _select_path(accepted.path, verdict.features)
     return _Outcome(False, tree, verdict.logits, accepted, accepted.tokens, features)
 
 
-def _accept(run: _Run, session: Session, tree: Tree, logits: Tensor, rows: list[Request], seconds: Seconds) -> Accepted:
+def _accept(
+    run: _Run, session: Session, tree: Tree, logits: Tensor, requests: list[Request], seconds: Seconds
+) -> Accepted:
     """Choose each row's path and commit it to the KV cache."""
     with seconds.measure("accept"):
-        ids, sequences = [request.request_id for request in rows], [request.sequence for request in rows]
+        ids, sequences = [request.request_id for request in requests], [request.sequence for request in requests]
         accepted = run.accept(tree, logits, run.sampling, ids, sequences)
     session.keep(accepted.path)
     return accepted
 
 
-def _refill(session: Session, rows: list[Request], waiting: deque[Request]) -> None:
-    """Give the rows of finished requests to waiting ones. The root of their first tree is their prompt's last token."""
-    finished = [row for row, request in enumerate(rows) if request.finish][: len(waiting)]
+def _refill(session: Session, requests: list[Request], waiting: deque[Request]) -> None:
+    """Give the rows of finished requests to waiting ones, whose first root is their prompt's last token."""
+    finished = [row for row, request in enumerate(requests) if request.finish][: len(waiting)]
     for row in finished:
-        rows[row] = waiting.popleft()
+        requests[row] = waiting.popleft()
     if finished:
-        session.renew(finished, [rows[row].prompt for row in finished])
-        session.crop([len(request.sequence) - 1 for request in rows])
+        session.renew(finished, [requests[row].prompt for row in finished])
+        session.crop([len(request.sequence) - 1 for request in requests])
 
 
-def _make_step(run: _Run, outcome: _Outcome, rows: list[Request], kept: list[int], seconds: float) -> Step:
+def _make_step(run: _Run, outcome: _Outcome, requests: list[Request], kept: list[int], verify_seconds: float) -> Step:
     """What the proposer sees: the outcome for the rows that go on."""
     return Step(
         is_prefill=outcome.is_prefill,
-        request_ids=[request.request_id for request in rows],
+        request_ids=[request.request_id for request in requests],
         kept=kept,
-        sequences=[request.sequence for request in rows],
-        room=[request.room for request in rows],
+        sequences=[request.sequence for request in requests],
+        room=[request.room for request in requests],
         committed=outcome.committed,
         path=outcome.accepted.path,
         tree=outcome.tree,
         logits=outcome.logits,
         features=outcome.features,
-        seconds=seconds,
+        seconds=verify_seconds,
         sampling=run.sampling,
-        stop_ids=rows[0].limits.stop_ids,
+        stop_ids=requests[0].limits.stop_ids,
         target=run.target,
     )
 
 
-def _extend(rows: list[Request], accepted: Accepted, seconds: Seconds, target: Target) -> Iterator[Chunk]:
+def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, target: Target) -> Iterator[Chunk]:
     """Add the step's tokens to each answer. Yields a chunk per row."""
     chunks = [
         request.extend(path[1:], bonus)
-        for request, path, bonus in zip(rows, accepted.tokens, accepted.bonus, strict=True)
+        for request, path, bonus in zip(requests, accepted.tokens, accepted.bonus, strict=True)
     ]
     seconds.finish()
-    for request, chunk, size in zip(rows, chunks, accepted.sizes, strict=True):
-        stats = Stats.of_step(len(chunk.tokens), chunk.drafted, size - 1, seconds)
+    for request, chunk, size in zip(requests, chunks, accepted.sizes, strict=True):
+        stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
         request.stats.add(stats)
         yield replace(chunk, stats=stats, answer=request.answer(target.tokenizer) if request.finish else None)
 

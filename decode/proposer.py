@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from decode.sampling import Sampling
@@ -74,5 +73,4 @@ class PlainProposer:
     layers: Sequence[int] = ()
 
     def propose(self, step: Step, budget: int) -> Tree:
-        roots = torch.tensor(step.bonus)[:, None]
-        return Tree.chain_of(roots, torch.ones(len(roots), dtype=torch.long))
+        return Tree.chain([[root] for root in step.bonus])

@@ -71,10 +71,8 @@ class Session:
                 use_cache=True,
                 **extra,
             )
-        features = None
-        if self.layers:
-            features = torch.cat([captured[layer].to(target.device) for layer in self.layers], dim=-1)
-        return Verdict(output.logits.to(target.device), features)
+        features = [captured[layer].to(target.device) for layer in self.layers]
+        return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Commit tokens at the end of each row, at least one each.

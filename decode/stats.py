@@ -66,11 +66,6 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds.total if self.seconds.total else 0.0
 
-    @classmethod
-    def of_step(cls, tokens: int, accepted: int, nodes: int, seconds: Seconds) -> Stats:
-        """One step with `tokens` new tokens, `accepted` of them draft tokens, out of `nodes` that were verified."""
-        return cls(1, tokens, nodes, [1] * accepted, seconds)
-
     def add(self, other: Stats) -> None:
         """Add the counts of another step or answer."""
         self.steps += other.steps

@@ -19,10 +19,7 @@ from tests.models import tiny
 
 KINDS = ["llama", "gemma3_text", "gemma3n_text", "gpt2"]  # full, windowed and shared layers, learned positions
 LENGTHS = [5, 1, 70, 2, 33, 100, 1, 9, 40, 3, 64, 12]
-PROMPTS = [
-    [(7 * request_id + 3 * position) % 90 + 3 for position in range(length)]
-    for request_id, length in enumerate(LENGTHS)
-]
+PROMPTS = [[(7 * index + 3 * position) % 90 + 3 for position in range(length)] for index, length in enumerate(LENGTHS)]
 ENDS = range(40, 52)  # an eighth of the vocabulary: answers end at very different times
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ENDS}
 

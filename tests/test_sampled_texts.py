@@ -85,9 +85,7 @@ def test_text_has_the_distribution_of_plain_sampling(
 
 @pytest.mark.parametrize("settings", [{"nodes": 9}, {"width": 1, "nodes": 5}, {"tree": "static", "nodes": 12}])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_draft_tokens_depend_on_seed_request_and_position_only(
-    words: Target, kind: str, settings: dict[str, Any]
-) -> None:
+def test_draft_tokens_depend_on_their_keys_only(words: Target, kind: str, settings: dict[str, Any]) -> None:
     """With equally many nodes in every step, the whole text then does too, in any batch."""
     prompts = [[5, 9, 5], [7], [3, 4, 4, 1]]
     decode = partial(texts, words, prompts=prompts, stop_ids=[2])
