@@ -57,8 +57,8 @@ def stream(
     proposer: None for plain decoding.
     batch_size: prompts decoded together (None: all). Plain decoding refills rows as they finish; with a proposer, one
     batch follows another.
-    request_ids: one per prompt (None: 0, 1, ...). They key the noise, so part of a list gets the same answers as the
-    whole list.
+    request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
+    the whole list.
     An answer ends at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before a string of `stop`, where
     `criterion(request_id, tokens)` is true, or at the end of the model's context.
     chat: whether to use the tokenizer's chat template (None: if it has one).

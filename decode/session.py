@@ -104,7 +104,7 @@ class Session:
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         features = []
         for begin in range(0, max(map(len, tokens)), CHUNK):
-            parts = [row[begin : begin + CHUNK] for row in tokens]
+            parts = [each[begin : begin + CHUNK] for each in tokens]
             ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
             last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
             verdict = self.verify(Tree.chain(parts), only=last)

@@ -72,11 +72,9 @@ def find_special(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[froz
 
 
 class TextStream:
-    """Decodes an answer token by token. Holds back incomplete characters and beginnings of stop strings.
+    """Decodes an answer token by token. Holds back incomplete characters and beginnings of stop strings."""
 
-    `tokenizers.decoders.DecodeStream` would not do: it holds back complete characters before an incomplete one, drops
-    them at the end, and takes fast tokenizers only.
-    """
+    # tokenizers' DecodeStream also holds back, or at the end drops, complete characters before an incomplete one.
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
