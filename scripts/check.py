@@ -59,13 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="check.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
     parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="report an error if the head is of another kind")

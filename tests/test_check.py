@@ -372,7 +372,7 @@ def test_config_and_metadata_must_agree(saved: Path, tmp_path: Path, target: Tar
     assert find(tmp_path, target) == {*NOTES["eagle3"], "error both config-differs"}
 
 
-def test_tokens_in_place_of_offsets_are_recognized(saved: Path, spoil: Spoil, target: Target) -> None:
+def test_tokens_in_place_of_offsets_are_recognised(saved: Path, spoil: Spoil, target: Target) -> None:
     tensors = load_file(saved / "eagle3" / WEIGHTS)
     tokens = tensors["t2d"].nonzero().flatten()
     found = find_faults(read_folder(spoil("eagle3", {}, {"d2t": tokens})), target)

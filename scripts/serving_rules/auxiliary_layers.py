@@ -14,7 +14,6 @@ from heads.formats.layout import extent, number, section
 from scripts.serving_rules.folder import Engine, Finding, HeadFolder, error, warning
 
 Layers = list[int]
-DEFAULT_COUNT = 3
 REMEDY = f"write {READ} at the top of config.json, and the same numbers minus 1 in eagle_config"
 
 
@@ -72,7 +71,7 @@ def check_layer_number(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     width = int(number(folder.layer_config, "target_hidden_size") or folder.read_size("hidden_size"))
     columns = extent(folder.shapes, ["fc.weight"], 1, 0)
     qwen = "qwen3" in str(folder.layer_config.get("model_type"))
-    counts = {count for count in (stated, len(nested or ())) if count} or {len(top) if qwen and top else DEFAULT_COUNT}
+    counts = {count for count in (stated, len(nested or ())) if count} or {len(top) if qwen and top else 3}
     if any(count * width != columns for count in counts):
         expected = " or ".join(f"{count} x {width}" for count in sorted(counts))
         text = f"fc.weight has {columns} columns, not {expected}: write num_aux_hidden_states and target_hidden_size"

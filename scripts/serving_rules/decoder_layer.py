@@ -38,9 +38,6 @@ def check_config(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         yield error("both", "tied-embeddings", "tie_word_embeddings: true replaces the output matrix; write false")
     if folder.config.get("bias"):
         yield warning("both", "bias-word", "bias: true means a bias of attention to engines, not of fc; remove it")
-
-
-def check_layer_count(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     stated, held = folder.read_size("num_hidden_layers"), len(folder.layers)
     if stated != held:
         yield error("both", "layer-count", f"num_hidden_layers is {stated}, but the file has {held}: write {held}")
@@ -80,13 +77,13 @@ def check_rope(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     elif thetas and thetas[0] != theirs:
         text = f"rope_theta is {thetas[0]:g}, the target's is {theirs:g}; correct only if the head was trained with it"
         yield note("both", "rope-theta-differs", text)
-    alike = _summarize_scaling(section(config, "rope_scaling")) == _summarize_scaling(new)
+    alike = _summarise_scaling(section(config, "rope_scaling")) == _summarise_scaling(new)
     if len(thetas) > 1 and (thetas[0] != thetas[1] or not alike):
         text = "rope_theta with rope_scaling differs from rope_parameters, and engines read either: make them equal"
         yield error("both", "rope-forms-differ", text)
 
 
-def _summarize_scaling(rope: Mapping[str, Any]) -> tuple[Any, Any]:
+def _summarise_scaling(rope: Mapping[str, Any]) -> tuple[Any, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return kind, None if kind == "default" else rope.get("factor") or None
 
@@ -111,10 +108,8 @@ def check_biases(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     if held and not qwen and (folder.kind == "eagle3" or not config.get("attention_bias")):
         yield error("sglang", name, "SGLang's class of this head has no biases of attention; train without them")
     if bias is not None and bias.any():
-        engine = "vllm" if folder.kind == "eagle" else "both"
-        yield error(
-            engine, "fc-bias-dropped", "fc.bias is ignored, so fewer draft tokens are accepted; train without it"
-        )
+        text = "fc.bias is not zero and is ignored, so fewer draft tokens are accepted; train without it"
+        yield error("vllm" if folder.kind == "eagle" else "both", "fc-bias-dropped", text)
     if bias is None and folder.kind == "eagle":
         yield error("sglang", "fc-bias-random", "there is no fc.bias, so SGLang's stays random; add zeros")
 
@@ -134,7 +129,4 @@ def _is_close(own: Tensor, other: Tensor) -> bool:
     return bool((own - other).norm() <= DIFFERENT * other.norm())
 
 
-DECODER_LAYER_RULES = (
-    *(check_config, check_layer_count, check_sizes, check_rope),
-    *(check_positions, check_biases, check_embeddings),
-)
+DECODER_LAYER_RULES = (check_config, check_sizes, check_rope, check_positions, check_biases, check_embeddings)

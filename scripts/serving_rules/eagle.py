@@ -21,11 +21,11 @@ def check_architectures(folder: HeadFolder, target: Target) -> Iterator[Finding]
     if folder.is_speculators or any("Eagle3" in name for name in names):
         yield error("both", "other-kind", "config.json says EAGLE-3, but the tensors are an EAGLE-1 head's")
     if not in_vllm:
-        yield error("vllm", "architectures", f'{names} has no class that vLLM knows: add "LlamaForCausalLM"')
+        yield error("vllm", "architectures", f'architectures, {names}, has no class of vLLM: add "LlamaForCausalLM"')
     if not in_sglang:
-        yield error("sglang", "architectures", f'{names} has no class of SGLang: put "LlamaForCausalLMEagle" first')
+        yield error("sglang", "architectures", f'architectures, {names}, lacks "LlamaForCausalLMEagle": put it first')
     if in_vllm and in_sglang:
-        text = "one class for each engine: vLLM 0.32 and 0.33 served such folders, SGLang 0.5.23 resolves its own class"
+        text = "architectures has a class for each: vLLM 0.32 and 0.33 served such a folder, SGLang 0.5.23 resolves it"
         yield note("both", "two-architectures", text)
 
 

@@ -14,7 +14,10 @@ from scripts.serving_rules.folder import Engine, Finding, HeadFolder, error, not
 
 SGLANG_CLASS = "LlamaForCausalLMEagle3"
 QWEN_CLASSES = {"Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM"}  # vLLM puts "Eagle3" before names of plain models
-VLLM_CLASSES = {SGLANG_CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *QWEN_CLASSES}
+EAGLE3_CLASSES: dict[Engine, set[str]] = {
+    "vllm": {SGLANG_CLASS, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *QWEN_CLASSES},
+    "sglang": {SGLANG_CLASS},
+}
 FURTHER_NORM: dict[Engine, str] = {"vllm": "input_layernorm", "sglang": "hidden_norm"}  # of layers after the first
 
 
@@ -24,9 +27,9 @@ def check_architectures(folder: HeadFolder, target: Target) -> Iterator[Finding]
     names = folder.architectures
     if any(name.endswith("Eagle") for name in names):
         yield error("both", "other-kind", "config.json says EAGLE-1, but the tensors are an EAGLE-3 head's")
-    for engine, known in (("vllm", VLLM_CLASSES), ("sglang", {SGLANG_CLASS})):
+    for engine, known in EAGLE3_CLASSES.items():
         if not known & {*names}:
-            yield error(engine, "architectures", f'{names} has no EAGLE-3 class that it knows: write "{SGLANG_CLASS}"')
+            yield error(engine, "architectures", f'{names} has no EAGLE-3 class: write "{SGLANG_CLASS}"')
     yield note("sglang", "sglang-algorithm", "use the algorithm EAGLE3; as EAGLE it would run and accept nothing")
 
 
@@ -34,9 +37,7 @@ def check_speculators(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     """The format of vLLM's speculators: one object for the layer's sizes, one for the target ("verifier")."""
     if not folder.is_speculators:
         return
-    text = (
-        "SGLang does not read speculators' format; load the head with Draftless and save it, which writes a flat config"
-    )
+    text = "SGLang does not read speculators' format; load and save the head with Draftless for a flat config"
     yield error("sglang", "speculators-format", text)
     for name in (name for name, value in folder.config.items() if value is True and name not in KNOWN):
         yield error("draftless", "unknown-flag", f"config.json has {name}: true, which Draftless does not know")
@@ -58,9 +59,7 @@ def check_speculators(folder: HeadFolder, target: Target) -> Iterator[Finding]:
 def check_norms(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     config, tensors = folder.config, folder.tensors
     if config.get("norm_before_residual", folder.is_speculators):
-        text = (
-            "norm_before_residual is true (the default in speculators' format), and SGLang ignores it; train with false"
-        )
+        text = "SGLang ignores norm_before_residual: true (the default in speculators' format); train with false"
         yield error("sglang", "norm-before-residual", text)
     for flag, form in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.{}.weight")):
         present = form in tensors or bool(count(form, tensors))
@@ -70,7 +69,7 @@ def check_norms(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     if "norm.weight" not in tensors:
         yield error("both", "missing-norm", "there is no norm.weight; both engines need a final norm")
     if folder.prefix == MIDLAYER and not folder.metadata and not config.get("fc_norm") and config.get("norm_output"):
-        text = "norm_output: true is a final norm to SpecForge, but normed states are fed back to engines: leave it out"
+        text = "norm_output: true means a final norm in SpecForge, but normed feedback in engines: leave it out"
         yield warning("both", "norm-output", text)
     if any(f"{folder.prefix}self_attn.{name}_norm.weight" in tensors for name in "qk"):
         yield error("sglang", "qk-norm", "SGLang's class has no norms of queries and keys; train without them")
@@ -89,9 +88,7 @@ def check_draft_vocabulary(folder: HeadFolder, target: Target) -> Iterator[Findi
     if not stated:
         yield error("sglang", "draft-vocab-size", "there is no draft_vocab_size; write the rows of lm_head.weight")
     if rows is None and size is not None:
-        yield error(
-            "both", "missing-lm-head", f"there is no lm_head.weight, but draft_vocab_size is {size}: write null"
-        )
+        yield error("both", "missing-lm-head", f"draft_vocab_size is {size} without an lm_head.weight: write null")
     elif rows is not None and stated and size != rows:
         meaning = "null (the target's matrix)" if size is None else size
         text = f"draft_vocab_size is {meaning}, but lm_head.weight has {rows} rows: write {rows}"

@@ -31,9 +31,7 @@ def check_config(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     if held != heads:
         yield error("vllm", "medusa-head-count", f"num_heads is {heads}, but the file has {held} heads: write {held}")
     if blocks != layers:
-        yield error(
-            "vllm", "medusa-layer-count", f"num_hidden_layers is {layers}: write {blocks}, the blocks of a head"
-        )
+        yield error("vllm", "medusa-layer-count", f"num_hidden_layers is {layers}: write {blocks}, as in the file")
     sizes = folder.read_size("hidden_size"), folder.read_size("vocab_size")
     if sizes != (theirs := (target.config.hidden_size, target.vocabulary)):
         text = f"hidden_size and vocab_size are {sizes} (or default to them), the target's are {theirs}: write these"
@@ -61,9 +59,7 @@ def check_token_map(folder: HeadFolder, target: Target) -> Iterator[Finding]:
     if tokens is None:
         return
     if tokens != stated:
-        yield error(
-            "vllm", "medusa-token-map-size", f"truncated_vocab_size is {stated}: write {tokens}, as in token_map"
-        )
+        yield error("vllm", "medusa-token-map-size", f"truncated_vocab_size is {stated}: write {tokens}")
     text = (
         'vLLM 0.21 to 0.32 refuses a token_map (draft vocabulary). Tried with 0.32.0: "Following weights were not '
         "initialized from checkpoint: {'token_map'}\". By its source, vLLM up to 0.20 loads it. Later versions need an "

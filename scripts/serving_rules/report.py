@@ -16,12 +16,11 @@ from scripts.serving_rules.medusa import HYDRA_RULES, MEDUSA_RULES
 from scripts.serving_rules.trial import TrialResult
 
 ServingRule = Callable[[HeadFolder, Target], Iterator[Finding]]
-SERVING_RULES: dict[str | None, tuple[ServingRule, ...]] = {
+SERVING_RULES: dict[str, tuple[ServingRule, ...]] = {
     "eagle": (*EAGLE_RULES, *DECODER_LAYER_RULES),
     "eagle3": (*EAGLE3_RULES, *AUXILIARY_LAYER_RULES, *DECODER_LAYER_RULES),
     "medusa": MEDUSA_RULES,
     "hydra": HYDRA_RULES,
-    None: (),
 }
 SOURCES = """\
 The rules were read in the source of vLLM 0.33 (Medusa: up to 0.32) and SGLang 0.5.23. EAGLE and EAGLE-3 folders were
@@ -49,7 +48,7 @@ def find_faults(folder: HeadFolder, target: Target, kind: str | None = None) -> 
     found = []
     if kind is not None and folder.kind not in (kind, None):
         found.append(error("both", "other-kind", f"it is of kind {folder.kind}, not {kind}; engines would misread it"))
-    for rule in SERVING_RULES[folder.kind]:
+    for rule in SERVING_RULES.get(folder.kind or "", ()):
         try:
             found += rule(folder, target)
         except ValueError as fault:  # a value in config.json has the wrong type

@@ -40,14 +40,12 @@ class TrialResult:
     def check(self) -> Iterator[Finding]:
         """What is wrong with this tau."""
         if self.tau < USELESS_TAU:
-            text = (
-                f"tau is {self.tau:.2f}: almost no draft token is accepted. Was it trained long enough for this target"
+            text = f"tau is {self.tau:.2f}: almost no draft token is accepted. Check that the head was trained enough,"
+            yield error(
+                "draftless", "accepts-nothing", f"{text} and for this target, these layers and this chat template"
             )
-            yield error("draftless", "accepts-nothing", f"{text}, these layers and this chat template?")
         elif self.expected is not None and self.tau < EXPECTED_SHARE * self.expected:
-            text = (
-                f"tau is {self.tau:.2f}, {FILE} states {self.expected:.2f}: did target, chat template or head change?"
-            )
+            text = f"tau is {self.tau:.2f}, {FILE} states {self.expected:.2f}: target, template or head changed?"
             yield warning("draftless", "accepts-less-than-card", text)
 
 
