@@ -40,12 +40,16 @@ class TrialResult:
     def check(self) -> Iterator[Finding]:
         """What is wrong with this tau."""
         if self.tau < USELESS_TAU:
-            text = f"tau is {self.tau:.2f}: almost no draft token is accepted. Check that the head was trained enough,"
-            yield error(
-                "draftless", "accepts-nothing", f"{text} and for this target, these layers and this chat template"
+            text = (
+                f"tau is {self.tau:.2f}, so almost no draft token is accepted. Possible reasons: little training, other "
+                "layers, another target's head, another chat template"
             )
+            yield error("draftless", "accepts-nothing", text)
         elif self.expected is not None and self.tau < EXPECTED_SHARE * self.expected:
-            text = f"tau is {self.tau:.2f}, {FILE} states {self.expected:.2f}: target, template or head changed?"
+            text = (
+                f"tau is {self.tau:.2f}, but {FILE} states {self.expected:.2f} for {self.nodes} nodes. The target, its "
+                "chat template or the head may have changed since; if so, calibrate again"
+            )
             yield warning("draftless", "accepts-less-than-card", text)
 
 
