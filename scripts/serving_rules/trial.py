@@ -41,8 +41,8 @@ class TrialResult:
         """What is wrong with this tau."""
         if self.tau < USELESS_TAU:
             text = (
-                f"tau is {self.tau:.2f}, so almost no draft token is accepted. Possible reasons: little training, other "
-                "layers, another target's head, another chat template"
+                f"tau is {self.tau:.2f}, so almost no draft token is accepted. Possible reasons: little training, "
+                "other layers, another target's head, another chat template"
             )
             yield error("draftless", "accepts-nothing", text)
         elif self.expected is not None and self.tau < EXPECTED_SHARE * self.expected:
