@@ -125,7 +125,7 @@ def _watch_layers(
 def _pass(model: PreTrainedModel, cache: TreeCache, count: int) -> None:
     """Run a model over so many tokens a row, as a session does."""
     tree = Tree.chain([list(range(count)) for _ in cache.lengths])
-    lengths = cache.place(0, count, model.device)
+    lengths = cache.reserve(0, count, model.device)
     masks = tree_masks(attention_windows(model), lengths, tree.ancestors, tree.depth, cache.used, model.dtype)
     positions = lengths[:, None] + tree.depth
     model(tree.tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True)

@@ -83,7 +83,7 @@ def take_apart(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> La
         form = tuple((name, stand_in(value)) for name, value in named)
     except TypeError:
         return None
-    return LayerCall(form, [*tensors, *states, cache.places])
+    return LayerCall(form, [*tensors, *states, cache.node_slots])
 
 
 def free_sizes(form: Form) -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ from decode.loop import stream
 from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer
-from decode.sampling import RowProcessor, Sampling
+from decode.sampling import RequestProcessor, Sampling
 from decode.target import Target
 
 # Settings of generate() that another way of decoding would have to honour, and the values that ask for nothing.
@@ -231,7 +231,7 @@ def _choose_sampling(
     return Sampling(processors=others, **settings)
 
 
-class _RowByRow(RowProcessor):
+class _RowByRow(RequestProcessor):
     """Logits processors made for a padded batch, asked about one row at a time."""
 
     def __init__(self, rows: Sequence[Sequence[LogitsProcessor]], padding: Sequence[Tensor]) -> None:
