@@ -21,13 +21,13 @@ from decode import Sampling, Target
 from heads import PRETRAINED
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from proposers.load import EAGLES
-from scripts.bench_conversation import Plan, check_prompts, measure_group, warm_up
-from scripts.bench_files import Records, check_writable, describe_machine, read_report, write_report
-from scripts.bench_methods import PEERS, Method
-from scripts.bench_models import load_ours, make_loops, make_peers, split_method
-from scripts.bench_plot import check_plot, draw_plot
-from scripts.bench_questions import Question, digest_questions, form_groups, load_questions, take_evenly
-from scripts.bench_rows import format_tables, make_rows
+from scripts.benchmark.conversation import Plan, check_prompts, measure_group, warm_up
+from scripts.benchmark.files import Records, check_writable, describe_machine, read_report, write_report
+from scripts.benchmark.methods import PEERS, Method
+from scripts.benchmark.models import load_ours, make_loops, make_peers, split_method
+from scripts.benchmark.plot import check_plot, draw_plot
+from scripts.benchmark.questions import Question, digest_questions, form_groups, load_questions, take_evenly
+from scripts.benchmark.rows import format_tables, make_rows
 from scripts.options import (
     DRAFT_LAYERS,
     Parser,

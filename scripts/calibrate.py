@@ -21,11 +21,10 @@ from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.load import load_draft_head
 from proposers.measure_head import Trials, calibrate, try_head
-from scripts.bench_files import check_writable
-from scripts.bench_plot import check_plot
 from scripts.calibrate_plot import draw_calibration
 from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
-from scripts.prompts import read_prompts
+from scripts.shared.command import check_plot, check_writable
+from scripts.shared.prompts import read_prompts
 
 EPILOG = """\
 The model answers the prompts greedily, and the head is asked at each position of its answers. Take prompts that the

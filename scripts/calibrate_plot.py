@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from proposers.calibration import Calibration
-from scripts.bench_plot import COLOURS, INK
+from scripts.benchmark.plot import COLOURS, INK
 
 NODES = 64
 

@@ -20,7 +20,8 @@ from scripts.check_decode import Worth, judge, load_for, measure
 from scripts.check_folder import Engine, Finding, read_folder
 from scripts.check_rules import find_faults
 from scripts.check_serving import SERVERS, list_errors, write_commands
-from scripts.options import Parser, failing_clearly, load_target
+from scripts.shared.command import Parser, failing_clearly
+from scripts.shared.options import ModelOptions, load_target
 
 EPILOG = """\
 Each line of the result is a finding: error, warning or note; the server that it is about (both: of either, draftless:
@@ -89,7 +90,7 @@ def check(args: argparse.Namespace) -> Report:
     except ValueError as error:  # there is nothing to check, so the model is not loaded either
         fault = Finding("error", "both", "damaged-folder", str(error))
         return Report(str(args.folder), args.model, None, [fault], {})
-    target = load_target(args)
+    target = load_target(ModelOptions.from_args(args))
     findings = find_faults(folder, target, args.kind)
     proposer, reasons = load_for(args.folder, target)
     if not any(finding.engine == "draftless" for finding in findings):

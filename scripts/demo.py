@@ -22,7 +22,7 @@ from decode.models.default_model import default_model
 from decode.text import encode
 from proposers import HeadProposer
 from scripts.options import AUTO, DRAFT_LAYERS, Parser, failing_clearly, load_target, make_proposer
-from scripts.painting import paints, show
+from scripts.shared.painting import paints, show
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts

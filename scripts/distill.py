@@ -20,9 +20,9 @@ from tqdm import tqdm
 from decode import Sampling, Target, stream
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.default_model import NAME
-from scripts.bench_files import check_writable
 from scripts.distill_rows import Answers, Job, check_temperature, read_jobs
-from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
+from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
+from scripts.shared.options import ModelOptions, add_model_options, load_target
 from training.data import has_looped
 
 WINDOW = 8  # batches that are sorted by length: the cache is as wide as its longest row
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        check_devices(args)
+        ModelOptions.from_args(args)  # refuses options that exclude each other
         check_writable(args.out, "--out")
         args.dtype = args.dtype or choose_dtype(args)
         temperatures = [check_temperature(value, "--temperature") for value in args.temperature]
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         answers = Answers(args.out, describe_settings(args))
         left = answers.left(jobs)
         if left:
-            target = load_target(args)
+            target = load_target(ModelOptions.from_args(args))
             check_chat(left, target)
             answers.begin()
             distil(left, target, answers, args)

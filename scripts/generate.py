@@ -19,7 +19,6 @@ from decode import Answer, Chunk, Proposer, Sampling, Target, stream
 from decode.text import encode
 from proposers import HEAD_PROPOSERS
 from proposers.load import EAGLES
-from scripts.lanes import Lanes
 from scripts.options import (
     AUTO,
     Parser,
@@ -31,8 +30,9 @@ from scripts.options import (
     load_target,
     make_proposer,
 )
-from scripts.painting import paints, show
-from scripts.prompts import check_prompt, read_prompts
+from scripts.shared.lanes import Lanes
+from scripts.shared.painting import paints, show
+from scripts.shared.prompts import check_prompt, read_prompts
 
 NODES = 64  # the most of a tree
 EPILOG = """\

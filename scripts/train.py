@@ -26,7 +26,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from heads.checkpoint import save_head
-from scripts.options import failing_clearly, load_by_options
+from scripts.shared.command import failing_clearly
+from scripts.shared.options import ModelOptions, load_model_only
 from scripts.train_heads import describe_objective, load_init, make_head, make_objective
 from scripts.train_joint import join
 from scripts.train_options import check_options, make_parser, make_schedule
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule = make_schedule(args)
         check_options(args)
         accelerator = make_accelerator(args)
-        target = Target(*load_by_options(args, args.model, "off" if args.joint else None))  # packed layers cannot learn
+        target = Target(*load_model_only(ModelOptions.from_args(args), "off" if args.joint else None))  # packed layers cannot learn
         dataset = read_data(args, target)
         head = load_init(args, target) if args.init is not None else make_head(args, target, dataset)
         objective: Any = make_objective(args, target, head)

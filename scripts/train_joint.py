@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from decode import Target
-from scripts.options import at_least
+from scripts.shared.command import at_least
 from training.joint import JointObjective, UntouchedTeacher, save_adapted
 from training.lora import Adapters
 from training.objective import HeadObjective

@@ -9,9 +9,7 @@ from typing import get_args
 
 from heads import HEADS
 from heads.vocabulary import Output
-from scripts.bench_files import check_writable
-from scripts.bench_plot import check_plot
-from scripts.options import Parser, at_least
+from scripts.shared.command import Parser, at_least, check_plot, check_writable
 from scripts.train_heads import TTT_STEPS
 from scripts.train_joint import EPILOG as JOINT_EPILOG
 from scripts.train_joint import add_joint_options

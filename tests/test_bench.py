@@ -15,10 +15,10 @@ from decode import Target, generate
 from decode.models import cost_curve
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from scripts import bench, bench_plot
-from scripts.bench_conversation import Conversation
-from scripts.bench_methods import PEERS
-from scripts.bench_questions import Question, form_groups, load_questions, take_evenly
-from scripts.bench_rows import format_tables, make_rows
+from scripts.benchmark.conversation import Conversation
+from scripts.benchmark.methods import PEERS
+from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
+from scripts.benchmark.rows import format_tables, make_rows
 from training.data import has_looped
 
 QUESTIONS: list[dict[str, Any]] = [

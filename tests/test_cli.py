@@ -23,7 +23,7 @@ import decode.cpu.compiled_model
 import decode.cpu.linear_kernels
 from decode import Chunk
 from scripts import generate
-from scripts.painting import paints
+from scripts.shared.painting import paints
 from tests.models import needs_compiler, tiny
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"

@@ -17,7 +17,7 @@ from heads.checkpoint import save_head
 from proposers import NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import bench, calibrate, generate, options
-from scripts.bench_models import make_loops
+from scripts.benchmark.models import make_loops
 from scripts.calibrate_plot import draw_calibration
 from tests.drafting import make_head
 from tests.models import tiny

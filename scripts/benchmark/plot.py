@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from scripts.bench_questions import task_of
+from scripts.benchmark.questions import task_of
 
 LABELS = {
     "mt_bench": "MT-bench",

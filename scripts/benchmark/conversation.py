@@ -9,8 +9,8 @@ from typing import Any
 
 from decode import Target
 from decode.text import Tokenizer, encode
-from scripts.bench_methods import Ask, Measured, Method, top_gap
-from scripts.bench_questions import Question
+from scripts.benchmark.methods import Ask, Measured, Method, top_gap
+from scripts.benchmark.questions import Question
 from training.data import has_looped
 
 WARM_UP = 64  # tokens an answer that is not measured

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from scripts.bench_questions import MT_BENCH, task_of
+from scripts.benchmark.questions import MT_BENCH, task_of
 
 
 def make_rows(

@@ -14,7 +14,7 @@ from decode import Target
 from decode.models.loading import first_layers
 from proposers import HEAD_PROPOSERS, PROPOSERS, DraftProposer, load_proposer
 from proposers.load import EAGLES
-from scripts.bench_methods import PEERS, Loop, Method, Peer
+from scripts.benchmark.methods import PEERS, Loop, Method, Peer
 from scripts.options import DRAFT_LAYERS, TREES, find_head, load_by_options
 
 NODES = 64  # the most of a tree

@@ -1,0 +1,228 @@
+"""The options that choose a model and a proposer, and the functions that load both."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from decode import Proposer, Target
+from decode.cpu import MODES
+from decode.models.loading import DTYPES, first_layers, load_model
+from decode.text import Tokenizer
+from heads import PRETRAINED
+from heads.checkpoint import find_folder
+from proposers import HEAD_PROPOSERS, PROPOSERS, NGramProposer, load_best, load_proposer
+from proposers.eagle import DEPTH, WIDTH
+from proposers.fixed_trees import PUBLISHED
+from proposers.load import EAGLES
+from scripts.shared.command import at_least
+
+AUTO = "auto"
+DRAFT_LAYERS = 8  # of the default model, if no draft model is named
+TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to load, and how. Raises ValueError for options that exclude each other."""
+
+    model: str | None = None  # folder or hub id; None is the default model
+    dtype: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    accelerate: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device is not None and self.device_map is not None:
+            raise ValueError("--device and --device-map exclude each other; give one of them")
+        if self.accelerate == "compiled" and (self.device not in (None, "cpu") or self.dtype in ("float64", "float16")):
+            raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ModelOptions:
+        """The parsed options; those that the parser does not have keep their defaults."""
+        return cls(**_take(cls, args))
+
+
+@dataclass(frozen=True)
+class ProposerOptions:
+    """Which proposer drafts, and how. Raises ValueError for options that this proposer does not have."""
+
+    proposer: str = "ngram"
+    draft_model: str | None = None
+    head: str | None = None
+    tree: str | None = None
+    nodes: int | None = None
+    depth: int | None = None
+    width: int | None = None
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        heads = (*HEAD_PROPOSERS,)
+        users = {"draft_model": ("draft",), "head": (*heads, AUTO), "depth": EAGLES, "width": EAGLES}
+        users |= dict.fromkeys(("tree", "nodes", "sampled"), heads)
+        for option, proposers in users.items():
+            if getattr(self, option) not in (None, False) and self.proposer not in proposers:
+                flag = option.replace("_", "-")
+                raise ValueError(f"--{flag} is for --proposer {', '.join(proposers)}, not for {self.proposer}")
+        if self.width is not None and self.tree not in (None, "dynamic"):
+            raise ValueError(f"--width is for --tree dynamic; {self.tree} has its own paths")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> ProposerOptions:
+        """The parsed options; those that the parser does not have keep their defaults."""
+        return cls(**_take(cls, args))
+
+    def check(self, model: ModelOptions) -> None:
+        """Raise ValueError if the draft model or the head is missing. Loads nothing."""
+        if self.proposer == "draft" and self.draft_model is None and model.model is not None:
+            raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
+        if self.proposer in HEAD_PROPOSERS or self.head is not None:
+            find_head(self.proposer, self.head, model.model)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ModelOptions`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    group.add_argument("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
+    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
+    group.add_argument(
+        "--accelerate",
+        choices=MODES,
+        default="auto",
+        help="on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it needs "
+        "a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles "
+        "models of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)",
+    )
+
+
+def add_proposer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ProposerOptions`."""
+    heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
+    group = parser.add_argument_group("drafting")
+    group.add_argument(
+        "--proposer",
+        choices=(*PROPOSERS, AUTO),
+        default="ngram",
+        help="what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the "
+        "model, else ngram (default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft-model",
+        help="for draft: a smaller model with the same vocabulary, folder or hub id "
+        f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
+    )
+    group.add_argument(
+        "--head",
+        metavar="DIR",
+        help=f"for {heads}, {AUTO}: the folder of a head trained for the model (default, with the default model only: "
+        "its pretrained one)",
+    )
+    group.add_argument(
+        "--tree",
+        choices=TREES,
+        metavar="NAME",
+        help="for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the "
+        f"head was calibrated; static, the method's published tree, or another one: {', '.join(PUBLISHED)}",
+    )
+    group.add_argument(
+        "--nodes",
+        type=at_least(1),
+        metavar="N",
+        help="for heads: trees of N nodes (default: as many as are worth it on this device, which may be none)",
+    )
+    group.add_argument(
+        "--depth", type=at_least(1), metavar="N", help=f"for {eagles}: draft at most N tokens ahead (default: {DEPTH})"
+    )
+    group.add_argument(
+        "--width",
+        type=at_least(1),
+        metavar="N",
+        help=f"for {eagles}: expand the N most likely paths at each depth; 1 drafts a chain (default: {WIDTH})",
+    )
+    group.add_argument(
+        "--sampled",
+        action="store_true",
+        help="for heads, at temperatures above 0: sample the draft tokens. The text keeps its distribution, but "
+        "a seed gives another text than plain decoding",
+    )
+
+
+def find_head(kind: str, folder: str | None, model: str | None) -> Path:
+    """The folder of the head to draft with. Raises ValueError if there is none."""
+    if folder is not None:
+        return find_folder(folder)
+    if model is not None:
+        raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
+    if kind not in list_pretrained(model):
+        raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
+    return PRETRAINED / kind
+
+
+def list_pretrained(model: str | None) -> Mapping[str, Path]:
+    """The pretrained heads of a model, by kind. Only the default model has any."""
+    found = {kind: PRETRAINED / kind for kind in HEAD_PROPOSERS} if model is None else {}
+    return {kind: folder for kind, folder in found.items() if folder.is_dir()}
+
+
+def load_target(options: ModelOptions) -> Target:
+    """The model, accelerated, as a target. Raises ValueError if it cannot be loaded."""
+    return Target(*load_model_only(options))
+
+
+def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The transformers model and its tokenizer; `accelerate` replaces the option. Raises ValueError like `load_target`."""
+    _silence_transformers()
+    settings = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
+    if accelerate is not None:
+        settings["accelerate"] = accelerate
+    try:
+        return load_model(options.model, **settings)
+    except (RuntimeError, ImportError) as error:  # no network for the default model, no memory, no accelerate
+        raise ValueError(str(error)) from error
+
+
+def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions) -> Proposer:
+    """The proposer of the options, with the draft model or head that it needs. `model`: the options of the target.
+
+    Raises ValueError if draft model or head cannot be loaded or do not fit the target.
+    """
+    name = options.proposer
+    if name in HEAD_PROPOSERS:
+        folder = find_head(name, options.head, model.model)
+        shape = {"tree": options.tree or "dynamic", "depth": options.depth, "width": options.width}
+        return load_proposer(folder, target, name, nodes=options.nodes, sampled=options.sampled, **shape)
+    if name == AUTO and options.head is not None:
+        return load_proposer(options.head, target)
+    if name == AUTO:
+        return load_best(target, list_pretrained(model.model).values()) or NGramProposer()
+    kind: Any = PROPOSERS[name]
+    if name != "draft":
+        return kind()
+    if options.draft_model is None:
+        draft = Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
+    else:
+        draft = load_target(replace(model, model=options.draft_model))
+    proposer = kind(draft)
+    proposer.check(target)
+    return proposer
+
+
+def _take(options: type, args: argparse.Namespace) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in fields(options) if hasattr(args, field.name)}
+
+
+def _silence_transformers() -> None:
+    """Its progress bars and warnings would hide the one line that matters."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
