@@ -35,7 +35,7 @@ def make_loops(names: Sequence[str], target: Target, args: argparse.Namespace) -
             make = partial(make, _load_draft(target, args))
         elif kind in HEAD_PROPOSERS:
             folder = find_head(kind, dict(args.head).get(kind), args.model)
-            make = load_proposer(folder, target, kind, **settings).renew
+            make = load_proposer(kind, target, head=folder, **settings).renew
         loops[name] = Loop(target, make, args.temperature, settings.get("nodes", NODES))
     return loops
 

@@ -177,10 +177,10 @@ def make_proposer(name: str, target: Target, args: argparse.Namespace) -> Propos
     """A proposer from `PROPOSERS` by its name, or what `auto` chooses; loads the draft model or head that it needs."""
     if name in HEAD_PROPOSERS:
         folder = find_head(name, args.head, args.model)
-        shape = {"tree": args.tree or "dynamic", "nodes": args.nodes, "depth": args.depth, "width": args.width}
-        return load_proposer(folder, target, name, **shape, sampled=args.sampled)
+        shape = {"tree": args.tree, "nodes": args.nodes, "depth": args.depth, "width": args.width}
+        return load_proposer(name, target, head=folder, **shape, sampled=args.sampled)
     if name == AUTO and args.head is not None:
-        return load_proposer(args.head, target)
+        return load_proposer(AUTO, target, head=args.head)
     if name == AUTO:
         return load_best(target, list_pretrained(args.model).values()) or NGramProposer()
     kind: Any = PROPOSERS[name]
