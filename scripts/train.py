@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         schedule = make_schedule(args)
         check_options(args)
         accelerator = make_accelerator(args)
-        target = Target(*load_model_only(ModelOptions.from_args(args), "off" if args.joint else None))  # packed layers cannot learn
+        target = Target(
+            *load_model_only(ModelOptions.from_args(args), "off" if args.joint else None)
+        )  # packed layers cannot learn
         dataset = read_data(args, target)
         head = load_init(args, target) if args.init is not None else make_head(args, target, dataset)
         objective: Any = make_objective(args, target, head)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decode import Target
+from decode import PlainProposer, Target
 from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
 from proposers import NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
-from scripts import options
+from scripts.shared.options import ModelOptions, ProposerOptions, make_proposer
 from tests.drafting import make_head
 from tests.models import tiny
 
@@ -102,17 +102,17 @@ def test_auto_takes_pretrained_heads_for_the_default_model_only(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
-    monkeypatch.setattr(options, "PRETRAINED", heads)
+    monkeypatch.setattr(load, "PRETRAINED", heads)
     monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)
 
     def choose(model: str | None, head: Path | None) -> Any:
-        return options.make_proposer("auto", target, argparse.Namespace(model=model, head=head))
+        return make_proposer(ProposerOptions("auto", head=head and str(head)), target, ModelOptions(model))
 
     assert choose(None, None).head.kind == "hydra"
     assert isinstance(choose("target", None), NGramProposer)
     assert choose("target", heads / "eagle3").head.kind == choose(None, heads / "eagle3").head.kind == "eagle3"
-    monkeypatch.setattr(options, "PRETRAINED", heads / "none yet")
+    monkeypatch.setattr(load, "PRETRAINED", heads / "none yet")
     assert isinstance(choose(None, None), NGramProposer)
 
 
@@ -123,3 +123,62 @@ def test_depth_and_width_are_for_eagle_heads(target: Target, heads: Path) -> Non
         load_proposer(heads / "medusa", target, depth=4, width=2)
     with pytest.raises(ValueError, match=r"^width can be chosen for eagle, eagle3; .* is of kind hydra"):
         load_proposer(heads / "hydra", target, width=2)
+
+
+# ---- from a name to a proposer ----
+
+
+def test_a_name_gives_its_proposer(monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path) -> None:
+    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    assert type(load_proposer("none", target)) is PlainProposer
+    assert type(load_proposer("ngram", target)) is NGramProposer
+    for kind in ("medusa", "hydra", "eagle3"):
+        proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
+        assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
+    assert load_proposer("eagle3", target, head=heads / "eagle3", tree="static").paths is not None
+    assert load_proposer(str(heads / "hydra"), target).head.kind == "hydra"  # a folder in the place of a name
+
+
+def test_a_draft_model_is_given_loaded_or_cut_from_the_target(
+    monkeypatch: pytest.MonkeyPatch, target: Target, save_model: Callable[..., Path]
+) -> None:
+    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
+    assert load_proposer("draft", target).draft.config.num_hidden_layers == 1
+    proposer: Any = load_proposer("draft", target, draft_model=target, depth=3, width=2)
+    assert (proposer.draft, proposer.length, proposer.width) == (target, 3, 2)
+    loaded: Any = load_proposer("draft", target, draft_model=save_model(), sampled=True)
+    assert loaded.draft.dtype == target.dtype and loaded.sampled
+    with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
+        load_proposer("draft", target, draft_model=Target(tiny("llama", vocab_size=50)))
+
+
+def test_auto_takes_the_best_pretrained_head_or_ngram(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
+    calibrate_by_hand(heads / "hydra", 0.2)
+    assert load_proposer("auto", target).head.kind == "hydra"
+    assert load_proposer("auto", target, head=heads / "eagle3").head.kind == "eagle3"
+    assert isinstance(load_proposer("auto", Target(tiny("llama", num_hidden_layers=1))), NGramProposer)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("oak", {}, "unknown proposer 'oak'; choose from none, ngram, draft, medusa, hydra, eagle, eagle3, auto or"),
+        ("none", {"nodes": 3}, "none has no option nodes; it has none"),
+        ("ngram", {"head": "x", "sampled": True}, "ngram has no option head, sampled"),
+        ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, depth, width, sampled"),
+        ("medusa", {"width": 3}, "medusa has no option width; it has head, tree, nodes, sampled"),
+        ("auto", {"nodes": 3}, "auto has no option nodes; it has head"),
+        ("medusa", {}, r"is for the default model \(.*this target's is 3\); .*head=\"FOLDER\""),
+    ],
+)
+def test_bad_names_and_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, heads: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    with pytest.raises(ValueError, match=message):
+        load_proposer(name, Target(tiny("llama", num_hidden_layers=3)), **options)

@@ -202,7 +202,7 @@ def test_one_kind_is_not_taken_for_the_other(tmp_path, kind, other):
     assert load_head(tmp_path).kind == kind
     target = Target(tiny("llama", hidden_size=HIDDEN, vocab_size=TINY))
     with pytest.raises(ValueError, match=f"is of kind {kind}, not {other}"):
-        load_proposer(tmp_path, target, other)
+        load_proposer(other, target, head=tmp_path)
 
 
 def test_an_empty_note_of_a_token_map_is_refused(tmp_path):

@@ -302,5 +302,5 @@ def test_a_head_for_another_target_is_refused(target: Target, kind: str) -> None
 def test_folders_of_heads_draft(target: Target, kind: str, tmp_path: Any) -> None:
     proposer = make(kind, target, nodes=12)
     save_head(proposer.head, tmp_path)
-    loaded = load_proposer(tmp_path, target, kind, nodes=12)
+    loaded = load_proposer(kind, target, head=tmp_path, nodes=12)
     assert record(loaded, target).drafted == record(proposer, target).drafted

@@ -1,4 +1,4 @@
-"""What is compared: the project's loop with each proposer, and Hugging Face's own `generate`."""
+"""The compared methods: the project's loop with a proposer, and Hugging Face's `generate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode import Proposer, Sampling, Target, generate
 from decode.stats import PARTS
 
-# With what each peer's `generate` is called; "assistant_model" is filled in when the model is there.
+# The arguments of each peer's `generate`; "assistant_model" is filled in when the model is loaded.
 PEERS: dict[str, dict[str, Any]] = {
     "hf": {},
     "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
@@ -25,10 +25,10 @@ PEERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch of answers: their ids (end token included), forward passes of the target, and the wall time.
+    """One batch of answers: token ids (end token included), forward passes of the target, and wall time in seconds.
 
-    Known of the project's own loop only: `texts`, `nodes`, and `parts`, seconds by part; these on a CPU only, for a
-    GPU's work is queued in one part and waited for in another.
+    Only the project's loop knows `texts`, `nodes` and `parts`, the seconds of each part of the loop. `parts` is for
+    CPUs only: a GPU's work is queued in one part and waited for in another.
     """
 
     answers: list[list[int]]
@@ -39,20 +39,20 @@ class Measured:
     parts: dict[str, float] | None = None
 
 
-# Prompts as token ids, a seed and the most new tokens.
+# Takes prompts as token ids, a seed and `max_new_tokens`.
 Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]
 
 
 class Method(Protocol):
-    """One of the things compared."""
+    """One of the compared methods."""
 
     def open(self) -> Ask:
-        """Begin a conversation that knows of no other; what is returned answers its turns."""
+        """Begin a conversation, with nothing learned from others; the result answers its turns."""
         ...
 
 
 class Loop:
-    """The project's loop. A proposer is made anew for every conversation: nothing is learned from other questions."""
+    """The project's loop, with a new proposer for every conversation."""
 
     def __init__(self, target: Target, make: Callable[[], Proposer], temperature: float, nodes: int) -> None:
         self.target, self.make, self.temperature, self.nodes = target, make, temperature, nodes
@@ -64,7 +64,7 @@ class Loop:
         settings = {"sampling": Sampling(self.temperature, seed=seed), "max_new_tokens": room, "nodes": self.nodes}
         work = partial(generate, self.target, prompts, proposer, **settings)
         answers, seconds = clock(work, self.target.device)
-        longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # the whole batch's
+        longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # of the whole batch
         return Measured(
             [answer.tokens for answer in answers],
             [answer.stats.steps for answer in answers],
@@ -76,7 +76,7 @@ class Loop:
 
 
 class Peer:
-    """Hugging Face's `generate` on a stock model of its own."""
+    """Hugging Face's `generate` on a stock model."""
 
     def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]) -> None:
         self.model, self.options = model, dict(options)
@@ -90,7 +90,7 @@ class Peer:
 
         def count(module: nn.Module, inputs: Any) -> None:
             nonlocal steps
-            steps += module is self.model  # a draft cut from the model has its hooks, too
+            steps += module is self.model  # a draft cut from the model shares its hooks
 
         def work() -> list[int]:
             ids = torch.tensor([prompt], device=self.model.device)
@@ -107,7 +107,7 @@ class Peer:
 
 
 def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What `work` returns and the seconds it takes, the GPU's included."""
+    """The result of `work`, and its seconds, GPU work included."""
     _synchronize(device)
     begun = perf_counter()
     result = work()
@@ -116,7 +116,7 @@ def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def top_gap(target: Target, tokens: list[int]) -> float:
-    """How far apart the target's two likeliest next tokens are, in logits: near 0 is a tie that rounding decides."""
+    """The gap between the target's two highest logits for the next token; near 0, rounding decides."""
     logits, _ = target.open(1).extend([tokens])
     first, second = logits[0].double().topk(2).values.tolist()
     return first - second

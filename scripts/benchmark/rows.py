@@ -1,9 +1,9 @@
-"""From the records of single questions to the rows of a table: one for each method and category.
+"""From the records of single questions to rows: one for each method and category.
 
-A record is what was measured of one group of questions (one question, unless they are batched):
-`category`, `questions` (ids) and `turns`; a turn has `questions` (ids), `prompt_tokens` and `methods`, by name:
-`tokens`, `steps`, `nodes`, `loops` and `same` with a value for each question, `seconds` with one for each repeat, and
-`parts`, the seconds of each part of the loop in all repeats. `nodes`, `parts` and `same` are null where unknown.
+A record is the measurement of one group of questions (one question unless they are batched): `category`, `questions`
+(ids) and `turns`. A turn has `questions` (ids), `prompt_tokens` and `methods`, by name: `tokens`, `steps`, `nodes`,
+`loops` and `same` with a value for each question, `seconds` with one for each repeat, and `parts`, the seconds of each
+part of the loop over all repeats. `nodes`, `parts` and `same` are null if unknown.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from scripts.benchmark.questions import MT_BENCH, task_of
+import torch
+from torch import Tensor
+
+from scripts.benchmark.questions import MT_BENCH
+
+RESAMPLES = 2000
 
 
 def make_rows(
     records: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row for each category and method: every category of the records, MT-bench's as one, and all together."""
+    """A row for each method in each category, in MT-bench as a whole, and in all."""
     present = list(dict.fromkeys(record["category"] for record in records))
     labels = {category: [category] for category in present}
     if any(category in MT_BENCH for category in present):
@@ -27,8 +32,9 @@ def make_rows(
     rows = []
     for label, categories in labels.items():
         chosen = [record for record in records if record["category"] in categories]
-        ids = {number for record in chosen for number in record["questions"]}
+        ids = {question for record in chosen for question in record["questions"]}
         found = {method: _sum_up(chosen, method) for method in methods}
+        samples = _resample(chosen, methods)
         for method, row in found.items():
             gaps = [entry["gap"] for entry in differences if entry["method"] == method and entry["question_id"] in ids]
             ratios = {
@@ -36,16 +42,19 @@ def make_rows(
                 for kind, speed in (("", "tokens_per_second"), ("mean_", "mean_of_speeds"))
                 for base in ("none", "hf")
             }
+            intervals = {
+                f"speedup_vs_{base}_interval": _find_interval(samples, method, base) for base in ("none", "hf")
+            }
             head = {"method": method, "category": label, "questions": len(ids)}
-            rows.append({**head, **row, **ratios, "largest_gap": max(gaps, default=None)})
+            rows.append({**head, **row, **ratios, **intervals, "largest_gap": max(gaps, default=None)})
     return rows
 
 
 def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
-    """All of a row that needs no other one. Times are medians over the repeats, turn by turn."""
-    groups = [[turn["methods"][method] for turn in record["turns"]] for record in records]
+    """The part of a row that needs no other row. Times are medians over the repeats, turn by turn."""
+    groups = _list_turns(records, method)
     turns = [turn for group in groups for turn in group]
-    tokens, steps, seconds = _count(turns), _count(turns, "steps"), sum(median(turn["seconds"]) for turn in turns)
+    tokens, steps, seconds = _count(turns), _count(turns, "steps"), _time(turns)
     straight = [
         (count, step)
         for turn in turns
@@ -65,10 +74,43 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
         "loops": fmean(loops),
         "nodes_per_step": _divide(sum(nodes), steps) if nodes else None,
         "tokens_per_second": _divide(tokens, seconds),
-        "mean_of_speeds": fmean(_count(group) / sum(median(turn["seconds"]) for turn in group) for group in groups),
+        "mean_of_speeds": fmean(_count(group) / _time(group) for group in groups),
         "parts": _share_out([turn["parts"] for turn in turns if turn["parts"] is not None]),
         "identical": fmean(same) if same else None,
     }
+
+
+def _list_turns(records: Sequence[Mapping[str, Any]], method: str) -> list[list[Mapping[str, Any]]]:
+    return [[turn["methods"][method] for turn in record["turns"]] for record in records]
+
+
+def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Tensor]:
+    """Each method's speed in every bootstrap sample of the records; sample i has the same records for all methods.
+
+    Empty for a single record, of which there is only one sample.
+    """
+    if len(records) < 2:
+        return {}
+    draws = torch.randint(len(records), (RESAMPLES, len(records)), generator=torch.Generator().manual_seed(0))
+    speeds = {}
+    for method in methods:
+        measured = [(_count(turns), _time(turns)) for turns in _list_turns(records, method)]
+        tokens, seconds = torch.tensor(measured, dtype=torch.float64)[draws].sum(1).T
+        speeds[method] = tokens / seconds
+    return speeds
+
+
+def _find_interval(samples: Mapping[str, Tensor], method: str, base: str) -> list[float] | None:
+    """The 95 % percentile interval of the ratio of two methods' speeds; None without the base or for one record."""
+    if base not in samples:
+        return None
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = (samples[method] / samples[base]).quantile(ends).tolist()
+    return [low, high]
+
+
+def _time(turns: Iterable[Mapping[str, Any]]) -> float:
+    return sum(median(turn["seconds"]) for turn in turns)
 
 
 def _count(turns: Iterable[Mapping[str, Any]], what: str = "tokens") -> int:
@@ -80,72 +122,6 @@ def _divide(upper: float, lower: float) -> float | None:
 
 
 def _share_out(parts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """The share of the time that each part of the loop took; all but the target's is overhead."""
+    """The share of the time that each part of the loop took."""
     total = sum(sum(part.values()) for part in parts)
     return {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None
-
-
-def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown tables: the methods over all questions; where their time went; speed-ups over the plain loop and tau by
-    category."""
-    everything = [row for row in rows if row["category"] == "all"]
-    overall = [["method", "tau", "tokens/s", "vs none", "vs hf", "identical", "loops"]]
-    overall += [
-        [
-            row["method"],
-            f"{row['tau']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            _times(row["speedup_vs_none"]),
-            _times(row["speedup_vs_hf"]),
-            _share(row["identical"]) + (f" (gap {row['largest_gap']:.1g})" if row["largest_gap"] is not None else ""),
-            _share(row["loops"]),
-        ]
-        for row in everything
-    ]
-    timed = [row for row in everything if row.get("parts") is not None]
-    spent = [["time in", "nodes", *(timed[0]["parts"] if timed else ())]]
-    spent += [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
-    names = [row["method"] for row in everything if row["method"] != "none"]
-    found = {(row["category"], row["method"]): row for row in rows}
-    faster, taus = [["vs none", "questions", *names]], [["tau", "questions", *names]]
-    for category in _order(dict.fromkeys(row["category"] for row in rows)):
-        cells = [found[category, name] for name in names]
-        questions = str(found[category, "none"]["questions"])
-        faster.append([category, questions, *(_times(cell["speedup_vs_none"]) for cell in cells)])
-        taus.append([category, questions, *(f"{cell['tau']:.2f}" for cell in cells)])
-    return "\n\n".join(map(_markdown, [overall, *([spent] if timed else []), *([faster, taus] if names else [])]))
-
-
-def _order(categories: Iterable[str]) -> list[str]:
-    """MT-bench's categories, MT-bench, the others, all."""
-    return sorted(
-        categories, key=lambda category: (category == "all", task_of(category) != "mt_bench", category == "mt_bench")
-    )
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    head, *body = [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        + " |"
-        for line in lines
-    ]
-    rule = (
-        "|" + "|".join("-" * (width + 2 - bool(place)) + ":" * bool(place) for place, width in enumerate(widths)) + "|"
-    )
-    return "\n".join([head, rule, *body])
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def _share(part: float | None) -> str:
-    """A percentage that reads 100 % only where it is."""
-    if part is None:
-        return "-"
-    return f"{part:.0%}" if part in (0, 1) else f"{min(part, 0.999):.1%}"

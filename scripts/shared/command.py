@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def failing_clearly(parser: Parser) -> Iterator[None]:
-    """End the program without a traceback: one line and status 2 for bad input, 130 for Ctrl-C, 141 for a closed pipe."""
+    """End without a traceback: bad input in one line with status 2, Ctrl-C with 130, a closed pipe with 141."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # commands ignore it during their imports
     try:
         yield

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,16 @@ from transformers import PreTrainedModel
 
 from decode import Proposer, Target
 from decode.cpu import MODES
-from decode.models.loading import DTYPES, first_layers, load_model
+from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
 from heads.checkpoint import find_folder
-from proposers import HEAD_PROPOSERS, PROPOSERS, NGramProposer, load_best, load_proposer
+from proposers import HEAD_PROPOSERS, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.fixed_trees import PUBLISHED
-from proposers.load import EAGLES
+from proposers.load import DRAFT_LAYERS, EAGLES, NAMES, OPTIONS
 from scripts.shared.command import at_least
 
-AUTO = "auto"
-DRAFT_LAYERS = 8  # of the default model, if no draft model is named
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 
 
@@ -48,7 +45,7 @@ class ModelOptions:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ModelOptions:
         """The parsed options; those that the parser does not have keep their defaults."""
-        return cls(**_take(cls, args))
+        return cls(**take_options(cls, args))
 
 
 @dataclass(frozen=True)
@@ -65,20 +62,17 @@ class ProposerOptions:
     sampled: bool = False
 
     def __post_init__(self) -> None:
-        heads = (*HEAD_PROPOSERS,)
-        users = {"draft_model": ("draft",), "head": (*heads, AUTO), "depth": EAGLES, "width": EAGLES}
-        users |= dict.fromkeys(("tree", "nodes", "sampled"), heads)
-        for option, proposers in users.items():
-            if getattr(self, option) not in (None, False) and self.proposer not in proposers:
-                flag = option.replace("_", "-")
-                raise ValueError(f"--{flag} is for --proposer {', '.join(proposers)}, not for {self.proposer}")
+        for option in (field.name for field in fields(self) if field.name != "proposer"):
+            if getattr(self, option) not in (None, False) and option not in OPTIONS[self.proposer]:
+                users = ", ".join(name for name, options in OPTIONS.items() if option in options)
+                raise ValueError(f"--{option.replace('_', '-')} is for --proposer {users}, not for {self.proposer}")
         if self.width is not None and self.tree not in (None, "dynamic"):
             raise ValueError(f"--width is for --tree dynamic; {self.tree} has its own paths")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ProposerOptions:
         """The parsed options; those that the parser does not have keep their defaults."""
-        return cls(**_take(cls, args))
+        return cls(**take_options(cls, args))
 
     def check(self, model: ModelOptions) -> None:
         """Raise ValueError if the draft model or the head is missing. Loads nothing."""
@@ -111,7 +105,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     group.add_argument(
         "--proposer",
-        choices=(*PROPOSERS, AUTO),
+        choices=NAMES,
         default="ngram",
         help="what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the "
         "model, else ngram (default: %(default)s)",
@@ -124,7 +118,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head",
         metavar="DIR",
-        help=f"for {heads}, {AUTO}: the folder of a head trained for the model (default, with the default model only: "
+        help=f"for {heads}, auto: the folder of a head trained for the model (default, with the default model only: "
         "its pretrained one)",
     )
     group.add_argument(
@@ -141,19 +135,23 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         help="for heads: trees of N nodes (default: as many as are worth it on this device, which may be none)",
     )
     group.add_argument(
-        "--depth", type=at_least(1), metavar="N", help=f"for {eagles}: draft at most N tokens ahead (default: {DEPTH})"
+        "--depth",
+        type=at_least(1),
+        metavar="N",
+        help=f"for {eagles}, draft: draft at most N tokens ahead (default: {DEPTH}; draft adapts it)",
     )
     group.add_argument(
         "--width",
         type=at_least(1),
         metavar="N",
-        help=f"for {eagles}: expand the N most likely paths at each depth; 1 drafts a chain (default: {WIDTH})",
+        help=f"for {eagles}, draft: expand the N most likely paths at each depth; 1 drafts a chain (default: {WIDTH}; "
+        "draft: 1)",
     )
     group.add_argument(
         "--sampled",
         action="store_true",
-        help="for heads, at temperatures above 0: sample the draft tokens. The text keeps its distribution, but "
-        "a seed gives another text than plain decoding",
+        help="for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its distribution, "
+        "but a seed gives another text than plain decoding",
     )
 
 
@@ -163,15 +161,9 @@ def find_head(kind: str, folder: str | None, model: str | None) -> Path:
         return find_folder(folder)
     if model is not None:
         raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
-    if kind not in list_pretrained(model):
+    if not (PRETRAINED / kind).is_dir():
         raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
     return PRETRAINED / kind
-
-
-def list_pretrained(model: str | None) -> Mapping[str, Path]:
-    """The pretrained heads of a model, by kind. Only the default model has any."""
-    found = {kind: PRETRAINED / kind for kind in HEAD_PROPOSERS} if model is None else {}
-    return {kind: folder for kind, folder in found.items() if folder.is_dir()}
 
 
 def load_target(options: ModelOptions) -> Target:
@@ -180,13 +172,11 @@ def load_target(options: ModelOptions) -> Target:
 
 
 def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
-    """The transformers model and its tokenizer; `accelerate` replaces the option. Raises ValueError like `load_target`."""
+    """The model and its tokenizer; `accelerate` replaces the option. Raises ValueError if it cannot be loaded."""
     _silence_transformers()
-    settings = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
-    if accelerate is not None:
-        settings["accelerate"] = accelerate
+    settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
     try:
-        return load_model(options.model, **settings)
+        return load_model(settings.pop("model"), **settings)
     except (RuntimeError, ImportError) as error:  # no network for the default model, no memory, no accelerate
         raise ValueError(str(error)) from error
 
@@ -196,28 +186,17 @@ def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions)
 
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
-    name = options.proposer
-    if name in HEAD_PROPOSERS:
-        folder = find_head(name, options.head, model.model)
-        shape = {"tree": options.tree or "dynamic", "depth": options.depth, "width": options.width}
-        return load_proposer(folder, target, name, nodes=options.nodes, sampled=options.sampled, **shape)
-    if name == AUTO and options.head is not None:
-        return load_proposer(options.head, target)
-    if name == AUTO:
-        return load_best(target, list_pretrained(model.model).values()) or NGramProposer()
-    kind: Any = PROPOSERS[name]
-    if name != "draft":
-        return kind()
-    if options.draft_model is None:
-        draft = Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
-    else:
-        draft = load_target(replace(model, model=options.draft_model))
-    proposer = kind(draft)
-    proposer.check(target)
-    return proposer
+    settings = asdict(options)
+    name = settings.pop("proposer")
+    if name == "auto" and options.head is None and model.model is not None:
+        name = "ngram"  # pretrained heads are for the default model, even if another one has its sizes
+    if options.draft_model is not None:
+        settings["draft_model"] = load_target(replace(model, model=options.draft_model))
+    return load_proposer(name, target, **settings)
 
 
-def _take(options: type, args: argparse.Namespace) -> dict[str, Any]:
+def take_options(options: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The parsed values of a dataclass's fields, as far as the parser has them."""
     return {field.name: getattr(args, field.name) for field in fields(options) if hasattr(args, field.name)}
 
 
