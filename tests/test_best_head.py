@@ -85,17 +85,17 @@ def test_heads_are_tried_with_as_many_nodes_as_pay(
 
 def test_timing_a_step_leaves_the_proposer_as_it_was(target: Target, heads: Path) -> None:
     proposer = load_proposer(heads / "medusa", target)
-    pace = proposer.pace
+    draft_budget = proposer.draft_budget
     calibration = Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     assert 0 < load.expect_speed(target, proposer, calibration) < load.inf
-    assert (proposer.nodes, proposer.paths) == (None, None) and proposer.pace is pace
+    assert (proposer.nodes, proposer.paths) == (None, None) and proposer.draft_budget is draft_budget
     assert load.expect_speed(target, proposer, None) == 0
 
 
 def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:
     calibrate_by_hand(heads / "medusa", 0.3)
     proposer: Any = load_best(target, [heads / "medusa"])
-    assert proposer.confidence.__self__ == load_calibration(heads / "medusa")
+    assert proposer.calibration == load_calibration(heads / "medusa")
 
 
 def test_auto_takes_pretrained_heads_for_the_default_model_only(
