@@ -277,18 +277,17 @@ def test_differences_are_reported_with_their_gap(
     original = bench.measure_group
 
     def spoil(methods: dict[str, Any], *rest: Any) -> Any:
-        class Spoiled:
-            def open(self) -> Any:
-                ask = methods["ngram"].open()
+        def open_spoiled() -> Any:
+            ask = methods["ngram"]()
 
-                def wrong(*inputs: Any) -> Any:
-                    measured = ask(*inputs)
-                    measured.answers[0][3] = 5
-                    return measured
+            def wrong(*inputs: Any) -> Any:
+                measured = ask(*inputs)
+                measured.answers[0][3] = 5
+                return measured
 
-                return wrong
+            return wrong
 
-        return original({**methods, "ngram": Spoiled()}, *rest)
+        return original({**methods, "ngram": open_spoiled}, *rest)
 
     monkeypatch.setattr(bench, "measure_group", spoil)
     options = ["--methods", "ngram", "--peers", "", "--limit", "2", "--repeats", "1"]

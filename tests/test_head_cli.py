@@ -192,8 +192,8 @@ def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
     options = BenchOptions(ModelOptions("target"), names, heads={"eagle3": str(folder / "eagle3")})
     made = []
     for loop in make_loops(options, Target(tiny("llama"))).values():
-        proposer = loop.open().args[0]
-        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, loop.nodes
+        _, proposer, _, nodes = loop().args
+        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, nodes
         made.append((*shape, proposer.sampled))
     assert made == [
         (6, 10, None, True, 64, False),

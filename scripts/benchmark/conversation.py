@@ -49,7 +49,7 @@ def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Ta
     target.warm_up(len(group))
     prompts = [Conversation(question, []).encode(target.tokenizer) for question in group]
     for method in methods.values():
-        method.open()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
+        method()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
 
 
 def measure_group(
@@ -59,7 +59,7 @@ def measure_group(
 
     number: the group's; it decides which method is first.
     """
-    asks = {(name, repeat): method.open() for repeat in range(options.repeats) for name, method in methods.items()}
+    asks = {(name, repeat): method() for repeat in range(options.repeats) for name, method in methods.items()}
     talks = [Conversation(question, []) for question in group]
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -39,71 +38,52 @@ class Measured:
     parts: dict[str, float] | None = None
 
 
-# Takes prompts as token ids, a seed and `max_new_tokens`.
-Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]
+Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]  # takes token ids, seed and `max_new_tokens`
+Method: TypeAlias = Callable[[], Ask]  # begins a conversation with nothing learned from others
 
 
-class Method(Protocol):
-    """One of the compared methods."""
-
-    def open(self) -> Ask:
-        """Begin a conversation, with nothing learned from others; the result answers its turns."""
-        ...
-
-
-class Loop:
-    """The project's loop, with a new proposer for every conversation."""
-
-    def __init__(self, target: Target, make: Callable[[], Proposer], temperature: float, nodes: int) -> None:
-        self.target, self.make, self.temperature, self.nodes = target, make, temperature, nodes
-
-    def open(self) -> Ask:
-        return partial(self._ask, self.make())
-
-    def _ask(self, proposer: Proposer, prompts: Sequence[list[int]], seed: int, room: int) -> Measured:
-        settings = {"sampling": Sampling(self.temperature, seed=seed), "max_new_tokens": room, "nodes": self.nodes}
-        work = partial(generate, self.target, prompts, proposer, **settings)
-        answers, seconds = clock(work, self.target.device)
-        longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # of the whole batch
-        return Measured(
-            [answer.tokens for answer in answers],
-            [answer.stats.steps for answer in answers],
-            seconds,
-            [answer.text for answer in answers],
-            [answer.stats.nodes for answer in answers],
-            {part: getattr(longest, part) for part in PARTS} if self.target.device.type == "cpu" else None,
-        )
+def ask_loop(
+    target: Target,
+    proposer: Proposer,
+    temperature: float,
+    nodes: int,
+    prompts: Sequence[list[int]],
+    seed: int,
+    max_new_tokens: int,
+) -> Measured:
+    """Answer the prompts as one batch with the project's loop."""
+    settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens, "nodes": nodes}
+    answers, seconds = clock(lambda: generate(target, prompts, proposer, **settings), target.device)
+    longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # of the whole batch
+    return Measured(
+        [answer.tokens for answer in answers],
+        [answer.stats.steps for answer in answers],
+        seconds,
+        [answer.text for answer in answers],
+        [answer.stats.nodes for answer in answers],
+        {part: getattr(longest, part) for part in PARTS} if target.device.type == "cpu" else None,
+    )
 
 
-class Peer:
-    """Hugging Face's `generate` on a stock model."""
+def ask_peer(
+    model: PreTrainedModel, options: Mapping[str, Any], prompts: Sequence[list[int]], seed: int, max_new_tokens: int
+) -> Measured:
+    """Answer one prompt with transformers' `generate` and count the model's forward passes."""
+    ids = torch.tensor(prompts, device=model.device)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, **options}
+    steps = 0
 
-    def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-        self.model, self.options = model, dict(options)
+    def count(module: nn.Module, inputs: Any) -> None:
+        nonlocal steps
+        steps += module is model  # a draft cut from the model shares its hooks
 
-    def open(self) -> Ask:
-        return self._ask
-
-    def _ask(self, prompts: Sequence[list[int]], seed: int, room: int) -> Measured:
-        (prompt,) = prompts
-        steps = 0
-
-        def count(module: nn.Module, inputs: Any) -> None:
-            nonlocal steps
-            steps += module is self.model  # a draft cut from the model shares its hooks
-
-        def work() -> list[int]:
-            ids = torch.tensor([prompt], device=self.model.device)
-            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **self.options)
-            return [int(token) for token in output[0, len(prompt) :].tolist()]
-
-        torch.manual_seed(seed)
-        hook = self.model.register_forward_pre_hook(count)
-        try:
-            answer, seconds = clock(work, self.model.device)
-        finally:
-            hook.remove()
-        return Measured([answer], [steps], seconds)
+    torch.manual_seed(seed)
+    hook = model.register_forward_pre_hook(count)
+    try:
+        output, seconds = clock(lambda: model.generate(ids, **settings)[0, ids.shape[1] :].tolist(), model.device)
+    finally:
+        hook.remove()
+    return Measured([output], [steps], seconds)
 
 
 def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -1,4 +1,4 @@
-"""The methods of a benchmark: the project's loop with each proposer, and peers on models of their own."""
+"""The methods of a benchmark with their models: targets, draft models and heads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode import PlainProposer, Proposer, Target
+from decode import Proposer, Target
 from decode.models.loading import first_layers
-from proposers import DraftProposer, HeadProposer, NGramProposer
+from proposers import DraftProposer, HeadProposer
 from proposers.load import DRAFT_LAYERS
-from scripts.benchmark.methods import PEERS, Loop, Method, Peer
+from scripts.benchmark.methods import PEERS, Ask, Method, ask_loop, ask_peer
 from scripts.benchmark.options import BenchOptions, parse_method
 from scripts.shared.options import load_model_only, make_proposer
 
@@ -28,20 +27,22 @@ def make_loops(options: BenchOptions, target: Target) -> dict[str, Method]:
         drafting = parse_method(name)
         if drafting.proposer == "draft":
             drafting = replace(drafting, draft_model=options.draft_model)
-        elif drafting.proposer in options.heads:
-            drafting = replace(drafting, head=options.heads[drafting.proposer])
-        make = repeat_proposer(make_proposer(drafting, target, options.model))
-        loops[name] = Loop(target, make, options.temperature, drafting.nodes or NODES)
+        drafting = replace(drafting, head=options.heads.get(drafting.proposer))
+        renew = repeat_proposer(make_proposer(drafting, target, options.model))
+        loops[name] = partial(open_loop, target, renew, options.temperature, drafting.nodes or NODES)
     return loops
 
 
+def open_loop(target: Target, renew: Callable[[], Proposer], temperature: float, nodes: int) -> Ask:
+    """Begin a conversation with a new proposer."""
+    return partial(ask_loop, target, renew(), temperature, nodes)
+
+
 def repeat_proposer(proposer: Proposer) -> Callable[[], Proposer]:
-    """Makes proposers like this one that have learned nothing yet; they share its models."""
+    """Makes proposers like this one that have learned nothing yet and share its models."""
     if isinstance(proposer, HeadProposer):
         return proposer.renew
-    if isinstance(proposer, DraftProposer):
-        return partial(DraftProposer, proposer.draft)
-    return NGramProposer if isinstance(proposer, NGramProposer) else PlainProposer
+    return partial(DraftProposer, proposer.draft) if isinstance(proposer, DraftProposer) else type(proposer)
 
 
 def make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
@@ -55,13 +56,13 @@ def make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
     model, tokenizer = load_model_only(options.model, "off")
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
-    sampled: dict[str, Any] = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
-    sampling = sampled if options.temperature else {}
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0} if options.temperature else {}
     model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad, **sampling)
-    settings = {name: dict(PEERS[name]) for name in options.peers}
-    if "hf-assistant" in settings:
-        settings["hf-assistant"]["assistant_model"] = _load_assistant(model, options)
-    return {name: Peer(model, given) for name, given in settings.items()}
+    peers = {name: dict(PEERS[name]) for name in options.peers}
+    if "hf-assistant" in peers:
+        peers["hf-assistant"]["assistant_model"] = _load_assistant(model, options)
+    # A conversation with a peer has no state, so opening one only binds the arguments.
+    return {name: partial(partial, ask_peer, model, settings) for name, settings in peers.items()}
 
 
 def _load_assistant(model: PreTrainedModel, options: BenchOptions) -> PreTrainedModel:

@@ -16,13 +16,29 @@ from proposers.load import DRAFT_LAYERS, EAGLES
 from scripts.benchmark.methods import PEERS
 from scripts.benchmark.questions import Question, digest_questions
 from scripts.shared.command import at_least, check_writable
-from scripts.shared.options import TREES, ModelOptions, ProposerOptions, add_model_options, find_head, take_options
+from scripts.shared.options import (
+    DRAFT_MODEL_HELP,
+    TREES,
+    ModelOptions,
+    Options,
+    ProposerOptions,
+    add_model_options,
+    find_head,
+)
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+HEADS, CHAINS = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
+METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}; none is always added. {HEADS} take a number of nodes and a
+tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain: eagle3-chain-5
+(default: all that have a model)"""
+PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a model,
+none with --batch-size above 1)"""
+HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
+default model only: its pretrained ones)"""
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Options):
     """What is measured, and how. A method's name stands for the options of its proposer (`parse_method`)."""
 
     model: ModelOptions
@@ -65,87 +81,55 @@ class BenchOptions:
             raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
         check_writable(args.json, "--json")
         Sampling(args.temperature)  # refuses a bad temperature
-        names = {
-            "methods": list(dict.fromkeys(["none", *methods])),
-            "peers": list(dict.fromkeys(["hf", *peers])) if peers else [],
-        }
-        return cls(**take_options(cls, args) | names | {"model": model, "heads": heads})
+        methods, peers = dict.fromkeys(["none", *methods]), dict.fromkeys(["hf", *peers]) if peers else {}
+        return super().from_args(args, model=model, heads=heads, methods=[*methods], peers=[*peers])
 
     def describe(self, questions: Sequence[Question]) -> dict[str, Any]:
         """The settings of a report, without the name of any folder above a model."""
         draft = None
         if {"draft", "hf-assistant"} & {*self.methods, *self.peers}:
             draft = _base(self.draft_model) if self.draft_model else f"its first {DRAFT_LAYERS} layers"
+        names = ("limit", "max_new_tokens", "repeats", "temperature", "seed", "batch_size")
         return {
             "model": _base(self.model.model) if self.model.model else DEFAULT_MODEL,
             "draft_model": draft,
             "heads": {kind: f"{_base(folder)} {_digest(folder)}" for kind, folder in self.heads.items()},
-            "methods": list(self.methods),
-            "peers": list(self.peers),
+            "methods": self.methods,
+            "peers": self.peers,
             "questions": self.questions.name,
             "questions_sha256": digest_questions(questions),
-            "limit": self.limit,
-            "max_new_tokens": self.max_new_tokens,
-            "repeats": self.repeats,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
+            **{name: getattr(self, name) for name in names},
             "accelerate": self.model.accelerate,
         }
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `BenchOptions`, `--from` and `--plot`."""
-    heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
-    source.add_argument("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
-    parser.add_argument(
-        "--methods",
-        help=f"comma-separated, of {', '.join(PROPOSERS)}; none is always added. {heads} take a number of nodes and a "
-        f"tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {eagles} take a chain: "
-        "eagle3-chain-5 (default: all that have a model)",
-    )
-    parser.add_argument(
-        "--peers",
-        help=f'comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a '
-        "model, none with --batch-size above 1)",
-    )
-    parser.add_argument(
-        "--limit", type=at_least(1), metavar="N", help="number of questions, the same from each of Spec-Bench's tasks"
-    )
-    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument(
-        "--batch-size", type=at_least(1), default=1, metavar="N", help="questions of a category at a time (default: 1)"
-    )
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the report: a .png or .svg file")
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
+    source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
+    add, whole = parser.add_argument, at_least(1)
+    add("--methods", help=METHODS_HELP)
+    add("--peers", help=PEERS_HELP)
+    add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
+    add("--repeats", type=whole, default=3, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
+    add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
+    add("--plot", type=Path, metavar="FILE", help="draw the report: a .png or .svg file")
     add_model_options(parser)
-    parser.add_argument(
-        "--draft-model",
-        help="for draft and hf-assistant: a smaller model with the same vocabulary, folder or hub id "
-        f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
-    )
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        type=name_head,
-        metavar="KIND=DIR",
-        help=f"for {heads}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable "
-        "(default, with the default model only: its pretrained ones)",
-    )
+    add("--draft-model", help=f"for draft and hf-assistant: {DRAFT_MODEL_HELP}")
+    add("--head", action="append", default=[], type=name_head, metavar="KIND=DIR", help=HEAD_HELP)
 
 
 def name_head(text: str) -> tuple[str, str]:
     """An argparse type: a kind of head and its folder."""
     kind, separator, folder = text.partition("=")
     if kind not in HEAD_PROPOSERS or not separator or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {', '.join(HEAD_PROPOSERS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {HEADS}")
     return kind, folder
 
 
@@ -167,9 +151,9 @@ def parse_method(name: str) -> ProposerOptions:
     tree = rest.pop() if rest else None
     if rest or tree not in (None, *TREES) or number == 0 or (name != kind and kind not in HEAD_PROPOSERS):
         raise ValueError(
-            f"unknown method {name!r}; trees and numbers of nodes are for {', '.join(HEAD_PROPOSERS)}, as in hydra-16 "
-            f"or hydra-static-16, with one of {', '.join(TREES)}; sampled draft tokens for them, as in "
-            f"hydra-sampled-16; chains for {', '.join(EAGLES)}, as in eagle3-chain-5"
+            f"unknown method {name!r}; trees and numbers of nodes are for {HEADS}, as in hydra-16 or hydra-static-16, "
+            f"with one of {', '.join(TREES)}; sampled draft tokens for them, as in hydra-sampled-16; chains for {CHAINS}, "
+            "as in eagle3-chain-5"
         )
     return ProposerOptions(kind, tree=tree, nodes=number, sampled=sampled)
 

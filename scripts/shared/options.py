@@ -6,7 +6,7 @@ import argparse
 import logging
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import transformers
 from transformers import PreTrainedModel
@@ -24,10 +24,32 @@ from proposers.load import DRAFT_LAYERS, EAGLES, NAMES, OPTIONS
 from scripts.shared.command import at_least
 
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
+ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it
+needs a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles models
+of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)"""
+PROPOSER_HELP = """what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the
+model, else ngram (default: %(default)s)"""
+DRAFT_MODEL_HELP = f"""a smaller model with the same vocabulary, folder or hub id (default, with the default model only:
+its own first {DRAFT_LAYERS} layers)"""
+TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
+head was calibrated; static, the method's published tree, or another one: {", ".join(PUBLISHED)}"""
+SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
+distribution, but a seed gives another text than plain decoding"""
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class Options:
+    """Options of a command, with the names that argparse gives them."""
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
+        """The parsed options and `others`; those that the parser does not have keep their defaults."""
+        parsed = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        return cls(**{**parsed, **others})
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
     """Which model to load, and how. Raises ValueError for options that exclude each other."""
 
     model: str | None = None  # folder or hub id; None is the default model
@@ -42,14 +64,9 @@ class ModelOptions:
         if self.accelerate == "compiled" and (self.device not in (None, "cpu") or self.dtype in ("float64", "float16")):
             raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> ModelOptions:
-        """The parsed options; those that the parser does not have keep their defaults."""
-        return cls(**take_options(cls, args))
-
 
 @dataclass(frozen=True)
-class ProposerOptions:
+class ProposerOptions(Options):
     """Which proposer drafts, and how. Raises ValueError for options that this proposer does not have."""
 
     proposer: str = "ngram"
@@ -69,11 +86,6 @@ class ProposerOptions:
         if self.width is not None and self.tree not in (None, "dynamic"):
             raise ValueError(f"--width is for --tree dynamic; {self.tree} has its own paths")
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> ProposerOptions:
-        """The parsed options; those that the parser does not have keep their defaults."""
-        return cls(**take_options(cls, args))
-
     def check(self, model: ModelOptions) -> None:
         """Raise ValueError if the draft model or the head is missing. Loads nothing."""
         if self.proposer == "draft" and self.draft_model is None and model.model is not None:
@@ -84,75 +96,26 @@ class ProposerOptions:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ModelOptions`."""
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
-    group.add_argument("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
-    group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    group.add_argument("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
-    group.add_argument(
-        "--accelerate",
-        choices=MODES,
-        default="auto",
-        help="on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it needs "
-        "a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles "
-        "models of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)",
-    )
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
+    add("--accelerate", choices=MODES, default="auto", help=ACCELERATE_HELP)
 
 
 def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ProposerOptions`."""
     heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
-    group = parser.add_argument_group("drafting")
-    group.add_argument(
-        "--proposer",
-        choices=NAMES,
-        default="ngram",
-        help="what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the "
-        "model, else ngram (default: %(default)s)",
-    )
-    group.add_argument(
-        "--draft-model",
-        help="for draft: a smaller model with the same vocabulary, folder or hub id "
-        f"(default, with the default model only: its own first {DRAFT_LAYERS} layers)",
-    )
-    group.add_argument(
-        "--head",
-        metavar="DIR",
-        help=f"for {heads}, auto: the folder of a head trained for the model (default, with the default model only: "
-        "its pretrained one)",
-    )
-    group.add_argument(
-        "--tree",
-        choices=TREES,
-        metavar="NAME",
-        help="for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the "
-        f"head was calibrated; static, the method's published tree, or another one: {', '.join(PUBLISHED)}",
-    )
-    group.add_argument(
-        "--nodes",
-        type=at_least(1),
-        metavar="N",
-        help="for heads: trees of N nodes (default: as many as are worth it on this device, which may be none)",
-    )
-    group.add_argument(
-        "--depth",
-        type=at_least(1),
-        metavar="N",
-        help=f"for {eagles}, draft: draft at most N tokens ahead (default: {DEPTH}; draft adapts it)",
-    )
-    group.add_argument(
-        "--width",
-        type=at_least(1),
-        metavar="N",
-        help=f"for {eagles}, draft: expand the N most likely paths at each depth; 1 drafts a chain (default: {WIDTH}; "
-        "draft: 1)",
-    )
-    group.add_argument(
-        "--sampled",
-        action="store_true",
-        help="for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its distribution, "
-        "but a seed gives another text than plain decoding",
-    )
+    add = parser.add_argument_group("drafting").add_argument
+    add("--proposer", choices=NAMES, default="ngram", help=PROPOSER_HELP)
+    add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
+    add("--head", metavar="DIR", help=f"for {heads}, auto: a head's folder (default: the default model's)")
+    add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
+    add("--nodes", type=at_least(1), metavar="N", help="for heads: trees of N nodes (default: as many as are worth it)")
+    add("--depth", type=at_least(1), metavar="N", help=f"for {eagles} (default: {DEPTH}), draft: tokens ahead at most")
+    add("--width", type=at_least(1), metavar="N", help=f"for {eagles} (default: {WIDTH}), draft (1): paths per depth")
+    add("--sampled", action="store_true", help=SAMPLED_HELP)
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:
@@ -193,11 +156,6 @@ def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions)
     if options.draft_model is not None:
         settings["draft_model"] = load_target(replace(model, model=options.draft_model))
     return load_proposer(name, target, **settings)
-
-
-def take_options(options: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The parsed values of a dataclass's fields, as far as the parser has them."""
-    return {field.name: getattr(args, field.name) for field in fields(options) if hasattr(args, field.name)}
 
 
 def _silence_transformers() -> None:
