@@ -210,7 +210,7 @@ def test_what_cannot_be_a_tree_is_refused_by_name(name: str) -> None:
 def test_attention_that_takes_no_mask_is_refused_by_name() -> None:
     model = tiny("llama")
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="'flex_attention' takes no mask of a tree"):
+    with pytest.raises(ValueError, match="'flex_attention' takes no tree mask"):
         Target(model)
 
 
@@ -271,7 +271,7 @@ def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
         raise RuntimeError("no kernel for this mask\nand a long trace")
 
     model.forward = fail
-    with pytest.raises(ValueError, match=r"^llama cannot be verified as a tree: .* no kernel for this mask$"):
+    with pytest.raises(ValueError, match=r"^llama cannot verify a tree: .* no kernel for this mask$"):
         Target(model)
 
 

@@ -18,10 +18,11 @@ import decode.cpu.linear_kernels
 import decode.cpu.packed_linear
 from decode import Target, generate
 from decode.cpu.acceleration import accelerate
-from decode.cpu.compiled_layer import WholeLayer
-from decode.cpu.compiled_model import compile_model, whole_layers
-from decode.cpu.kernel_cache import Kernel, Recipe
-from decode.cpu.linear_kernels import FEW, FewOrMany
+from decode.cpu.compiled_layer import CompiledLayer
+from decode.cpu.compiled_model import compile_model, compiled_layers
+from decode.cpu.kernel_cache import Kernel
+from decode.cpu.kernel_source import KernelSource, name_kernel
+from decode.cpu.linear_kernels import MAX_LAYER_TOKENS, CompiledLinear
 from decode.cpu.packed_linear import PackedLinear
 from decode.models.self_test import self_test
 from decode.tree import Tree
@@ -44,17 +45,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes kernels without a compiler, for what does not depend on one, and lists the calls of them."""
     seen: list[str] = []
 
-    def make(recipe: Recipe) -> Kernel:
-        kind = "linear" if recipe.identity == ("linear",) else "layer"
+    def make(source: KernelSource) -> Kernel:
+        kind = "linear" if source.description == "linear" else "layer"
 
         def kernel(inputs: list[Tensor]) -> list[Tensor]:
             seen.append(kind)
-            return recipe.compute(inputs)
+            return source.compute(inputs)
 
         return kernel
 
-    def obtain(recipes: Sequence[Recipe], *, again: bool = False) -> list[Kernel | str]:
-        return [make(recipe) for recipe in recipes]
+    def obtain(sources: Sequence[KernelSource], *, retry_failed: bool = False) -> list[Kernel | str]:
+        return [make(source) for source in sources]
 
     patch_obtaining(monkeypatch, obtain)
     return seen
@@ -65,20 +66,20 @@ def patch_obtaining(monkeypatch: pytest.MonkeyPatch, obtain: Callable[..., Any])
         monkeypatch.setattr(module, "obtain_kernels", obtain)
 
 
-def compile_up_to(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_up_to(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MAKERS:
-        monkeypatch.setattr(module, "FEW", few)
-    monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", few)
+        monkeypatch.setattr(module, "MAX_LAYER_TOKENS", tokens)
+    monkeypatch.setattr(decode.cpu.linear_kernels, "MAX_LINEAR_TOKENS", tokens)
 
 
 def change_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Have compiled layers return something else."""
-    original = WholeLayer._run
-    monkeypatch.setattr(WholeLayer, "_run", lambda *args: [change(original(*args)[0])])
+    original = CompiledLayer._run
+    monkeypatch.setattr(CompiledLayer, "_run", lambda *args: [change(original(*args)[0])])
 
 
 def forwards(model: PreTrainedModel) -> list[Any]:
-    return [layer.forward for layer in whole_layers(model)]
+    return [layer.forward for layer in compiled_layers(model)]
 
 
 @needs_compiler
@@ -86,7 +87,7 @@ def forwards(model: PreTrainedModel) -> list[Any]:
 def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(size, 100, bias=bias).requires_grad_(False)
-    layer = FewOrMany(linear)
+    layer = CompiledLinear(linear)
     assert len(layer.kernels) == 2
     for shape in ((), (1,), (1, 1), (3,), (2, 2), (2, 5)):
         inputs = torch.randn(*shape, size)
@@ -120,8 +121,8 @@ def test_kernels_serve_caches_of_all_sizes_and_any_number_of_threads(monkeypatch
     expected = generate(Target(model), [[5]], max_new_tokens=530, stop_ids=())[0]  # the cache grows twice
     layer = forwards(compiled.model)[0]
     used = []
-    original = WholeLayer._run
-    monkeypatch.setattr(WholeLayer, "_run", lambda self, *args: used.append(self) or original(self, *args))
+    original = CompiledLayer._run
+    monkeypatch.setattr(CompiledLayer, "_run", lambda self, *args: used.append(self) or original(self, *args))
     try:
         torch.set_num_threads(threads + 1)
         answer = generate(compiled, [[5]], max_new_tokens=530, stop_ids=())[0]
@@ -136,7 +137,7 @@ def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer(monkeypatch: pyt
     torch.manual_seed(0)
     linear, inputs = nn.Linear(512, 64, dtype=torch.bfloat16).requires_grad_(False), torch.randn(1, 1, 512).bfloat16()
     exact = linear.double()(inputs.double())
-    layer = FewOrMany(linear.bfloat16())
+    layer = CompiledLinear(linear.bfloat16())
     assert layer.kernels
     with torch.inference_mode():
         errors = [(some(inputs).double() - exact).abs().max() for some in (linear, layer)]
@@ -150,30 +151,32 @@ def test_decoder_layers_are_compiled_whole_and_share_their_tensors(calls: list[s
     first, second = forwards(model)
     assert (first.number, second.number) == (0, 1)
     assert any(tensor.data_ptr() == weight.data_ptr() for tensor in second._tensors.values())
-    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, FewOrMany)
+    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear) and isinstance(model.lm_head, CompiledLinear)
 
 
 def test_layers_alike_share_a_kernel_and_others_do_not(calls: list[str]) -> None:
-    def paths(model: PreTrainedModel) -> list[Any]:
-        found: list[Any] = []
+    def names(model: PreTrainedModel) -> list[tuple[str, str]]:
+        """The key and the kernel's name of each layer."""
+        found: list[KernelSource] = []
         original = decode.cpu.compiled_model.obtain_kernels
 
-        def obtain(recipes: Sequence[Recipe], **options: Any) -> Any:
-            found.extend(recipe.path for recipe in recipes if recipe.identity != ("linear",))
-            return original(recipes, **options)
+        def obtain(sources: Sequence[KernelSource], **options: Any) -> Any:
+            found.extend(source for source in sources if source.description != "linear")
+            return original(sources, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode.cpu.compiled_model, "FEW", 1)
+            patch.setattr(decode.cpu.compiled_model, "MAX_LAYER_TOKENS", 1)
             patch.setattr(decode.cpu.compiled_model, "obtain_kernels", obtain)
             compile_model(model)
-        return found
+        return [(source.key, name_kernel(source.export())) for source in found]
 
-    llama = paths(tiny("llama", dtype=torch.float32))
+    llama = names(tiny("llama", dtype=torch.float32))
     assert len(llama) == 2 and len({*llama}) == 1
-    assert paths(tiny("llama", dtype=torch.float32)) == llama  # other weights
+    assert names(tiny("llama", dtype=torch.float32)) == llama  # other weights
     for other in ({"rms_norm_eps": 0.1}, {"hidden_act": "relu"}, {"intermediate_size": 32}, {"dtype": torch.bfloat16}):
-        assert not {*paths(tiny("llama", **{"dtype": torch.float32, **other}))} & {*llama}
-    assert len({*paths(tiny("gemma3_text", dtype=torch.float32))}) == 2  # with windows, and without
+        for key, name in names(tiny("llama", **{"dtype": torch.float32, **other})):
+            assert key != llama[0][0] and name != llama[0][1]
+    assert len({key for key, _ in names(tiny("gemma3_text", dtype=torch.float32))}) == 2  # with windows, and without
 
 
 @pytest.mark.parametrize("change", [lambda states: states * 1.01, lambda states: states * torch.nan])
@@ -183,7 +186,7 @@ def test_what_cannot_be_compiled_whole_is_compiled_in_parts(
     change_layers(monkeypatch, change)
     model = tiny("llama", dtype=torch.float32)
     accelerate(model, "compiled")
-    assert not forwards(model) and isinstance(model.model.layers[0].self_attn.o_proj, FewOrMany)
+    assert not forwards(model) and isinstance(model.model.layers[0].self_attn.o_proj, CompiledLinear)
 
 
 def test_a_wrong_layer_is_found_out_beside_huge_numbers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +201,7 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
-    monkeypatch.setattr(decode.cpu.compiled_model, "cache_number", lambda layer: 1 - layer.self_attn.layer_idx)
+    monkeypatch.setattr(decode.cpu.compiled_model, "find_cache_layer", lambda layer: 1 - layer.self_attn.layer_idx)
     accelerate(model, "compiled")
     assert not forwards(model)
 
@@ -211,8 +214,8 @@ def test_a_kernel_that_fails_or_errs_leaves_a_linear_layer_packed(calls: list[st
 
     for kernel in (fail, lambda inputs: [inputs[0].new_full((len(inputs[0]), len(inputs[1])), 7.0)]):
         with pytest.MonkeyPatch.context() as patch:
-            patch_obtaining(patch, lambda recipes, kernel=kernel, **_: [kernel] * len(recipes))
-            layer = FewOrMany(model.lm_head)
+            patch_obtaining(patch, lambda sources, kernel=kernel, **_: [kernel] * len(sources))
+            layer = CompiledLinear(model.lm_head)
         assert not layer.kernels
         inputs = torch.randn(2, 32)
         with torch.no_grad():
@@ -222,7 +225,7 @@ def test_a_kernel_that_fails_or_errs_leaves_a_linear_layer_packed(calls: list[st
 def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_up_to(FEW, monkeypatch)
+    compile_up_to(MAX_LAYER_TOKENS, monkeypatch)
     model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
     calls.clear()
     target = Target(model)
@@ -337,7 +340,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     model = tiny("llama", dtype=torch.float32)
     before = {name: type(module) for name, module in model.named_modules()}
-    patch_obtaining(monkeypatch, lambda recipes, **_: ["no compiler found"] * len(recipes))
+    patch_obtaining(monkeypatch, lambda sources, **_: ["no compiler found"] * len(sources))
     with pytest.raises(ValueError, match=r"\(no compiler found\); it needs a C\+\+ compiler"):
         compile_model(model)
 
@@ -357,7 +360,7 @@ def test_models_neither_tiny_nor_huge_are_compiled_unasked(
     size = sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
     monkeypatch.setattr(decode.cpu.acceleration.shutil, "which", lambda name: name)
     for sizes, compiled in (((size + 1, 2 * size), False), ((1, size - 1), False), ((size, size), True)):
-        monkeypatch.setattr(decode.cpu.acceleration, "SIZES", sizes)
+        monkeypatch.setattr(decode.cpu.acceleration, "COMPILED_BYTES", sizes)
         assert Target(model, accelerate="auto").compiled == compiled
         assert not Target(model).compiled and not Target(model, accelerate="packed").compiled
         assert Target(model, accelerate="compiled").compiled
@@ -365,6 +368,6 @@ def test_models_neither_tiny_nor_huge_are_compiled_unasked(
     assert not Target(model, accelerate="auto").compiled
     monkeypatch.setattr(decode.cpu.acceleration.shutil, "which", lambda name: name)
     assert not capsys.readouterr().err
-    patch_obtaining(monkeypatch, lambda recipes, **_: ["no headers"] * len(recipes))
+    patch_obtaining(monkeypatch, lambda sources, **_: ["no headers"] * len(sources))
     assert not Target(model, accelerate="auto").compiled
     assert "(no headers)" in capsys.readouterr().err
