@@ -1,4 +1,4 @@
-"""Compiled passes over a few tokens change a model's speed and nothing else."""
+"""Compiled kernels change a model's speed and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.models import needs_compiler, tiny
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 OUTPUT = ["linear"]  # the output layer
-WHOLE = ["layer", "layer", *OUTPUT]  # and two decoder layers
+LAYERS = ["layer", "layer", *OUTPUT]  # and two decoder layers
 MAKERS = decode.cpu.compiled_model, decode.cpu.linear_kernels
 
 
@@ -42,7 +42,7 @@ def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Makes kernels without a compiler, for what does not depend on one, and lists the calls of them."""
+    """Replaces compiled kernels by the functions that they are compiled from. Returns a list of their calls."""
     seen: list[str] = []
 
     def make(source: KernelSource) -> Kernel:
@@ -73,7 +73,7 @@ def compile_up_to(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    """Have compiled layers return something else."""
+    """Change the output of compiled layers."""
     original = CompiledLayer._run
     monkeypatch.setattr(CompiledLayer, "_run", lambda *args: [change(original(*args)[0])])
 
@@ -84,7 +84,7 @@ def forwards(model: PreTrainedModel) -> list[Any]:
 
 @needs_compiler
 @pytest.mark.parametrize(("size", "bias"), [(70, False), (70, True), (5000, True)])
-def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bias: bool) -> None:
+def test_a_compiled_linear_layer_computes_the_same_as_the_dense_one(size: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(size, 100, bias=bias).requires_grad_(False)
     layer = CompiledLinear(linear)
@@ -98,7 +98,9 @@ def test_a_compiled_linear_layer_computes_what_the_dense_one_does(size: int, bia
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "few", "whole"), [("llama", 2, 2), ("gpt2", 1, 2), ("qwen2_moe", 1, 0)])
-def test_a_compiled_model_says_the_same(kind: str, few: int, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_generates_the_same_tokens(
+    kind: str, few: int, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_up_to(few, monkeypatch)
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -132,7 +134,7 @@ def test_kernels_serve_caches_of_all_sizes_and_any_number_of_threads(monkeypatch
 
 
 @needs_compiler
-def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_sums_are_as_exact_as_in_the_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_up_to(1, monkeypatch)
     torch.manual_seed(0)
     linear, inputs = nn.Linear(512, 64, dtype=torch.bfloat16).requires_grad_(False), torch.randn(1, 1, 512).bfloat16()
@@ -144,7 +146,7 @@ def test_bfloat16_is_summed_up_as_exactly_as_by_the_dense_layer(monkeypatch: pyt
     assert errors[1] <= 1.5 * errors[0]
 
 
-def test_decoder_layers_are_compiled_whole_and_share_their_tensors(calls: list[str]) -> None:
+def test_compiled_decoder_layers_share_the_models_tensors(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     weight = model.model.layers[1].mlp.down_proj.weight
     accelerate(model, "compiled")
@@ -180,7 +182,7 @@ def test_layers_alike_share_a_kernel_and_others_do_not(calls: list[str]) -> None
 
 
 @pytest.mark.parametrize("change", [lambda states: states * 1.01, lambda states: states * torch.nan])
-def test_what_cannot_be_compiled_whole_is_compiled_in_parts(
+def test_linear_layers_are_compiled_where_decoder_layers_cannot_be(
     change: Callable[[Tensor], Tensor], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_layers(monkeypatch, change)
@@ -189,15 +191,15 @@ def test_what_cannot_be_compiled_whole_is_compiled_in_parts(
     assert not forwards(model) and isinstance(model.model.layers[0].self_attn.o_proj, CompiledLinear)
 
 
-def test_a_wrong_layer_is_found_out_beside_huge_numbers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_noticed_despite_huge_states(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", dtype=torch.float32)
-    model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models, to which layers add little
+    model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models; layers add little to such states
     change_layers(monkeypatch, lambda states: states + 0.01)
     accelerate(model, "compiled")
     assert not forwards(model)
 
 
-def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
+def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
@@ -206,7 +208,7 @@ def test_a_layer_that_writes_to_another_part_of_the_cache_is_found_out(
     assert not forwards(model)
 
 
-def test_a_kernel_that_fails_or_errs_leaves_a_linear_layer_packed(calls: list[str]) -> None:
+def test_a_linear_layer_without_correct_kernels_stays_packed(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
 
     def fail(inputs: list[Tensor]) -> list[Tensor]:
@@ -222,9 +224,7 @@ def test_a_kernel_that_fails_or_errs_leaves_a_linear_layer_packed(calls: list[st
             assert torch.allclose(layer(inputs), model.lm_head(inputs), atol=1e-5)
 
 
-def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_runs_compiled_layers(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     compile_up_to(MAX_LAYER_TOKENS, monkeypatch)
     model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
     calls.clear()
@@ -233,7 +233,7 @@ def test_trees_are_verified_by_compiled_layers_when_a_model_is_wrapped(
     assert self_test(target) < 1e-3
 
 
-def test_nothing_is_compiled_amid_an_answer(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_after_the_warm_up(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
     target.warm_up(2, measure=False)
     monkeypatch.delattr(decode.cpu.compiled_model, "obtain_kernels")
@@ -242,7 +242,7 @@ def test_nothing_is_compiled_amid_an_answer(calls: list[str], monkeypatch: pytes
             generate(target, prompts, proposer, max_new_tokens=100)
 
 
-def test_what_cannot_be_compiled_for_a_batch_is_left_to_the_packed_layers(
+def test_batches_without_correct_kernels_run_the_packed_layers(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
@@ -286,7 +286,7 @@ def test_hooks_and_other_forwards_are_kept(calls: list[str]) -> None:
     assert seen == ["forward", "hook within", "late hook", "hook"] * 3
 
 
-def test_what_a_hook_makes_of_a_layer_is_no_reason_not_to_compile_it(calls: list[str]) -> None:
+def test_a_layer_with_a_hook_on_its_output_is_compiled(calls: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     model.model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5)
     plain, compiled = Target(model), Target(model, accelerate="compiled")
@@ -307,20 +307,20 @@ def test_weights_are_freed_with_the_model(calls: list[str]) -> None:
         gc.enable()
 
 
-def test_more_than_a_few_tokens_go_to_the_packed_layers(calls: list[str]) -> None:
+def test_more_tokens_run_the_packed_layers(calls: list[str]) -> None:
     target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
     for rows in (2, 3):
         target.warm_up(rows, measure=False)
     one, two, three = (target.open(rows) for rows in (1, 2, 3))
     steps = ((one, 1), (one, 1), (one, 2), (one, 3), (two, 1), (two, 1), (two, 2), (three, 1))
-    # Before the first of a session no cache is there.
-    for (session, nodes), expected in zip(steps, (OUTPUT, WHOLE, WHOLE, [], OUTPUT, WHOLE, [], []), strict=True):
+    # In the first pass of a session the cache is empty.
+    for (session, nodes), expected in zip(steps, (OUTPUT, LAYERS, LAYERS, [], OUTPUT, LAYERS, [], []), strict=True):
         calls.clear()
         session.verify(Tree.chain([[4] * nodes] * len(session.lengths)))
         assert calls == expected
 
 
-def test_kernels_know_no_gradients(calls: list[str]) -> None:
+def test_kernels_do_not_run_with_gradients(calls: list[str]) -> None:
     target = Target(tiny("llama", dtype=torch.float32), accelerate="compiled")
     session = target.open(1)
     session.extend(PROMPTS[:1])
@@ -329,10 +329,10 @@ def test_kernels_know_no_gradients(calls: list[str]) -> None:
         target.model(torch.tensor([[4]]), past_key_values=session.cache, position_ids=torch.tensor([[11]]))
     assert not calls
     session.verify(Tree.chain([[4]]))
-    assert calls == WHOLE
+    assert calls == LAYERS
 
 
-def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nothing to compile"):
         Target(tiny("llama"), accelerate="compiled")  # in float64
     with pytest.raises(ValueError, match="packed already"):
@@ -353,7 +353,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
-def test_models_neither_tiny_nor_huge_are_compiled_unasked(
+def test_auto_compiles_models_of_medium_size(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
