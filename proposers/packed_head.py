@@ -39,7 +39,7 @@ class Readout:
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
         self.normalise, self.device = normalise, next(head.parameters()).device
         several = head.config.heads if head.output == "own" else 1
-        layers = [make_linear(*head.vocabulary(index)) for index in range(several)]
+        layers = [make_linear(*head.output_layer(index)) for index in range(several)]
         self.matrices = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
 
     def __call__(self, states: Tensor, index: int) -> Tensor:

@@ -81,7 +81,7 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         spec = tuple((name, describe(value)) for name, value in arguments)
     except TypeError:
         return None
-    return LayerCall(spec, [*tensors, *states, cache.places])
+    return LayerCall(spec, [*tensors, *states, cache.node_slots])
 
 
 def dynamic_dimensions(spec: CallSpec) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.sampling import RowProcessor, Sampling
+from decode.sampling import RequestProcessor, Sampling
 
 # The warpers that `Sampling` has itself, in transformers' order.
 WARPERS = {
@@ -47,15 +47,15 @@ def make_sampling(
     return Sampling(processors=others, **settings)
 
 
-class _RowWise(RowProcessor):
+class _RowWise(RequestProcessor):
     """Logits processors made for a padded batch, called for one row at a time."""
 
     def __init__(self, rows: Sequence[Sequence[LogitsProcessor]], padding: Sequence[Tensor]) -> None:
         self.rows, self.padding = rows, padding
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
-        padded = torch.cat([self.padding[row].to(input_ids.device), input_ids[0]])
-        for processor in self.rows[row]:
+    def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
+        padded = torch.cat([self.padding[request_id].to(input_ids.device), input_ids[0]])
+        for processor in self.rows[request_id]:
             scores = processor(padded[None], scores)
         return scores
 
