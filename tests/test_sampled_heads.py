@@ -18,7 +18,15 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.rejection import RULES, Drafted, Rule
-from proposers import EagleProposer, HydraProposer, MedusaProposer, head_proposer, sampled_trees, tree_search
+from proposers import (
+    EagleProposer,
+    HydraProposer,
+    MedusaProposer,
+    draft_budget,
+    head_proposer,
+    sampled_trees,
+    tree_search,
+)
 from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
 from tests.drafting import make_head
@@ -202,7 +210,7 @@ def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the number of nodes that was best, now that all are drawn."""
-    monkeypatch.setattr(DraftBudget, "choose_sampled_size", DraftBudget.choose_size)
+    monkeypatch.setattr(draft_budget, "grow_while_worth", draft_budget.choose_fastest)
 
 
 def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
