@@ -1,4 +1,4 @@
-"""One answer in the making: what is new, and where it ends."""
+"""Requests, their answers and the chunks they arrive in, and where an answer ends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decode.stats import Stats
-from decode.text import TextStream, Tokenizer, decode
+from decode.target import Target
+from decode.text import Prompt, TextStream, Tokenizer, decode, encode
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where answers end: after `max_new_tokens`, an end token, a stop string, or where `criterion` says so.
+    """Where answers end: after `max_new_tokens`, at a stop token or stop string, or by `criterion`.
 
-    `criterion(request_id, tokens)` is asked after every new token with all of the row's tokens, prompt included.
+    `criterion(request_id, tokens)` is called after every new token with all tokens, prompt included.
     """
 
     max_new_tokens: int = 256
@@ -25,24 +26,20 @@ class Limits:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if isinstance(self.stop, str):
-            raise ValueError("stop is a list of texts; put a single one into brackets")
+            raise ValueError("stop is a list of strings; put a single one into brackets")
         if "" in self.stop:
             raise ValueError("a stop string is empty; it needs at least one character")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to one answer: its tokens, the first `drafted` of them accepted draft tokens, and text.
-
-    `pieces` has the text that each token completed, and a last one with what was held back when the answer ends.
-    `finish` says why it ended: "eos", "stop", "length", "context" or "criterion"; None while it goes on.
-    """
+    """What one step added to one answer."""
 
     request_id: int
     tokens: list[int]
-    drafted: int
-    pieces: list[str]
-    finish: str | None
+    drafted: int  # the first tokens, this many, are accepted draft tokens
+    pieces: list[str]  # the text that each token completed; at the end of an answer also the text held back
+    finish: str | None  # why it ended: "eos", "stop", "length", "context" or "criterion"; None while it goes on
     stats: Stats = field(default_factory=Stats)  # of this step
     answer: Answer | None = None  # the whole answer, once it is finished
 
@@ -53,12 +50,12 @@ class Chunk:
 
 @dataclass(repr=False)
 class Answer:
-    """A finished answer: ids as transformers' `generate` returns them (end token included), text, why it ended."""
+    """A finished answer."""
 
     prompt: list[int]
-    tokens: list[int]
+    tokens: list[int]  # as transformers' `generate` returns them, stop token included
     text: str
-    finish: str
+    finish: str  # why it ended, as in `Chunk`
     stats: Stats
 
     def __repr__(self) -> str:
@@ -87,11 +84,11 @@ class Request:
     @property
     def room(self) -> int:
         """How many more tokens it may get."""
-        made = len(self.sequence) - len(self.prompt)
-        return min(self.limits.max_new_tokens - made, self.context - len(self.sequence))
+        answered = len(self.sequence) - len(self.prompt)
+        return min(self.limits.max_new_tokens - answered, self.context - len(self.sequence))
 
     def extend(self, drafted: Sequence[int], bonus: int) -> Chunk:
-        """Add accepted draft tokens and the bonus token, up to the first that ends the answer and nothing beyond it."""
+        """Add accepted draft tokens and the bonus token, up to the first one that ends the answer."""
         tokens: list[int] = []
         pieces: list[str] = []
         for token in (*drafted, bonus):
@@ -125,3 +122,35 @@ class Request:
         if len(self.sequence) - len(self.prompt) >= self.limits.max_new_tokens:
             return "length"
         return "context" if self.room <= 0 else None
+
+
+def make_requests(
+    target: Target,
+    prompts: Sequence[Prompt],
+    request_ids: Sequence[int] | None,
+    limits: Limits,
+    chat: bool | None,
+    text: bool,
+) -> list[Request]:
+    """One request per prompt, encoded. text: whether its chunks carry text.
+
+    Raises ValueError for request ids that do not match, and for prompts that are invalid or do not fit the model.
+    """
+    if limits.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
+    ids = range(len(prompts)) if request_ids is None else request_ids
+    if not len(prompts) == len(ids) == len(set(ids)):
+        raise ValueError(f"{len(prompts)} prompts need as many different request_ids; {len(set(ids))} are given")
+    requests = []
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        tokens = encode(prompt, target.tokenizer, chat)
+        if len(tokens) >= target.context:
+            raise ValueError(
+                f"prompt {request_id} has {len(tokens)} tokens; the model's context of {target.context} leaves no room "
+                "for an answer"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < target.vocabulary:
+            raise ValueError(f"prompt {request_id} has a token outside the model's vocabulary of {target.vocabulary}")
+        stream = TextStream(target.tokenizer, limits.stop) if text and target.tokenizer is not None else None
+        requests.append(Request(request_id, tokens, limits, target.context, stream))
+    return requests

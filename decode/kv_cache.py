@@ -1,7 +1,7 @@
-"""The KV cache that a tree is verified in: preallocated, compacted in place, a write position a row.
+"""The KV cache for verifying trees: preallocated, compacted in place, with its own length for each row.
 
-Shapes: B rows, H key-value heads, S slots, N nodes, D head size. A committed token lies in the slot of its position;
-the nodes under verification lie behind it, node i of row b in slot lengths[b] + i.
+Shapes: B rows, H key-value heads, S slots, N nodes, T path nodes, D head size. The slot of a committed token is
+its position. The nodes being verified follow: node i of row b is in slot lengths[b] + i.
 """
 
 from __future__ import annotations
@@ -12,107 +12,104 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BUCKET = 64  # attention sees the used slots rounded up to this, so that few shapes occur
-GROWTH = 256  # allocation is rounded up to this
-LARGE = 16  # rows of a batch from which on a cache can be gapless
+BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
+GROWTH = 256  # allocations are rounded up to this
+LARGE = 16  # the smallest batch whose cache can be contiguous
 
 
 class TreeCache(Cache):
-    """A transformers `Cache` whose layers write where `place` says and show attention the used slots only.
+    """A transformers `Cache` whose layers write to the slots that `reserve` chose; attention sees the used slots only.
 
-    gapless: in large batches, let attention see all slots, so that the rows lie side by side, and allocate few more
-    than are used: it has to grow more often.
+    contiguous: in large batches let attention see all slots, so keys and values are contiguous tensors. Few more slots
+    are then allocated than used, and the cache grows more often.
     """
 
-    def __init__(self, batch: int, *, gapless: bool = False) -> None:
-        # A cycle would keep the memory of a cache that nobody uses until Python looks for cycles.
-        itself: Any = proxy(self)
-        self._make_layer = partial(TreeCacheLayer, itself)
+    def __init__(self, batch: int, *, contiguous: bool = False) -> None:
+        # A reference cycle would keep the memory of an unused cache until the garbage collector runs.
+        cache: Any = proxy(self)
+        self._make_layer = partial(TreeCacheLayer, cache)
         super().__init__(layer_class_to_replicate=self._make_layer)
         self.lengths = [0] * batch  # committed tokens of each row, on the host
-        self._gapless = gapless
-        self.capacity = 0
+        self._contiguous = contiguous
+        self.capacity = 0  # slots that are allocated
         self.used = 0  # slots that attention sees
-        self.slots: slice | Tensor = slice(0, 0)
-        self.places = torch.empty(batch, 0, dtype=torch.long)  # the slots of the new nodes, [B, N]
+        self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
+        self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
 
-    def place(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor, [B]."""
+    def reserve(self, start: int, count: int, device: torch.device) -> Tensor:
+        """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor [B]."""
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        if self.gapless:
-            self.capacity = self._capacity_for(self.used)
-            if self.capacity <= 1.5 * self.used:  # where long rows have ended, gaps cost less than what they left
-                self.used = self.capacity
-        else:
-            self.capacity = self._capacity_for(self.used)
+        self.capacity = self._choose_capacity(self.used)
+        if self.contiguous and self.capacity <= 1.5 * self.used:  # after long rows have ended, gaps cost less
+            self.used = self.capacity
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
-        self.places = lengths[:, None] + torch.arange(start, start + count, device=device)
-        self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.places
+        self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
+        self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
         return lengths
 
     @property
-    def gapless(self) -> bool:
+    def contiguous(self) -> bool:
         """Whether attention may see all slots: in large batches only."""
-        return self._gapless and len(self.lengths) >= LARGE
+        return self._contiguous and len(self.lengths) >= LARGE
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit the nodes of each row's path, of which the first counts[b] are meant.
+        """Commit the first counts[b] nodes of each row's path, and forget the others.
 
-        path [B, T], on the CPU; its padding names the column that it is in, and so moves nothing.
+        path [B, T], on the CPU; padding holds its own column index, so nothing moves there.
         """
         column = torch.arange(path.shape[1])
-        if bool((path != column).any()):  # a chain lies where it belongs already
+        if bool((path != column).any()):  # a chain is in place already
             starts = torch.tensor(self.lengths)[:, None]
             moves = torch.stack([starts + path, starts + column])  # [2, B, T]
-            placed: dict[torch.device, Tensor] = {}
+            on_device: dict[torch.device, Tensor] = {}
             for layer in self.layers:
-                if layer.is_initialized:  # layers that share another's keys never get their own
-                    if layer.device not in placed:
-                        placed[layer.device] = moves.to(layer.device, non_blocking=layer.device.type == "cuda")
-                    layer.move(*placed[layer.device])
+                if layer.is_initialized:  # layers that share another layer's keys have none of their own
+                    if layer.device not in on_device:
+                        on_device[layer.device] = moves.to(layer.device, non_blocking=layer.device.type == "cuda")
+                    layer.move(*on_device[layer.device])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """A layer's keys and values in all slots, used or not; None where it has not written yet."""
+        """A layer's keys and values in all slots; None before its first write."""
         layer = self.layers[number] if number < len(self.layers) else None
         return layer.allocated() if layer is not None and layer.is_initialized else None
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget what was committed beyond the given lengths."""
+        """Forget each row's committed tokens beyond its length."""
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, given in ascending order."""
+        """Go on with these rows only, in ascending order."""
         for layer in self.layers:
             layer.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
-    def put(self, rows: Sequence[int], other: TreeCache) -> None:
-        """Replace these rows by the rows of another cache, one for one."""
-        self.capacity = self._capacity_for(max(other.lengths))
+    def replace(self, rows: Sequence[int], other: TreeCache) -> None:
+        """Replace these rows by the rows of another cache, in order."""
+        self.capacity = self._choose_capacity(max(other.lengths))
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self._make_layer())
             if layer.is_initialized:
-                self.layers[number].put(rows, layer)
+                self.layers[number].replace(rows, layer)
         for row, length in zip(rows, other.lengths, strict=True):
             self.lengths[row] = length
 
-    def _capacity_for(self, slots: int) -> int:
+    def _choose_capacity(self, slots: int) -> int:
         if slots <= self.capacity:
             return self.capacity
-        if self.gapless:
+        if self.contiguous:
             return -(-slots // BUCKET) * BUCKET
         return -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, [B, H, S, D] each. Windowed layers are kept whole: the mask knows the window."""
+    """One layer's keys and values, [B, H, S, D] each. Layers with a window keep all tokens; the mask applies it."""
 
     is_sliding = False
     keys: Tensor
@@ -139,28 +136,28 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
     def allocated(self) -> tuple[Tensor, Tensor]:
-        """All slots, with room for the new nodes among them."""
+        """The keys and values in all slots, grown to the cache's capacity."""
         self._grow()
         return self.keys, self.values
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` [B, T] to `target`; all are read before one is written, so they may overlap."""
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
         row = torch.arange(source.shape[0], device=self.device)[:, None]
         for states in (self.keys, self.values):
-            states[row, :, target] = states[row, :, source]
+            states[row, :, destination] = states[row, :, source]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Move these rows to the front, in place: a copy of everything would cost more than a forward pass."""
+        """Move these rows to the front, in place: copying all of them would cost more than a forward pass."""
         if self.is_initialized:
-            first = next((place for place, row in enumerate(rows) if place != row), len(rows))
-            index = torch.tensor(rows[first:], dtype=torch.long, device=self.device)
+            unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
+            moved = torch.tensor(rows[unmoved:], dtype=torch.long, device=self.device)
             slots = slice(0, max(self.cache.lengths))
             for states in (self.keys, self.values):
-                states[first : len(rows), :, slots] = states[index, :, slots]
+                states[unmoved : len(rows), :, slots] = states[moved, :, slots]
             self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
 
-    def put(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
-        """Take over another layer's committed slots, a row of it for each of these rows."""
+    def replace(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
+        """Copy the committed slots of another layer's rows to these rows, in order."""
         self._allocate(other.keys, other.values)
         index, slots = torch.tensor(rows, device=self.device), slice(0, max(other.cache.lengths))
         self.keys[index, :, slots] = other.keys[:, :, slots]
@@ -181,19 +178,16 @@ class TreeCacheLayer(CacheLayerMixin):
         self._grow()
 
     def _grow(self) -> None:
-        if self.keys.shape[2] < self.cache.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        missing = self.cache.capacity - self.keys.shape[2]
+        if missing > 0:
+            self.keys, self.values = (
+                nn.functional.pad(states, (0, 0, 0, missing)) for states in (self.keys, self.values)
+            )
 
     def _write(self, states: Tensor, new: Tensor) -> None:
         slots = self.cache.slots
         if isinstance(slots, slice):
             states[:, :, slots] = new
         else:
-            slots = slots.to(new.device)
             row = torch.arange(new.shape[0], device=new.device)[:, None]
-            states[row, :, slots] = new.transpose(1, 2)
-
-    def _grown(self, states: Tensor) -> Tensor:
-        larger = states.new_zeros(*states.shape[:2], self.cache.capacity, states.shape[3])
-        larger[:, :, : states.shape[2]] = states
-        return larger
+            states[row, :, slots.to(new.device)] = new.transpose(1, 2)

@@ -1,8 +1,9 @@
-"""Random numbers that depend on what they are for and on nothing else.
+"""Random numbers keyed by seed, request id and position.
 
-The draw at position i of row r under seed s is a function of (s, r, i). Whatever was drafted, in whatever batch, on
-whatever device, the same draw meets the same law and gives the same token: that is why text does not depend on the
-proposer. Drafts and acceptance tests take other streams of the same source.
+The same token is drawn whatever was drafted, in any batch and on any device, so the text does not depend on the
+proposer. Drafts and acceptance tests use other streams of the same source.
+
+Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,89 +14,89 @@ from itertools import count
 import torch
 from torch import Tensor
 
-TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's own draws, tests of sampled drafts, the drafts themselves
+TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's tokens, tests of sampled draft tokens, these draft tokens
 TINY = 1e-300
 _MASK = (1 << 64) - 1
+_GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
 
 
-def uniform(seed: int, row: int, position: int, stream: int = TEXT, number: int = 0) -> float:
+def uniform(seed: int, request_id: int, position: int, stream: int = TEXT, index: int = 0) -> float:
     """A number in [0, 1) keyed by all its arguments."""
-    return key(seed, row, position, stream, number) * 2.0**-53
+    return key(seed, request_id, position, stream, index) * 2.0**-53
 
 
-def key(seed: int, row: int, position: int, stream: int = TEXT, number: int = 0) -> int:
-    """53 bits made of all the arguments: SplitMix64's finaliser (Steele et al. 2014) over each in turn."""
+def key(seed: int, request_id: int, position: int, stream: int = TEXT, index: int = 0) -> int:
+    """53 bits keyed by all arguments: SplitMix64's finaliser (Steele et al. 2014) applied to each in turn."""
     state = 0
-    for part in (seed, row, position, stream, number):
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    for part in (seed, request_id, position, stream, index):
+        state = (state + part + _GAMMA) & _MASK
+        state = ((state ^ (state >> 30)) * _FACTOR) & _MASK
+        state = ((state ^ (state >> 27)) * _FACTOR2) & _MASK
         state ^= state >> 31
     return state >> 11
 
 
 def keys(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`key` for a table of arguments, long on a device that is not made to wait for it."""
+    """`key` of each entry of a table, as a long tensor. Does not synchronize."""
     filled = torch.tensor([[key(*arguments) for arguments in row] for row in table])
     return filled.to(device, non_blocking=device.type == "cuda")
 
 
 def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`uniform` for a table of arguments, float64."""
+    """`uniform` of each entry of a table, float64."""
     return keys(table, device).double() * 2.0**-53
 
 
-def stream_uniforms(seeds: Tensor, numbers: Tensor) -> Tensor:
-    """Of what SplitMix64 makes of each seed, the `numbers` [n]: float64 [B, n] in [0, 1).
+def stream_uniforms(seeds: Tensor, indices: Tensor) -> Tensor:
+    """Uniforms [B, n] in [0, 1), float64: entries `indices` [n] of each seed's SplitMix64 stream.
 
-    seeds [B] long. `uniform` for each would take longer than the forward pass.
+    seeds [B] long. Calling `uniform` for each token would take longer than a forward pass.
     """
-    state = seeds[:, None] + (numbers + 1) * (0x9E3779B97F4A7C15 - (1 << 64))  # int64 wraps as the paper's uint64 does
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1)):
-        state = state.bitwise_xor_(_shift(state, shift)).mul_(factor)
-    return _shift(state, 11).double().mul_(2.0**-53)
+    wrap = 1 << 64  # int64 wraps around as uint64 does, but its constants must be in range
+    state = seeds[:, None] + (indices + 1) * (_GAMMA - wrap)
+    for shift, factor in ((30, _FACTOR - wrap), (27, _FACTOR2 - wrap), (31, 1)):
+        state = state.bitwise_xor_(_shift_right(state, shift)).mul_(factor)
+    return _shift_right(state, 11).double().mul_(2.0**-53)
 
 
-def _shift(state: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in: an int64's own shift would repeat its sign."""
-    return (state >> by).bitwise_and_((1 << 64 - by) - 1)
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """A logical shift: int64's own shift would copy the sign bit."""
+    return (state >> bits).bitwise_and_((1 << 64 - bits) - 1)
 
 
 def gumbel_max(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """Draw from laws by letting all tokens run: the first to arrive wins (Gumbel-max; Maddison et al. 2014).
+    """Sample one index [B] per row by the Gumbel-max trick (Maddison et al. 2014), here with exponential noise.
 
-    weights [B, V] as for `invert`, float64; seeds [B] long; tokens [V]: which they are of, None for 0, 1, ... Returns
-    the winners' places [B]. Each token has its own noise, whatever others there are, so that laws which differ by as
-    little as rounding all but always give the same token. (An inverted distribution function would not: at each of a
-    large vocabulary's many borders there is room for another one.)
+    weights [B, V] as for `inverse_cdf`, float64; seeds [B] long; tokens [V]: the token ids of the weights, None for 0,
+    1, ... Each token has its own noise, so probabilities that differ only by rounding nearly always give the same
+    token. An inverse CDF would not: rounding shifts the boundaries of all tokens after the first.
     """
     tokens = torch.arange(weights.shape[1], device=weights.device) if tokens is None else tokens
-    times = stream_uniforms(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # exponential with rate 1; never 0
-    return torch.div(weights, times, out=times).argmax(dim=1)
+    exponential = stream_uniforms(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # never 0
+    return torch.div(weights, exponential, out=exponential).argmax(dim=1)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from laws by inverting their distribution functions.
+    """Sample one index [B] per row by the inverse CDF.
 
-    weights [B, V], at least 0 and not all 0, need not sum to one; uniforms [B] in [0, 1), float64. Returns tokens [B].
-    `torch.multinomial` draws the same law, slower and with noise of its own.
+    weights [B, V], at least 0 and not all 0, need not sum to one; uniforms [B] in [0, 1), float64.
     """
     cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1:]
-    goal = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))  # may round up to it
+    # The product may round up to the total, which no token covers.
+    goal = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, goal, right=True)[:, 0]
 
 
-class KeyedDice:
-    """The dice of `decode.rejection`, for one row of one step: the n-th throw is keyed by (seed, row, position, n)."""
+class KeyedRandomness:
+    """`decode.rejection.Randomness` for one row and step: decision n is keyed by (seed, request id, position, n)."""
 
-    def __init__(self, seed: int, row: int, position: int) -> None:
-        self._uniforms = (uniform(seed, row, position, ACCEPTANCE, number) for number in count())
+    def __init__(self, seed: int, request_id: int, position: int) -> None:
+        self._uniforms = (uniform(seed, request_id, position, ACCEPTANCE, index) for index in count())
 
     def accept(self, probability: float) -> bool:
         return next(self._uniforms) < probability
 
     def draw(self, weights: Tensor) -> int:
-        return int(
-            inverse_cdf(weights[None], torch.tensor([next(self._uniforms)], dtype=torch.float64).to(weights.device))[0]
-        )
+        noise = torch.tensor([next(self._uniforms)], dtype=torch.float64)
+        return int(inverse_cdf(weights[None], noise.to(weights.device))[0])

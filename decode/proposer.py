@@ -1,4 +1,4 @@
-"""The Proposer protocol: a proposer sees each accepted step and proposes the next draft tree.
+"""The proposer protocol: a proposer gets each finished step and proposes the next draft tree.
 
 Shapes: B rows, N nodes, T committed tokens (padded to the longest row), V vocabulary, F feature width.
 """
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from decode.sampling import Sampling
@@ -19,15 +18,15 @@ from decode.tree import Tree
 
 @dataclass(frozen=True)
 class Step:
-    """One verified and accepted tree, for the rows that go on. The prefill is the first step of every batch.
+    """A verified tree and what was accepted of it, for the rows that go on.
 
-    In the prefill each row commits its whole prompt, and `tree` is the prompt's last token alone. Rows leave the batch
-    as they finish: `request_ids[b]` names the request of row b for good, `kept[b]` is its row in the step before.
+    The prefill is the first step of every batch: each row commits its whole prompt, and `tree` is the prompt's last
+    token alone. Rows leave the batch as they finish, so a request's row changes while its request id stays.
     """
 
-    is_prefill: bool  # a new batch begins: forget the last one
+    is_prefill: bool  # a new batch begins: state of the last one is void
     request_ids: list[int]
-    kept: list[int]
+    kept: list[int]  # each row's index in the step before
     sequences: list[list[int]]  # prompt and answer so far, bonus token included; read-only
     room: list[int]  # tokens each row may still get; deeper draft tokens are cut off
     committed: list[list[int]]  # tokens that entered the KV cache in this step
@@ -42,37 +41,36 @@ class Step:
 
     @property
     def bonus(self) -> list[int]:
-        """Each row's bonus token: chosen, not in the KV cache yet, and the root of the next tree."""
+        """Each row's bonus token, the root of the next tree. It is not in the KV cache yet."""
         return [sequence[-1] for sequence in self.sequences]
 
 
 class Proposer(Protocol):
-    """Anything that drafts. These two members are all that the loop needs.
+    """Anything that drafts. The loop needs these two members only.
 
-    A proposer may keep state between steps, so it serves one stream at a time. The loop calls it in torch's inference
-    mode. A proposer that sizes its trees by `Target.cost_curve` may set `adaptive = True`: the loop then measures the
-    curve before the first token.
+    A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
+    If it has `adaptive = True`, because it sizes its trees by `Target.cost_curve`, the loop measures the curve before
+    the first token.
     """
 
     @property
     def layers(self) -> Sequence[int]:
-        """The target's hidden states that it wants as features (transformers' numbering); () for none."""
+        """The hidden states of the target that it needs as features, in transformers' numbering; () for none."""
         ...
 
     def propose(self, step: Step, budget: int) -> Tree:
-        """A draft tree of at most `budget` nodes for each row of `step`; the root is the row's bonus token.
+        """A draft tree per row, with at most `budget` nodes and the row's bonus token as its root.
 
-        Called exactly once a step. Nodes deeper than a row's `step.room` are cut off before the tree is verified; the
-        others keep their order, and the next step carries the tree that was verified.
+        Called exactly once a step. Nodes at depth `step.room` or deeper are cut off before the tree is verified, the
+        others keep their order, and the next step carries the tree as it was verified.
         """
         ...
 
 
 class PlainProposer:
-    """Proposes the root alone: plain decoding, the baseline of every speed-up."""
+    """Proposes the root alone. This is plain decoding, the baseline of every speed-up."""
 
     layers: Sequence[int] = ()
 
     def propose(self, step: Step, budget: int) -> Tree:
-        roots = torch.tensor(step.bonus)[:, None]
-        return Tree.chain_of(roots, torch.ones(len(roots), dtype=torch.long))
+        return Tree.chain([[root] for root in step.bonus])

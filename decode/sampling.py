@@ -1,11 +1,11 @@
-"""From the target's logits to the law that tokens are drawn from.
+"""From the target's logits to the probabilities that tokens are drawn from.
 
 Shapes: B rows, L tokens of a prefix, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,68 +21,65 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-SORTED = 1024  # tokens that top-p looks at before it looks at all
+TOP = 1024  # tokens that FastTopP sorts before it sorts all
 
 
-def widen(logits: Tensor) -> Tensor:
-    """Half precision as float32: it would round away what top-p and the draw depend on, and its argmax is slow."""
+def upcast_half(logits: Tensor) -> Tensor:
+    """Half precision as float32: top-p and sampling need more digits, and a CPU's argmax is slow in half precision."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-class QuickTopP(TopPLogitsWarper):
-    """The same in a tenth of the time on a CPU: a few tokens nearly always hold that much, and no others are sorted.
+class FastTopP(TopPLogitsWarper):
+    """transformers' top-p with the same result, ten times faster on a CPU: it sorts only the most likely tokens.
 
-    A row is sorted whole where they do not, and where tokens tie at the border: which of them stay is for transformers
-    to say.
+    A row is sorted completely if these do not suffice, or if tokens tie at the boundary.
     """
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        if scores.device.type != "cpu" or scores.shape[-1] <= SORTED:
+        if scores.device.type != "cpu" or scores.shape[-1] <= TOP:
             return super().__call__(input_ids, scores)
-        likeliest, tokens = scores.softmax(dim=-1).topk(SORTED, dim=-1)
-        kept = likeliest.cumsum(dim=-1) - likeliest < self.top_p  # what is likelier than each does not suffice
-        count = kept.sum(dim=-1, keepdim=True)
-        border = likeliest.gather(-1, torch.cat([count - 1, count.clamp(max=SORTED - 1)], dim=-1))
-        unsure = border[:, 0] == border[:, 1]  # the last that stays and the first that goes, or all stay
+        top, tokens = scores.softmax(dim=-1).topk(TOP, dim=-1)
+        inside = top.cumsum(dim=-1) - top < self.top_p  # the more likely tokens do not suffice
+        count = inside.sum(dim=-1, keepdim=True)
+        boundary = top.gather(-1, torch.cat([count - 1, count.clamp(max=TOP - 1)], dim=-1))
+        unsure = boundary[:, 0] == boundary[:, 1]  # a tie, or all are inside
         result = torch.full_like(scores, -torch.inf)
-        result.scatter_(-1, tokens, scores.gather(-1, tokens).masked_fill(~kept, -torch.inf))
+        result.scatter_(-1, tokens, scores.gather(-1, tokens).masked_fill(~inside, -torch.inf))
         if bool(unsure.any()):
             result[unsure] = super().__call__(input_ids, scores[unsure])
         return result
 
 
-class RowProcessor(LogitsProcessor):
-    """A logits processor that treats prompts differently: it is told whose prefix it sees, by the prompt's number."""
+class RequestProcessor(LogitsProcessor):
+    """A logits processor that treats requests differently: it also gets the request id of the prefix."""
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
         raise NotImplementedError
 
 
-class WithinAnswers(RowProcessor):
-    """Processors that are asked about answers up to their ends. Guesses may go on behind those, where plain decoding
-    would ask nothing, and a grammar may have no answer.
+@dataclass
+class AnswerProcessor(RequestProcessor):
+    """Calls processors inside answers only. Draft tokens may go on after an answer's end, where a grammar may raise."""
 
-    begins: where the answer to each prompt begins, by the prompt's number. most: tokens of an answer.
-    """
+    processors: Sequence[LogitsProcessor]
+    prompt_lengths: Mapping[int, int]  # by request id
+    stop_ids: frozenset[int]
+    max_new_tokens: int
 
-    def __init__(
-        self, processors: Sequence[LogitsProcessor], begins: Mapping[int, int], stop_ids: Iterable[int], most: int
-    ) -> None:
-        self.processors, self.begins, self.most = processors, begins, most
-        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.long)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
-        answer = input_ids[0, self.begins[row] :]
-        if len(answer) >= self.most or bool(torch.isin(answer, self.stop_ids.to(answer.device)).any()):
+    def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
+        answer = input_ids[0, self.prompt_lengths[request_id] :].tolist()
+        if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
             return scores
-        return process(self.processors, input_ids, scores, row)
+        return apply_processors(self.processors, input_ids, scores, request_id)
 
 
-def process(processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor, row: int) -> Tensor:
-    """What processors make of the scores [1, V] behind a prefix [1, L] of a prompt, called by its number."""
+def apply_processors(
+    processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor, request_id: int
+) -> Tensor:
+    """The processed scores [1, V] after a request's prefix [1, L]."""
     for processor in processors:
-        told = {"row": row} if isinstance(processor, RowProcessor) else {}
-        scores = processor(input_ids, scores, **told)
+        extra = (request_id,) if isinstance(processor, RequestProcessor) else ()
+        scores = processor(input_ids, scores, *extra)
     return scores
 
 
@@ -90,12 +87,12 @@ def process(processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Te
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
 
-    temperature 0 takes the likeliest token; `top_k` 0, `top_p` 1 and `min_p` 0 are off. `processors` are any of
-    transformers' logits processors; each is called with a row's own prefix (prompt, answer and guesses up to that
-    node). The same `seed` gives the same text with every deterministic proposer and in every batch; without one it is
-    taken from torch's generator, so `torch.manual_seed` holds.
+    temperature: 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off. processors: any of transformers'
+    logits processors; each sees one row's prefix (prompt, answer and draft tokens up to a node). seed: the same seed
+    gives the same text in every batch and with every proposer of deterministic drafts; by default it comes from torch's
+    generator, which `torch.manual_seed` sets.
 
-    Raises ValueError for settings out of range.
+    Raises ValueError if a setting is out of range.
     """
 
     temperature: float = 0.0
@@ -121,7 +118,7 @@ class Sampling:
 
     @cached_property
     def warpers(self) -> LogitsProcessorList:
-        """Temperature, top-k, top-p and min-p in transformers' own order; they look at a row's logits alone."""
+        """Temperature, top-k, top-p and min-p in transformers' order. They need no prefix."""
         warpers = LogitsProcessorList()
         if self.greedy:
             return warpers
@@ -130,25 +127,29 @@ class Sampling:
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
-            warpers.append(QuickTopP(self.top_p))
+            warpers.append(FastTopP(self.top_p))
         if self.min_p:
             warpers.append(MinPLogitsWarper(self.min_p))
         return warpers
 
-    def probabilities(self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), rows: Sequence[int] = ()) -> Tensor:
-        """The law of the next token, [B, V] float64, rows summing to one.
+    def probabilities(
+        self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), request_ids: Sequence[int] = ()
+    ) -> Tensor:
+        """The probabilities of the next token, [B, V] float64, each row summing to one.
 
-        logits [B, V]; prefixes: each row's tokens so far, [L] each, or None where the law will not be looked at;
-        rows: the number of each row's prompt. Both are needed only where there are processors.
+        logits [B, V]. Processors also need prefixes, each row's tokens so far ([L], None for a row whose result will be
+        ignored), and request_ids (by default 0, 1, ...).
         """
-        scores = widen(logits)
+        scores = upcast_half(logits)
         if self.processors:
-            numbers = rows or range(len(scores))
-            seen = zip(prefixes, scores, numbers, strict=True)
-            scores = torch.stack([row if prefix is None else self._process(prefix, row, n) for prefix, row, n in seen])
+            rows = zip(prefixes, scores, request_ids or range(len(scores)), strict=True)
+            scores = torch.stack(
+                [row if prefix is None else self._process(prefix, row, id_) for prefix, row, id_ in rows]
+            )
         if self.greedy:
             return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
         return self.warpers(None, scores).double().softmax(dim=-1)
 
-    def _process(self, prefix: Tensor, scores: Tensor, row: int) -> Tensor:
-        return process(self.processors, prefix[None], scores[None].clone(), row)[0]  # they may write into what they get
+    def _process(self, prefix: Tensor, scores: Tensor, request_id: int) -> Tensor:
+        # Processors may write into their input.
+        return apply_processors(self.processors, prefix[None], scores[None].clone(), request_id)[0]

@@ -1,6 +1,6 @@
-"""One batch in decoding: what the target has in its KV cache, and the forward pass over the next tree.
+"""One batch while it is decoded: the target's KV cache, and the forward pass over the next tree.
 
-Shapes: B rows, N nodes, V vocabulary, H hidden size, F = H x the number of captured layers.
+Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H hidden size, F = H x captured layers.
 """
 
 from __future__ import annotations
@@ -19,31 +19,28 @@ from decode.models.features import capture_features
 from decode.models.stock_model import StockModel
 from decode.tree import Tree
 
-CHUNK = 512  # tokens a row and forward pass, where many are committed at once
-GROUP = 16  # rows a forward pass, there
-ALIKE = 32  # rows of a group differ in length by less than this: padding is computed like any token
+# A prefill runs in forward passes of at most this many tokens a row and rows ...
+CHUNK = 512
+GROUP = 16
+ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says of a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F]."""
+    """The target's result for a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F]."""
 
     logits: Tensor
     features: Tensor | None
 
-    def select(self, rows: Sequence[int]) -> Verdict:
-        """The same for some rows only."""
-        return Verdict(self.logits[rows], None if self.features is None else self.features[rows])
-
 
 class Session:
-    """The target's KV cache for one batch. `verify` looks at a tree, `keep` commits a path of it."""
+    """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it."""
 
     def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
         self.layers = tuple(layers)
-        # There torch's batched products read a cache without gaps twice as fast.
-        self.cache = TreeCache(batch, gapless=target.device.type == "cpu" and target.dtype == torch.bfloat16)
+        # There, torch's batched matrix products are twice as fast on a contiguous cache.
+        self.cache = TreeCache(batch, contiguous=target.device.type == "cpu" and target.dtype == torch.bfloat16)
 
     @property
     def lengths(self) -> list[int]:
@@ -52,15 +49,14 @@ class Session:
 
     @torch.no_grad()
     def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
-        """One forward pass over a tree, behind the committed tokens.
+        """One forward pass over a tree, after the committed tokens.
 
-        `start`: the first `start` nodes were verified by the call before and lie in the cache; only the rest is
-        computed (a tree that grows level by level). `only`: the nodes whose logits are wanted, others are not
-        computed; logits then have a row for each of them.
+        start: compute only the nodes from this one on; those before it were verified by the last call and are still in
+        the cache (a tree that grows level by level). only: the nodes to compute logits for, which then are [B, n, V].
         """
-        target, nodes = self.target, tree.width - start
+        target, count = self.target, tree.width - start
         tree = tree.to(target.device)
-        lengths = self.cache.place(start, nodes, target.device)
+        lengths = self.cache.reserve(start, count, target.device)
         masks = tree_masks(
             target.windows, lengths, tree.ancestors[:, start:], tree.depth, self.cache.used, target.dtype
         )
@@ -75,73 +71,70 @@ class Session:
                 use_cache=True,
                 **extra,
             )
-        features = None
-        if self.layers:
-            features = torch.cat([captured[layer].to(target.device) for layer in self.layers], dim=-1)
-        return Verdict(output.logits.to(target.device), features)
+        features = [captured[layer].to(target.device) for layer in self.layers]
+        return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 
-    def extend(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+    def extend(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Commit tokens at the end of each row, at least one each.
 
-        Returns the logits after each row's last token, [B, V], and the features of all of them, [B, T, F].
+        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F].
         """
-        groups = _group(rows)
-        if len(groups) == 1 or any(self.lengths):  # only new rows can be made apart from the others
-            return self._extend_together(rows)
-        logits: list[Tensor] = [torch.empty(0)] * len(rows)
-        features: list[Tensor] = [torch.empty(0)] * len(rows)
-        for places in groups:
-            last, wide = self.renew(places, [rows[place] for place in places])
-            for index, place in enumerate(places):
-                logits[place] = last[index]
-                if wide is not None:
-                    features[place] = wide[index, : len(rows[place])]
+        groups = _group_by_length(tokens)
+        if len(groups) == 1 or any(self.lengths):  # only empty rows can be filled in groups
+            return self._extend_together(tokens)
+        logits: list[Tensor] = [torch.empty(0)] * len(tokens)
+        features: list[Tensor] = [torch.empty(0)] * len(tokens)
+        for rows in groups:
+            group_logits, group_features = self.renew(rows, [tokens[row] for row in rows])
+            for index, row in enumerate(rows):
+                logits[row] = group_logits[index]
+                if group_features is not None:
+                    features[row] = group_features[index, : len(tokens[row])]
         return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
 
-    def renew(self, places: Sequence[int], rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Forget the rows in these places and put new ones there, with the given tokens. Returns what `extend` does."""
-        fresh = Session(self.target, len(rows), self.layers)
-        result = fresh.extend(rows)
-        self.cache.put(places, fresh.cache)
+    def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
+        session = Session(self.target, len(rows), self.layers)
+        result = session.extend(tokens)
+        self.cache.replace(rows, session.cache)
         return result
 
-    def _extend_together(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """`extend` for all rows at once, `CHUNK` tokens of each a forward pass."""
-        logits: list[Tensor] = [torch.empty(0)] * len(rows)
+    def _extend_together(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """`extend` for all rows at once, `CHUNK` tokens of each in a forward pass."""
+        logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         features = []
-        for begin in range(0, max(map(len, rows)), CHUNK):
-            parts = [row[begin : begin + CHUNK] for row in rows]
-            ending = [place for place, row in enumerate(rows) if begin < len(row) <= begin + CHUNK]
-            last = sorted({len(parts[place]) - 1 for place in ending}) or [0]  # a model always gives some logits
+        for begin in range(0, max(map(len, tokens)), CHUNK):
+            parts = [each[begin : begin + CHUNK] for each in tokens]
+            ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
+            last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
             verdict = self.verify(Tree.chain(parts), only=last)
             self.keep([list(range(len(part))) for part in parts])
-            for place in ending:
-                logits[place] = verdict.logits[place, last.index(len(parts[place]) - 1)]
+            for row in ending:
+                logits[row] = verdict.logits[row, last.index(len(parts[row]) - 1)]
             if verdict.features is not None:
                 features.append(verdict.features)
         return torch.stack(logits), torch.cat(features, dim=1) if features else None
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
-        """Commit the nodes of each row's path (node numbers, root first); the rest of the tree is forgotten."""
+        """Commit the nodes of each row's path, root first, and forget the rest of the tree."""
         width = max(map(len, path), default=0)
         padded = [[*row, *range(len(row), width)] for row in path]
         self.cache.keep(torch.tensor(padded, dtype=torch.long), [len(row) for row in path])
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget committed tokens beyond the given lengths, one a row."""
+        """Forget each row's committed tokens beyond its length."""
         self.cache.crop(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only (their places in the batch, ascending)."""
+        """Go on with these rows only, in ascending order."""
         self.cache.select(rows)
 
 
-def _group(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The places of the rows, those of like length together."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+def _group_by_length(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows, those of similar length together."""
     groups: list[list[int]] = []
-    for place in order:
-        if not groups or len(groups[-1]) == GROUP or len(rows[place]) - len(rows[groups[-1][0]]) >= ALIKE:
+    for row in sorted(range(len(tokens)), key=lambda row: len(tokens[row])):
+        if not groups or len(groups[-1]) == GROUP or len(tokens[row]) - len(tokens[groups[-1][0]]) >= ALIKE:
             groups.append([])
-        groups[-1].append(place)
+        groups[-1].append(row)
     return groups

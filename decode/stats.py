@@ -1,4 +1,4 @@
-"""What a run cost and what guessing brought, the same for every proposer."""
+"""Counts and times of decoding, the same for every proposer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ PARTS = ("proposer", "target", "accept", "rest")
 
 @dataclass
 class Seconds:
-    """Wall time by part. On a GPU work is queued: waiting for the target falls into `accept`, which reads it."""
+    """Wall time by part. On a GPU, `accept` includes the wait for the target, because it synchronizes."""
 
     proposer: float = 0.0
     target: float = 0.0
     accept: float = 0.0
     rest: float = 0.0
 
-    begun: float = 0.0
+    started: float = 0.0  # on the clock of `perf_counter`
 
     @classmethod
     def begin(cls) -> Seconds:
         """Start the clock of a step."""
-        return cls(begun=perf_counter())
+        return cls(started=perf_counter())
 
     def finish(self) -> None:
-        """Stop it: what was not measured as another part is `rest`."""
-        self.rest = perf_counter() - self.begun - self.proposer - self.target - self.accept
+        """Stop the clock: time that was not measured as another part is `rest`."""
+        self.rest = perf_counter() - self.started - self.proposer - self.target - self.accept
 
     @property
     def total(self) -> float:
@@ -42,39 +42,29 @@ class Seconds:
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add the time spent inside to one part."""
-        begun = perf_counter()
+        started = perf_counter()
         yield
-        setattr(self, part, getattr(self, part) + perf_counter() - begun)
+        setattr(self, part, getattr(self, part) + perf_counter() - started)
 
 
 @dataclass
 class Stats:
-    """Counts of a step, of an answer, or of several added up.
+    """Counts of a step, of an answer, or of several added up."""
 
-    A step is one forward pass of the target; the prompt's is one, too.
-    `accepted_by_depth[d]`: in how many steps a guess d + 1 tokens ahead was accepted. `seconds`: of the whole batch
-    while this answer was in it.
-    """
-
-    steps: int = 0
+    steps: int = 0  # target forward passes, the prefill included
     tokens: int = 0
-    nodes: int = 0  # guessed tokens that the target looked at
-    accepted_by_depth: list[int] = field(default_factory=list)
-    seconds: Seconds = field(default_factory=Seconds)
+    nodes: int = 0  # draft tokens that were verified
+    accepted_by_depth: list[int] = field(default_factory=list)  # [d]: steps that accepted a draft token at depth d + 1
+    seconds: Seconds = field(default_factory=Seconds)  # of the whole batch while this answer was in it
 
     @property
     def tau(self) -> float:
-        """New tokens per forward pass of the target; 1 for plain decoding."""
+        """Tau, the mean acceptance length: tokens per target forward pass, bonus token included."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds.total if self.seconds.total else 0.0
-
-    @classmethod
-    def of_step(cls, tokens: int, accepted: int, nodes: int, seconds: Seconds) -> Stats:
-        """One step: `tokens` new ones, of which `accepted` were guessed, with `nodes` guesses looked at."""
-        return cls(1, tokens, nodes, [1] * accepted, seconds)
 
     def add(self, other: Stats) -> None:
         """Add the counts of another step or answer."""

@@ -24,10 +24,10 @@ class Target(StockModel):
     """The model whose distribution is kept, ready to verify trees.
 
     model: any decoder-only transformers model with sdpa or eager attention. It is never changed.
-    accelerate: "off" uses the model as it is; "packed", "compiled" and "auto" make an accelerated copy
-    (`decode.cpu.acceleration`). Weights that change afterwards reach only parts of such a copy.
+    accelerate: "off" uses the model as it is; "packed", "compiled" and "auto" use an accelerated copy
+    (`decode.cpu.acceleration`), in which later changes of the weights take effect only in part.
 
-    Raises ValueError for models that cannot verify a tree, and for a model that `accelerate="compiled"` cannot compile.
+    Raises ValueError for a model that cannot verify a tree, or that `accelerate="compiled"` cannot compile.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, accelerate: str = "off") -> None:
@@ -87,20 +87,20 @@ class Target(StockModel):
         return bias.detach() if isinstance(bias, Tensor) else None
 
     def warm_up(self, batch_size: int = 1, *, measure: bool = True) -> None:
-        """Do everything that would otherwise delay an answer: compile kernels and, if asked, measure the cost curves.
+        """Do what would otherwise delay an answer: compile kernels and, with `measure`, measure the cost curves.
 
-        Covers batches of up to `batch_size` rows. What is done already is not repeated.
+        Covers batches of up to `batch_size` rows. Nothing is done twice.
         """
         compile_batch(self.model, batch_size)
         missing = [rows for rows in _buckets(batch_size) if rows not in self._cost_curves] if measure else []
         # The bar appears only if this takes longer than a second.
         for rows in tqdm(missing, desc="draftless: measuring forward passes", delay=1, leave=False, disable=None):
-            self._cost_curves[rows] = measure_cost_curve(self, rows)
+            self.cost_curve(rows)
 
     def cost_curve(self, batch_size: int = 1) -> CostCurve:
-        """The cost of verifying N nodes relative to one node. Measured here unless `warm_up` has done it.
+        """The cost of verifying N nodes relative to one node. Measured now unless `warm_up` has done it.
 
-        Batch sizes between powers of two cost what the next power does.
+        A batch size that is no power of two gets the curve of the next power.
         """
         rows = _buckets(batch_size)[-1]
         if rows not in self._cost_curves:
@@ -108,7 +108,7 @@ class Target(StockModel):
         return self._cost_curves[rows]
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        """An empty KV cache for `batch_size` rows. `layers`: the hidden states that each verdict carries as features."""
+        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
         return Session(self, batch_size, layers)
 
 

@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in, and text out a token at a time without broken characters."""
+"""Prompts to tokens, and tokens to text: whole answers, or streamed without broken characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-BROKEN = "\ufffd"  # what tokenizers decode half a character to
+BROKEN = "\ufffd"  # tokenizers decode an incomplete character to this
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -21,10 +21,10 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> list[int]:
-    """A prompt's tokens: token ids as they are, text and chat messages through the tokenizer.
+    """The tokens of a prompt, which is text, chat messages or token ids.
 
-    `chat` wraps text in the tokenizer's chat template; None does so where it has one. Raises ValueError for an empty
-    prompt, one of another kind, or text without a tokenizer.
+    chat: whether to wrap text in the tokenizer's chat template; None does so if there is one. Raises ValueError for an
+    empty prompt, another kind of prompt, or text without a tokenizer.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
@@ -50,7 +50,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> li
 
 
 def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of an answer, without special tokens and without half a character at its end."""
+    """The text of an answer, without special tokens and without an incomplete character at the end."""
 
     def read(end: int) -> str:
         return str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
@@ -58,47 +58,49 @@ def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     text = read(len(tokens))
     if not text.endswith(BROKEN):
         return text
-    # Tokenizers with single bytes as a last resort lose whole characters as well to a byte too many after them.
+    # With byte fallback, an incomplete character also breaks the complete ones before it.
     return max((read(end).rstrip(BROKEN) for end in range(len(tokens), max(len(tokens) - 4, -1), -1)), key=len)
 
 
 def find_special(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[frozenset[int], Sequence[str]]:
-    """The ids of those stop strings that are special tokens, which no text ever shows, and the other strings."""
+    """The token ids of stop strings that are special tokens, which no text contains, and the other stop strings."""
     if isinstance(stop, str) or not stop:
         return frozenset(), stop
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {str(token): number for number, token in added.items() if token.special}
+    special = {str(token): token_id for token_id, token in added.items() if token.special}
     return frozenset(special[text] for text in stop if text in special), [text for text in stop if text not in special]
 
 
 class TextStream:
-    """Decodes an answer as it grows, holding back half characters and what may become a stop string."""
+    """Decodes an answer token by token. Holds back incomplete characters and beginnings of stop strings."""
+
+    # tokenizers' DecodeStream also holds back, or at the end drops, complete characters before an incomplete one.
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.stopped = False
         self._ids: list[int] = []
-        self._context = 0  # decoding starts here: a token's text depends on the few before it
-        self._shown = 0  # where it will start from the next whole character on
-        self._given = 0  # characters behind `_context` that were given out
-        self._held = ""  # text that may be the beginning of a stop string
+        self._start = 0  # decoding starts at this token: a token's text depends on a few before it
+        self._next_start = 0  # and at this one after the next complete character
+        self._released = 0  # characters after `_start` that were returned already
+        self._held = ""  # text that may begin a stop string
 
     def push(self, token: int) -> str:
-        """The text that this token completes; "" where it completes none. `stopped` once a stop string is complete."""
+        """The text that this token completes, or "". Sets `stopped` when a stop string is complete."""
         self._ids.append(token)
-        text = self._decode(self._context)
-        whole = text.rstrip(BROKEN)
-        if len(whole) <= self._given:
+        text = self._decode(self._start)
+        complete = text.rstrip(BROKEN)
+        if len(complete) <= self._released:
             return ""
-        piece, self._given = whole[self._given :], len(whole)
-        if whole == text:
-            self._context, self._shown = self._shown, len(self._ids)
-            self._given = len(self._decode(self._context))
+        piece, self._released = complete[self._released :], len(complete)
+        if complete == text:
+            self._start, self._next_start = self._next_start, len(self._ids)
+            self._released = len(self._decode(self._start))
         return self._release(piece)
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string. Half a character at the end is left out."""
+        """The text that was held back. An incomplete character at the end is dropped."""
         return "" if self.stopped else self._held
 
     def _decode(self, start: int) -> str:
@@ -106,15 +108,15 @@ class TextStream:
 
     def _release(self, piece: str) -> str:
         text = self._held + piece
-        found = [(place + len(stop), place) for stop in self.stop if (place := text.find(stop)) >= 0]
+        found = [(begin + len(stop), begin) for stop in self.stop if (begin := text.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return text[: min(found)[1]]  # before the one that is complete first
+            return text[: min(found)[1]]  # the stop string that ends first
         held = max((_overlap(text, stop) for stop in self.stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

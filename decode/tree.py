@@ -1,6 +1,6 @@
-"""Draft trees: several guesses at the next tokens that share their beginnings.
+"""Draft trees: several continuations of a text that share their first tokens.
 
-Shapes: B rows of the batch, N nodes, V vocabulary.
+Shapes: B rows, N nodes, M candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from torch import Tensor
 class Tree:
     """A batch of draft trees; a chain is a tree.
 
-    Node 0 is the root: the token that is chosen already but not yet in the KV cache. Every other node guesses the
-    token after its parent. Parents come before their children. Rows with fewer nodes than N are padded at the tail;
-    padding has parent -1 and is never accepted, never attended to and never kept.
+    Node 0 is the root: the last bonus token, which is not in the KV cache yet. Every other node drafts a token after
+    its parent, and parents come before their children. Rows with fewer than N nodes are padded at the end; padding has
+    parent -1 and is never attended to or accepted.
 
-    `q`, `sampled`: for drafts that were drawn at random. `sampled[b, i]` says that node i was drawn (without
-    replacement among its siblings, in index order) from the law `q[b, parent]`; the others were chosen
-    deterministically. `q` alone: all nodes were drawn. Neither: none was. `decode.rejection` says what a proposer
-    of drawn nodes owes.
-    `scores`: what the proposer thought of each node, for whoever merges or prunes trees. Verification ignores it.
+    q and sampled describe sampled drafts. If `sampled[b, i]` is true, node i was sampled from `q[b, parent]`, without
+    replacement among its siblings and in index order; the other nodes are deterministic. With `q` alone all nodes are
+    sampled, with neither none is. `decode.rejection` lists what makes such a tree exact.
+    scores are the proposer's, for pruning or inspection. Verification ignores them.
     """
 
     tokens: Tensor  # [B, N] long
     parents: Tensor  # [B, N] long
     sizes: Tensor  # [B] long, the number of real nodes in a row
-    height: int  # an upper bound of the depth of any node
-    q: Tensor | None = None  # [B, N, V]
+    height: int  # no node is deeper than this
+    q: Tensor | None = None  # [B, N, V] draft probabilities after each node
     sampled: Tensor | None = None  # [B, N] bool
     scores: Tensor | None = None  # [B, N] float
     is_chain: bool = False  # every row is known to be a chain
 
     @classmethod
     def chain(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tree:
-        """One path a row: its root and then each token's successor. Rows may differ in length."""
+        """One chain per row, from the row's tokens, root first. Rows may differ in length."""
         sizes = [len(row) for row in rows]
         width = max(sizes)
         tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
@@ -48,48 +47,36 @@ class Tree:
 
     @classmethod
     def chain_of(cls, tokens: Tensor, sizes: Tensor, q: Tensor | None = None) -> Tree:
-        """Chains that are tensors already: `tokens` [B, N] padded at the tail, `sizes` [B]."""
+        """Chains from tensors: `tokens` [B, N], padded at the end, and `sizes` [B]."""
         width = tokens.shape[1]
         column = torch.arange(width, device=tokens.device)
-        parents = torch.where(column < sizes[:, None], column - 1, -1)
-        tree = cls(tokens, parents, sizes, height=width - 1, q=q, is_chain=True)
         real = column < sizes[:, None]
-        below = (column[:, None] >= column) & real[:, :, None]
-        # A chain's ancestors are known without following its parents: a long prompt is one, too.
-        tree.__dict__["ancestors"] = below | torch.eye(width, dtype=torch.bool, device=tokens.device)
+        tree = cls(tokens, torch.where(real, column - 1, -1), sizes, height=width - 1, q=q, is_chain=True)
+        # Following parents would be slow for a long prompt, which is a chain too.
+        lower = (column[:, None] >= column) & real[:, :, None]
+        tree.__dict__["ancestors"] = lower | torch.eye(width, dtype=torch.bool, device=tokens.device)
         return tree
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tree:
-        """Each row as its tokens and its parents, root first (parent -1); rows may differ in size."""
-        width = max(len(nodes) for nodes, _ in rows)
-        tokens = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes, _ in rows])
-        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in rows])
-        tree = cls(tokens, parents, torch.tensor([len(nodes) for nodes, _ in rows]), height=width - 1)
-        return replace(tree, height=int(tree.depth.max()))
-
-    @classmethod
     def best_first(cls, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> Tree:
-        """The `budget` best nodes (root included) of a larger pool of candidates.
+        """The `budget` nodes (root included) with the best scores among M candidates.
 
-        roots [B]; tokens, parents, scores [B, M]: candidate j guesses `tokens[j]` after candidate `parents[j]`
-        (-1: after the root), scores are the log of a path's product, so no child beats its parent. Equal scores go
-        to the earlier candidate, which is never below the other: a child cannot be kept without its parent
-        (a rounding tie does just that in half precision, hence float32).
+        roots [B]; tokens, parents, scores [B, M]: candidate j drafts `tokens[j]` after candidate `parents[j]` (-1: the
+        root). A score is a path's log-probability, so no child scores above its parent. Ties go to the earlier
+        candidate, hence to the parent; float32 keeps half precision from rounding more of them into existence.
         """
-        batch, pool = tokens.shape
-        kept = min(budget - 1, pool)
-        order = torch.sort(scores.float(), dim=1, descending=True, stable=True).indices[:, :kept].sort(dim=1).values
-        place = torch.full((batch, pool + 1), -1, device=tokens.device)  # candidate -> its node; last: the root
-        place.scatter_(1, order, torch.arange(1, kept + 1, device=tokens.device).expand(batch, kept))
-        place[:, -1] = 0
-        chosen = place.gather(1, parents.gather(1, order) % (pool + 1))
-        first = torch.full((batch, 1), -1, device=tokens.device)
+        batch, count = tokens.shape
+        chosen = min(budget - 1, count)
+        order = torch.sort(scores.float(), dim=1, descending=True, stable=True).indices[:, :chosen].sort(dim=1).values
+        node = torch.full((batch, count + 1), -1, device=tokens.device)  # each candidate's node; last: the root's
+        node.scatter_(1, order, torch.arange(1, chosen + 1, device=tokens.device).expand(batch, chosen))
+        node[:, -1] = 0
+        above = node.gather(1, parents.gather(1, order) % (count + 1))
         return cls(
             tokens=torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
-            parents=torch.cat([first, chosen], dim=1),
-            sizes=torch.full((batch,), kept + 1, device=tokens.device),
-            height=kept,
+            parents=torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
+            sizes=torch.full((batch,), chosen + 1, device=tokens.device),
+            height=chosen,
             scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, order)], dim=1),
         )
 
@@ -103,17 +90,17 @@ class Tree:
 
     @cached_property
     def real(self) -> Tensor:
-        """Which nodes are no padding, [B, N] bool."""
+        """Which nodes are not padding, [B, N] bool."""
         return torch.arange(self.width, device=self.tokens.device) < self.sizes[:, None]
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[B, N, N] bool: `ancestors[b, i, j]` where j lies on the path from the root to i, i itself included."""
+        """[B, N, N] bool: `ancestors[b, i, j]` if j lies on the path from the root to i, i included."""
         nodes = torch.arange(self.width, device=self.tokens.device)
-        reach = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
-        for _ in range(max(self.height - 1, 0).bit_length()):  # each squaring doubles how far a node looks up
-            reach = (reach.float() @ reach.float()) > 0
-        return reach
+        ancestors = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
+        for _ in range(max(self.height - 1, 0).bit_length()):  # squaring doubles the number of levels covered
+            ancestors = (ancestors.float() @ ancestors.float()) > 0
+        return ancestors
 
     @cached_property
     def depth(self) -> Tensor:
@@ -121,34 +108,34 @@ class Tree:
         return self.ancestors.sum(dim=2) - 1
 
     def to(self, device: torch.device) -> Tree:
-        """The same trees on another device; itself where it is there already."""
+        """The same trees on a device."""
         if self.tokens.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))  # no wait for the GPU
+        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
     def select(self, rows: Sequence[int]) -> Tree:
         """The trees of some rows only."""
         return self._map(lambda tensor: tensor[rows])
 
     def cut(self, depths: Sequence[int]) -> Tree:
-        """Only the nodes that are at most `depths[b]` deep in row b, in their order; itself where all are."""
+        """Only the nodes at most `depths[b]` deep in row b, in their order."""
         if min(depths) >= self.height:
             return self
         device = self.tokens.device
-        deepest = torch.tensor(depths).to(device, non_blocking=device.type == "cuda")  # no wait for the GPU
-        kept = self.real & (self.depth <= deepest[:, None])  # [B, N]
-        sizes = kept.sum(dim=1)
-        # A narrower tree is a cheaper pass, but a GPU would have to be waited for to tell how narrow.
+        limit = torch.tensor(depths).to(device, non_blocking=device.type == "cuda")
+        inside = self.real & (self.depth <= limit[:, None])  # [B, N]
+        sizes = inside.sum(dim=1)
+        # A narrower tree is a shorter pass, but on a GPU reading its width would synchronize.
         width = int(sizes.max()) if device.type == "cpu" else self.width
-        order = torch.sort(kept.int(), dim=1, descending=True, stable=True).indices[:, :width]  # what is kept, first
-        place = kept.cumsum(dim=1) - 1  # a kept node's new number
-        parents = place.gather(1, self.parents.gather(1, order).clamp(min=0))
-        inner = torch.arange(width, device=device) < sizes[:, None]
-        inner[:, 0] = False  # the root has no parent, nor has padding
+        order = torch.sort(inside.int(), dim=1, descending=True, stable=True).indices[:, :width]
+        node = inside.cumsum(dim=1) - 1  # [B, N] new indices
+        parents = node.gather(1, self.parents.gather(1, order).clamp(min=0))
+        has_parent = torch.arange(width, device=device) < sizes[:, None]
+        has_parent[:, 0] = False
         return replace(
             self,
             tokens=self.tokens.gather(1, order),
-            parents=torch.where(inner, parents, -1),
+            parents=torch.where(has_parent, parents, -1),
             sizes=sizes,
             height=min(self.height, max(depths), width - 1),
             q=None if self.q is None else self.q.gather(1, order[:, :, None].expand(-1, -1, self.q.shape[2])),
@@ -157,13 +144,13 @@ class Tree:
         )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Tree:
-        """A tree with all its tensors changed, those already derived from its fields included."""
+        """The tree with every tensor changed, cached properties included."""
         tree = copy(self)
         tree.__dict__.update({name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
         return tree
 
     def check(self, batch: int, budget: int, vocabulary: int) -> None:
-        """Raise ValueError where these are not trees that a proposer may hand in. Reads values: call it on the CPU."""
+        """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize."""
         if self.tokens.shape != self.parents.shape or self.tokens.shape[0] != batch or self.sizes.shape != (batch,):
             raise ValueError(
                 f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
@@ -176,9 +163,9 @@ class Tree:
         if bool(((self.parents >= nodes) | (self.parents < 0))[inner].any()) or bool((self.parents[:, 0] != -1).any()):
             raise ValueError("a tree's root must have parent -1, every other node a parent before itself")
         if bool((self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1)[inner].any()):
-            raise ValueError(f"a tree is deeper than the height of {self.height} that it names")
+            raise ValueError(f"a tree is deeper than its height of {self.height}")
         if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
-            raise ValueError("a tree that is called a chain must have each node behind the one before it")
+            raise ValueError("a tree with is_chain=True must be a chain: each node's parent is the node before it")
         drafted = self.tokens[self.real]
         if int(drafted.min()) < 0 or int(drafted.max()) >= vocabulary:
             raise ValueError(
@@ -186,4 +173,4 @@ class Tree:
                 f"of {vocabulary}"
             )
         if self.sampled is not None and self.q is None:
-            raise ValueError("a tree with sampled nodes carries the law `q` that they were drawn from")
+            raise ValueError("a tree with sampled nodes needs the probabilities `q` that they were sampled from")

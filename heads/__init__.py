@@ -1,4 +1,4 @@
-"""Trained heads: networks that guess the next tokens from the target's features. Each takes and returns tensors."""
+"""Heads: networks that draft tokens from the target's features. They take and return plain tensors."""
 
 from pathlib import Path
 
@@ -6,18 +6,13 @@ from heads.checkpoint import load_head, save_head
 from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig, EagleHead
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
+from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.rope import RopeScaling
 
-PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder a kind, for the default model
-HEADS = {
-    "medusa": (MedusaHead, MedusaConfig),
-    "hydra": (HydraHead, HydraConfig),
-    "eagle": (EagleHead, EagleConfig),
-    "eagle3": (Eagle3Head, Eagle3Config),
-}
+PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model
 
 __all__ = [
     "HEADS",

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes: a file is replaced as a whole or stays as it was."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any, BinaryIO
 
 
 def write_aside(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Let `write(file)` fill a file beside this one, which it then replaces. Only one process may do so at a time.
+    """Call `write(file)` on a temporary file in the same folder, then replace `path` with it.
 
-    A kill or a full disk leaves the old file whole. Raises OSError, with the path, where it cannot be written.
+    A kill or a full disk leaves the old file intact. Only one process may write a path at a time.
+    Raises OSError, naming `path`, if it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__  # torch.save hides what befell the file
+        cause = error if isinstance(error, OSError) else error.__context__  # torch.save wraps an OSError
         if not isinstance(cause, OSError):
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

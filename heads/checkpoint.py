@@ -1,8 +1,4 @@
-"""Heads as folders: every published layout read strictly, one layout written.
-
-A folder that we write holds `config.json` and `model.safetensors`. A Medusa head's loads in vLLM (<= 0.32) too, and
-an EAGLE head's in vLLM 0.33 and SGLang 0.5.23.
-"""
+"""Heads as folders: `load_head` reads every published format strictly, `save_head` writes one."""
 
 from __future__ import annotations
 
@@ -18,142 +14,122 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
 from heads.formats.eagle import export_eagle, read_eagle
 from heads.formats.eagle3 import export_eagle3, read_eagle3
 from heads.formats.hydra import read_hydra
-from heads.formats.layout import OWN, Head, Layout
+from heads.formats.layout import OWN, ConfigDict, Head, Layout, Shapes, build_empty
 from heads.formats.medusa import export_medusa, read_medusa
-from heads.formats.token_map import MAP, order_vocabulary, read_token_map
+from heads.formats.token_map import MAP, read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
-from heads.medusa import MedusaHead
 
+EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
 SHOWN = 4  # names of each sort in an error
 
 
 def load_head(
-    folder: str | Path,
-    dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    layers: int | None = None,
+    folder: str | Path, dtype: torch.dtype | None = None, vocab_size: int | None = None, layers: int | None = None
 ) -> Head:
-    """Load a head from a local folder, ours or a published one, onto the CPU.
+    """A head from a local folder, ours or a published one, on the CPU.
 
-    dtype: of its weights; None keeps the file's. vocab_size: how many tokens its target has, for the files that do
-    not say it (heads without an output matrix of their own). layers: how many layers its target has, for EAGLE-3
-    files that do not say which of them they read (the authors' own). A head out of a whole Medusa-2 model fits that
-    model only. Raises ValueError where there is no head, where it is damaged, and with the names of tensors that are
-    missing, unexpected or of the wrong shape.
+    dtype: of its weights; None keeps the file's. vocab_size, layers: the target's, for files without them.
+    Raises ValueError if there is no head, if it is damaged, or with the names of missing, unexpected or wrong tensors.
     """
-    place = find_folder(folder)
+    path = find_folder(folder)
     try:
-        tensors, notes = read_weights(place)
-        said = _read_config(place, notes)
-        tensors = read_token_map(tensors, said)
-        layout = recognise(tensors, said, vocab_size, layers)
-        return _assemble(layout, tensors, dtype)
+        tensors, metadata = read_weights(path)
+        config = _read_config(path, metadata)
+        tensors = read_token_map(tensors, config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return _assemble(_find_layout(shapes, config, vocab_size, layers), tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
 def find_folder(folder: str | Path) -> Path:
-    """The path of a head's folder. Raises ValueError where there is none: heads are not fetched from a hub."""
-    place = Path(folder)
-    if not place.is_dir():
+    """The path of a head's folder. Raises ValueError if it does not exist; heads are not downloaded from a hub."""
+    path = Path(folder)
+    if not path.is_dir():
         raise ValueError(f"cannot load a head from {str(folder)!r}: there is no such local folder")
-    return place
+    return path
 
 
 def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write a head's folder; made where it is missing, and replaced where it holds a head that we wrote.
+    """Save a head in a new folder, or replace the head saved there. dtype: of the weights; None keeps the head's.
 
-    dtype: of the weights in the file; None keeps the head's. Each file is replaced whole, and the weights carry
-    their config along, so that a kill or a full disk at any moment leaves a folder that loads. Raises ValueError as
-    `check_folder` does, and where a Medusa head has not borrowed the target's matrix: vLLM wants it in the file.
+    Files are replaced atomically and the weights contain the config, so a kill or a full disk leaves a whole head.
+
+    EAGLE and EAGLE-3 folders were served in vLLM 0.32 and 0.33 on a CPU with the same drafts as here, and load in
+    SGLang 0.5.23's classes (not served). Medusa folders are for vLLM's Medusa class, which 0.33 removed. With a draft
+    vocabulary they do not serve in vLLM 0.21 to 0.32: it reports `token_map` as not initialized (tried with 0.32; by
+    its source, versions up to 0.20 load them). No server has Hydra.
+
+    Raises ValueError if the folder holds something else, or if a Medusa head uses the target's output matrix and has
+    not borrowed it: vLLM needs it in the file.
     """
-    place = Path(folder)
-    check_folder(place)
-    states, described = _export(head)
-    stored = {name: _store(tensor, dtype) for name, tensor in states.items()}
-    kept = dtype or next(head.parameters()).dtype
-    described["torch_dtype"] = str(kept).removeprefix("torch.")  # servers take theirs for granted where none is said
-    place.mkdir(parents=True, exist_ok=True)
-    weights = save(stored, {"format": "pt", OWN: json.dumps(described)})
-    write_aside(place / WEIGHTS, lambda file: file.write(weights))
-    write_aside(place / CONFIG, lambda file: file.write(_format(described).encode()))
-
-
-def _format(described: dict[str, Any]) -> str:
-    """A config as JSON, lists of numbers in a line: a token map would be thousands."""
-    return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(described, indent=2))
-
-
-def _export(head: Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a head's file and its config hold: as servers want them, and in our own words beside."""
+    path = Path(folder)
+    _check_overwrite(path)
     states: dict[str, Tensor] = dict(head.state_dict())
-    described: dict[str, Any] = {"model_type": head.kind}
-    if isinstance(head, MedusaHead):
-        states, described = export_medusa(head)
-    elif isinstance(head, EagleHead):
-        states, described = export_eagle(head)
-    elif isinstance(head, Eagle3Head):
-        states, described = export_eagle3(head)
-    return states, described | {OWN: {"kind": head.kind, **asdict(head.config), **described.get(OWN, {})}}
+    config: dict[str, Any] = {"model_type": head.kind}
+    if head.kind in EXPORTS:
+        states, config = EXPORTS[head.kind](head)
+    config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
+    stored = {name: _convert(tensor, dtype).cpu() for name, tensor in states.items()}
+    saved_dtype = dtype or next(head.parameters()).dtype
+    config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
+    path.mkdir(parents=True, exist_ok=True)
+    weights = save(stored, {"format": "pt", OWN: json.dumps(config)})
+    write_aside(path / WEIGHTS, lambda file: file.write(weights))
+    write_aside(path / CONFIG, lambda file: file.write(_format(config).encode()))
 
 
-def check_folder(folder: str | Path) -> None:
-    """Raise ValueError where a head saved there would replace something else, such as the target itself."""
-    place = Path(folder)
-    if place.exists() and not place.is_dir():
-        raise ValueError(f"cannot save a head as {str(folder)!r}: it is a file; name a folder")
-    held = [name for name in (*NAMES, CONFIG) if (place / name).exists()]
+def _check_overwrite(path: Path) -> None:
+    """Raise ValueError if saving a head there would replace something else, such as the target."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"cannot save a head as {str(path)!r}: it is a file; name a folder")
+    held = [name for name in (*NAMES, CONFIG) if (path / name).exists()]
     try:
-        ours = not held or (held[0] == WEIGHTS and OWN in _read_config(place, read_weights(place)[1]))
+        ours = not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1]))
     except ValueError:
         ours = False
     if not ours:
-        raise ValueError(f"cannot save a head in {str(folder)!r}: it holds something else ({_list(held)})")
+        raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
 
 
-def recognise(
-    tensors: Mapping[str, Tensor], said: Mapping[str, Any], vocab_size: int | None = None, layers: int | None = None
-) -> Layout:
-    """The layout of a head's tensors. Raises ValueError where they are no head's that we know."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = read_hydra(shapes, said, vocab_size) or read_medusa(shapes, said, vocab_size)
-    layout = layout or read_eagle3(shapes, said, vocab_size, layers) or read_eagle(shapes, said, vocab_size)
+def _format(config: dict[str, Any]) -> str:
+    """A config as JSON with each list of numbers on one line: a token map has thousands."""
+    return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))
+
+
+def _find_layout(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout:
+    """The layout of tensors with these names and shapes. Raises ValueError if they are of no known head."""
+    layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
+    layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
     if layout is not None:
         return layout
     if "fc.weight" in shapes:
-        raise ValueError(
-            "it seems to be an EAGLE head, but has no attention (layers.0.self_attn or midlayer.self_attn)"
-        )
+        raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
     if any(name.startswith("model.layers.") for name in shapes):
         raise ValueError("it seems to be a whole model without heads")
-    raise ValueError(f"its tensors are no head's that is known: {_list(sorted(shapes))}")
+    raise ValueError(f"its tensors are of no known head: {_list(sorted(shapes))}")
 
 
-def _read_config(folder: Path, notes: Mapping[str, str]) -> dict[str, Any]:
-    """What the weights say of themselves, else config.json: a save that was cut short may have left an older one."""
-    if OWN in notes:
-        return dict(json.loads(notes[OWN]))
+def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The config in the weights' metadata, else config.json, which can be older if a save was interrupted."""
+    if OWN in metadata:
+        return dict(json.loads(metadata[OWN]))
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
     states = {ours: tensors[name] for name, ours in layout.names.items() if name in tensors}
     if MAP in states:
-        order_vocabulary(states, layout.config.vocab_size)
-    with torch.device("meta"):
-        head = layout.build()
+        sort_vocabulary(states, layout.config.vocab_size)
+    head = build_empty(layout.config)
     expected = {name: state.shape for name, state in head.state_dict().items()}
     expected["borrowed"] = torch.Size([head.draft_size, head.hidden_size])
     _refuse_misfits(layout, tensors, states, expected)
     dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
-    for name, state in states.items():  # copies, for they are views of a file yet
-        kept = dtype if state.is_floating_point() else state.dtype
-        states[name] = state.to(kept, copy=True, memory_format=torch.contiguous_format)
+    states = {name: _convert(state, dtype, copy=True) for name, state in states.items()}  # out of the mapped file
     head.borrowed = states.pop("borrowed", None)
     head.load_state_dict(states, assign=True)
     return head
@@ -162,7 +138,7 @@ def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype 
 def _refuse_misfits(
     layout: Layout, tensors: Mapping[str, Tensor], states: Mapping[str, Tensor], expected: Mapping[str, torch.Size]
 ) -> None:
-    """Raise ValueError with the file's names of what is missing, unexpected or not as it should be."""
+    """Raise ValueError with the file's names of tensors that are missing, unexpected or wrong."""
     wrong = []
     for name, ours in layout.names.items():
         state = states.get(ours)
@@ -172,7 +148,7 @@ def _refuse_misfits(
             wrong.append(f"{name} is of {state.dtype}, not of a floating-point type")
     faults = {
         "missing": [name for name in layout.names if name not in tensors],
-        "unexpected": [name for name in tensors if name not in layout.names and name not in layout.passed_over],
+        "unexpected": [name for name in tensors if name not in layout.names and name not in layout.ignored],
         "wrong": wrong,
     }
     if found := [f"{fault}: {_list(names)}" for fault, names in faults.items() if names]:
@@ -184,7 +160,7 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _store(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """As it goes to the file; whole numbers keep their type."""
-    kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-    return tensor.detach().to("cpu", kept).contiguous()
+def _convert(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor:
+    """The tensor as contiguous memory in this dtype; integers keep theirs."""
+    dtype = dtype if tensor.is_floating_point() else None
+    return tensor.detach().to(dtype or tensor.dtype, copy=copy, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""One Llama-style decoder layer: what Hydra++ looks back with, and EAGLE drafts with.
+"""One Llama-style decoder layer, for Hydra++'s prefix attention and EAGLE.
 
-Parameters are named as transformers names them. Shapes: B rows, T tokens, S slots, H hidden size, D head size.
+Parameters are named as in transformers. Shapes: B rows, T tokens, H hidden size, D head size.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from heads.layer_cache import Context, attend
+from heads.layer_cache import AttentionContext, attend
 from heads.layers import Norm
 from heads.rope import RopeScaling, rotate
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The sizes of a decoder layer, in transformers' words."""
+    """Sizes of a decoder layer, named as in transformers. Raises ValueError if they do not fit together."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -24,9 +24,9 @@ class LayerConfig:
     intermediate_size: int
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
-    input_norm: bool = True  # before attention; a layer whose input is normed already can do without
+    input_norm: bool = True  # before attention; not needed if the layer's input is normed already
     qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
-    qk_norm: bool = False  # of each head's queries and keys before they are turned, as in Qwen3
+    qk_norm: bool = False  # of each head's queries and keys before rotation, as in Qwen3
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
@@ -40,9 +40,9 @@ class LayerConfig:
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated feed-forward network, each normed before and added to what came in.
+    """Attention, then a gated feed-forward network, each with a norm before it and a residual connection.
 
-    A new layer changes nothing: the last matrix of both halves is zero.
+    A new layer is the identity: the last matrix of both halves is zero.
     """
 
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
@@ -53,36 +53,39 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: Context | None = None
+        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: AttentionContext | None = None
     ) -> Tensor:
         """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H].
 
-        context: what the tokens look back on; None: themselves alone. mask: as in `Context.attend`.
+        context: earlier tokens to attend to; None: there are none. mask: as in `AttentionContext.attend`.
         """
         states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Attention(nn.Module):
-    """Attention whose query heads share keys and values in groups (Ainslie et al., 2023), with rotary positions.
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
 
-    inputs: how many tensors of the hidden size lie side by side in what it reads.
+    inputs: how many tensors of the hidden size its input concatenates.
     """
 
     def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
         super().__init__()
         self.config = config
-        wide, narrow = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(inputs * hidden_size, wide, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inputs * hidden_size, narrow, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inputs * hidden_size, narrow, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(wide, hidden_size, bias=False)
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(inputs * hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
         self.q_norm, self.k_norm = (
             Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
         )
         nn.init.zeros_(self.o_proj.weight)
 
-    def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, context: Context | None) -> Tensor:
+    def forward(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, context: AttentionContext | None
+    ) -> Tensor:
         """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
         queries, keys, values = (
             project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]

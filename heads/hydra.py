@@ -1,6 +1,6 @@
-"""Hydra heads: like Medusa's, but head i also sees the tokens that were guessed before its own.
+"""Hydra heads: like Medusa's, but head i also reads the tokens drafted before its own.
 
-After Ankner et al., "Hydra" (2024). Shapes: B rows, T tokens, H hidden size.
+Source: Ankner et al., "Hydra" (2024). Shapes: B rows, T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,40 +14,32 @@ from torch import Tensor, nn
 from heads.decoder_layer import DecoderLayer, LayerConfig
 from heads.layer_cache import LayerCache
 from heads.layers import GroundedBlock, Norm, ResidualBlock
-from heads.vocabulary import Output, VocabularyHead
+from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
 @dataclass(frozen=True)
-class HydraConfig:
-    """The shape of a Hydra head. `target_layers` tells targets of one width apart; None where a file does not say."""
+class HydraConfig(HeadConfig):
+    """Sizes of a Hydra head."""
 
-    hidden_size: int
-    vocab_size: int
     heads: int = 4
-    layers: int = 1  # blocks of a head, the grounded one included
+    layers: int = 1  # blocks of each head, including the grounded one
     output: Output = "shared"
-    draft_size: int | None = None  # None: the whole vocabulary
     output_bias: bool = False
     projected: bool = False  # see GroundedBlock
-    target_layers: int | None = None
-    target_name: str | None = None
     prefix: LayerConfig | None = None  # Hydra++: see PrefixLayer
 
 
 class HydraHead(VocabularyHead):
-    """K heads in sequence. Head i sees the feature of the last committed token and the embeddings of the i + 1 tokens
-    after it, of which the first is chosen already and the others are guesses of the heads before."""
+    """K heads in sequence. Head i reads the last committed token's feature, and the embeddings of the bonus token and
+    the tokens that the i heads before it drafted."""
 
     kind = "hydra"
-    features = (-1,)  # the hidden states that it reads, in transformers' numbering
+    features = (-1,)  # the hidden states it reads, in transformers' numbering
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
-        draft_size = config.draft_size or config.vocab_size
-        super().__init__(
-            config.heads, config.hidden_size, config.vocab_size, draft_size, config.output, config.output_bias
-        )
-        self.config, self.depth = config, config.heads
+        super().__init__(config, config.output, config.heads, config.output_bias)
+        self.depth = config.heads
         self.grounded = nn.ModuleList(
             GroundedBlock(config.hidden_size, index + 2, config.projected) for index in range(config.heads)
         )
@@ -57,21 +49,21 @@ class HydraHead(VocabularyHead):
     def contextualize(
         self, features: Tensor, cache: LayerCache | None = None, counts: Sequence[int] | None = None
     ) -> Tensor:
-        """The features [B, T, H] that the heads read: those of the target, or what the prefix layer makes of them.
+        """The target's features [B, T, H] -> the heads' input [B, T, H], through the prefix layer if there is one.
 
-        Without a cache the features are a row's first ones, padded at the right. With one they come behind those that
-        it holds, and it keeps the first counts[b] of each row (None: all).
+        Without a cache, the features start at position 0 and can be padded on the right. With a cache, they follow
+        its tokens, and it keeps the first counts[b] of each row (None: all).
         """
         return features if self.prefix is None else self.prefix(features, cache, counts)
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:
-        """The state [..., H] of head `index` for features [..., H] and the embeddings [..., index + 1, H] behind."""
+        """Features [..., H] and embeddings [..., index + 1, H] of the next tokens -> head `index`'s state [..., H]."""
         states = torch.cat([features, embedded.flatten(-2)], dim=-1)
         return self.blocks[index](self.grounded[index](states))
 
 
 class PrefixLayer(nn.Module):
-    """Hydra++'s look back: a decoder layer over all features so far, that of token i at position i, and a norm."""
+    """Hydra++'s prefix attention: a decoder layer and a norm over the features of all tokens so far."""
 
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
         super().__init__()

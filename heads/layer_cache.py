@@ -1,6 +1,8 @@
-"""What a head's decoder layer looks back on: the tokens themselves, or a cache, a length of its own for each row.
+"""Attention of a head's decoder layer, and its KV cache, with a separate length for each row.
 
-Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size. Token i of a row lies in slot i.
+`decode.kv_cache` serves all layers of a transformers model and compacts accepted paths; a head has one layer, plain
+tensors and no paths to keep. Heads do not import from decode.
+Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size. Token i of a row is in slot i.
 """
 
 from __future__ import annotations
@@ -14,19 +16,18 @@ from torch import Tensor, nn
 GROWTH = 256  # slots; allocation is rounded up to a multiple
 
 
-class Context(Protocol):
-    """What tokens look back on beside themselves."""
+class AttentionContext(Protocol):
+    """Earlier tokens that new tokens attend to."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """What tokens with these queries [B, Q, T, D], keys and values [B, G, T, D] see, mixed: [B, Q, T, D].
+        """Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D].
 
-        mask: bool [B, 1, T, S], the slots that each token sees; None: all up to its own.
+        mask: bool [B, 1, T, S], the slots that each token attends to; None: all up to its own.
         """
-        ...
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As in `Context`, of tokens that have nothing before them."""
+    """Grouped-query attention as in `AttentionContext`, without earlier tokens."""
     if mask is not None and queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
         return _attend_folded(queries, keys, values, mask)
     return nn.functional.scaled_dot_product_attention(
@@ -35,9 +36,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The queries of a key-value head lie below one another, as if they were more tokens.
+    """Fold grouped queries into the token axis: torch's grouped bfloat16 kernel on a CPU takes up to 5 times as long.
 
-    In bfloat16 on a CPU, torch's own kernel for grouped queries takes up to 5 times as long, most with few tokens.
+    `decode.cpu` does the same for transformers' models, inside their attention interface.
     """
     groups = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (keys.shape[1], groups)).flatten(2, 3)  # [B, G, groups x T, D]
@@ -46,10 +47,9 @@ def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) 
 
 
 class LayerCache:
-    """The keys and values that one layer keeps of a batch, preallocated.
+    """The keys and values of one layer for a batch; an `AttentionContext`.
 
-    New tokens lie behind the kept ones, until `keep` counts them in. So the padding of rows that keep fewer tokens, and
-    tokens that were only tried, are written over by the next.
+    New tokens stay only if `keep` counts them: the next call overwrites padding and rejected draft tokens.
     """
 
     def __init__(self, batch: int) -> None:
@@ -58,55 +58,43 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Context`. The tokens are laid behind those kept, and it is the caller's to `keep` them."""
-        mask = self.mask(queries.shape[2], queries.device) if mask is None else mask
-        return attend(queries, *self.write(keys, values), mask)
-
-    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Lay new ones, [B, G, T, D] each, behind those kept, and return all that are in use, [B, G, S, D] each.
-
-        No gradient flows back through it.
-        """
-        count = keys.shape[2]
-        used = max(self.lengths) + count
-        slots = self.positions(count, keys.device)
+        """See `AttentionContext`. Writes the tokens after the kept ones; no gradient flows through them."""
+        used = max(self.lengths) + keys.shape[2]
+        slots = self.positions(keys.shape[2], keys.device)
+        if mask is None:
+            mask = (torch.arange(used, device=keys.device) <= slots[..., None])[:, None]
         self.keys, self.values = (
-            self._lay(old, new.detach(), slots, used) for old, new in ((self.keys, keys), (self.values, values))
+            _write(held, new.detach(), slots, used) for held, new in ((self.keys, keys), (self.values, values))
         )
-        return self.keys[:, :, :used], self.values[:, :, :used]
+        return attend(queries, self.keys[:, :, :used], self.values[:, :, :used], mask)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """The positions [B, T] of the next `count` tokens, the same as their slots."""
+        """The positions [B, T] of the next `count` tokens, which are also their slots."""
         return torch.tensor(self.lengths).to(device, non_blocking=True)[:, None] + torch.arange(count, device=device)
 
-    def mask(self, count: int, device: torch.device) -> Tensor:
-        """The slots that each of the next `count` tokens sees, those up to its own: bool [B, 1, T, S]."""
-        slots = torch.arange(max(self.lengths) + count, device=device)
-        return (slots <= self.positions(count, device)[..., None])[:, None]
-
     def keep(self, counts: Sequence[int]) -> None:
-        """Count in the first counts[b] tokens of those written last."""
+        """Keep the first counts[b] of the tokens written last."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Forget what was kept beyond the given lengths."""
+        """Drop tokens beyond these lengths."""
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, by their places in the batch."""
+        """Keep only these rows of the batch, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         if self.keys is not None and self.values is not None:
             index = torch.tensor(rows, device=self.keys.device)
             self.keys, self.values = self.keys[index], self.values[index]
 
-    def _lay(self, old: Tensor | None, new: Tensor, slots: Tensor, used: int) -> Tensor:
-        if old is None or old.shape[2] < used:
-            before = 0 if old is None else old.shape[2]
-            capacity = -(-max(used, before * 3 // 2) // GROWTH) * GROWTH
-            larger = new.new_zeros(*new.shape[:2], capacity, new.shape[3])
-            if old is not None:
-                larger[:, :, :before] = old
-            old = larger
-        rows = torch.arange(len(new), device=new.device)[:, None]
-        old[rows, :, slots] = new.transpose(1, 2)
-        return old
+
+def _write(held: Tensor | None, new: Tensor, slots: Tensor, used: int) -> Tensor:
+    """Write new keys or values [B, G, T, D] at slots [B, T]; reallocate if fewer than `used` slots are held."""
+    held = new[:, :, :0] if held is None else held
+    size = held.shape[2]
+    if size < used:
+        capacity = -(-max(used, size * 3 // 2) // GROWTH) * GROWTH
+        held = nn.functional.pad(held, (0, 0, 0, capacity - size))
+    rows = torch.arange(len(new), device=new.device)[:, None]
+    held[rows, :, slots] = new.transpose(1, 2)
+    return held

@@ -1,20 +1,19 @@
-"""What heads are built of."""
+"""Layers that several heads share. Shapes: H hidden size."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the number format of its weights. Under autocast, states come in a narrower one."""
+    """RMSNorm in the dtype of its weights; under autocast its input can have a narrower one."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 class ResidualBlock(nn.Module):
-    """`layers` times x + SiLU(W x + b), W and b zero at first, so that a new block changes nothing (Medusa, 2.1.1)."""
+    """`layers` times x + SiLU(W x + b) (Medusa, section 2.1.1). A new block is the identity: W and b are zero."""
 
     def __init__(self, hidden_size: int, layers: int, bias: bool = True) -> None:
         super().__init__()
@@ -30,10 +29,10 @@ class ResidualBlock(nn.Module):
 
 
 class GroundedBlock(nn.Module):
-    """The first block of a Hydra head: many tensors [..., H] side by side, [..., n x H], become one [..., H].
+    """First block of a Hydra head: a concatenation [..., inputs x H] of feature and embeddings -> [..., H].
 
-    projected: the way past the nonlinearity is a matrix of its own, as published (Hydra's `res_connection`);
-    otherwise it is the first of the tensors, the feature, which saves half of the block.
+    projected: the residual connection is a learned matrix, as published (`res_connection`). Otherwise it is the
+    feature itself, which halves the block's parameters.
     """
 
     def __init__(self, hidden_size: int, inputs: int, projected: bool) -> None:
@@ -44,10 +43,9 @@ class GroundedBlock(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         if self.residual is not None:
+            nn.init.eye_(self.residual.weight)
             nn.init.zeros_(self.residual.bias)
-            with torch.no_grad():
-                self.residual.weight.copy_(torch.eye(hidden_size, inputs * hidden_size))
 
     def forward(self, states: Tensor) -> Tensor:
-        past = states[..., : self.hidden_size] if self.residual is None else self.residual(states)
-        return past + nn.functional.silu(self.linear(states))
+        residual = states[..., : self.hidden_size] if self.residual is None else self.residual(states)
+        return residual + nn.functional.silu(self.linear(states))

@@ -1,17 +1,19 @@
-"""Rotary positions (RoPE; Su et al., 2021), and the three ways to stretch them over a longer context.
+"""Rotary positions (RoPE; Su et al., 2021), with transformers' scalings to longer contexts.
 
 Shapes: B rows, T tokens, D head size.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SCALINGS = {  # and what each of them reads beside the factor
+SCALINGS = {  # the parameters of each type, in addition to the factor
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
@@ -20,17 +22,19 @@ SCALINGS = {  # and what each of them reads beside the factor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How angles are slowed, in transformers' words. Raises ValueError where the type is none of `SCALINGS`, or needs
-    the length of the context that the frequencies were first trained for, and has none."""
+    """A RoPE scaling, with transformers' names and meanings.
+
+    Raises ValueError if the type is not in `SCALINGS` or lacks the original context length it needs.
+    """
 
     rope_type: str
     factor: float
-    original_max_position_embeddings: int | None = None  # tokens; of llama3 and yarn
-    low_freq_factor: float = 1.0  # of llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # of yarn
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # of yarn; None: as its paper recommends
+    original_max_position_embeddings: int | None = None  # tokens; llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1 (Peng et al., "YaRN", 2023, section 3.4)
 
     def __post_init__(self) -> None:
         if self.rope_type not in SCALINGS:
@@ -39,50 +43,34 @@ class RopeScaling:
             raise ValueError(f"rope_type {self.rope_type!r} needs original_max_position_embeddings")
 
     def describe(self) -> dict[str, str | float]:
-        """What a config says of it."""
-        said = {name: getattr(self, name) for name in ("rope_type", "factor", *SCALINGS[self.rope_type])}
-        return {name: value for name, value in said.items() if value is not None}
-
-    def slow(self, rates: Tensor, theta: float) -> Tensor:
-        """The rates [D/2], divided by the factor for pairs that turn too rarely in the original context to be kept."""
-        whole = self._choose_whole(rates, theta)
-        return rates * (whole + (1 - whole) / self.factor)
-
-    @property
-    def strength(self) -> float:
-        """What queries and keys are multiplied by (Peng et al., "YaRN", 2023, 3.4)."""
-        if self.rope_type != "yarn":
-            return 1.0
-        return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0)
-
-    def _choose_whole(self, rates: Tensor, theta: float) -> Tensor:
-        """The share [D/2] of each pair's rate that stays as it is, 0 to 1."""
-        if self.original_max_position_embeddings is None or self.rope_type == "linear":
-            return torch.zeros_like(rates)
-        context = self.original_max_position_embeddings / (2 * math.pi)
-        if self.rope_type == "llama3":
-            low, high = self.low_freq_factor, self.high_freq_factor
-            return ((context * rates - low) / (high - low)).clamp(0, 1)
-        size = 2 * len(rates)
-        # the pairs that turn so often in the original context (YaRN, 3.2)
-        often, rarely = (size * math.log(context / b, theta) / 2 for b in (self.beta_fast, self.beta_slow))
-        first, last = max(math.floor(often), 0), min(math.ceil(rarely), size - 1)
-        pairs = torch.arange(len(rates), dtype=rates.dtype, device=rates.device)
-        return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+        """The scaling as `rope_scaling` of a config, without the parameters that its type does not have."""
+        values = {name: getattr(self, name) for name in ("rope_type", "factor", *SCALINGS[self.rope_type])}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def rotate(states: Tensor, positions: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Turn states [B, heads, T, D] by their positions [B, T] or [1, T].
+    """Rotate states [B, heads, T, D] by their positions [B, T] or [1, T].
 
-    Numbers i and i + D/2 of a head are a pair, as in Llama. Angles are in float32 at least: bfloat16 has no 257.
+    Elements i and i + D/2 of a head form a pair, as in Llama. Angles are computed in float32 or wider, because
+    bfloat16 cannot represent position 257.
     """
     half = states.shape[-1] // 2
     dtype = torch.promote_types(states.dtype, torch.float32)
-    rates = theta ** -(torch.arange(half, dtype=dtype, device=states.device) / half)
-    strength = 1.0
-    if scaling is not None:
-        rates, strength = scaling.slow(rates, theta), scaling.strength
-    angles = positions[:, None, :, None] * rates  # [B, 1, T, D/2]
+    if scaling is None:
+        frequencies, strength = theta ** -(torch.arange(half, dtype=dtype, device=states.device) / half), 1.0
+    else:
+        frequencies, strength = _scale(scaling, theta, 2 * half, states.device)
+    angles = positions[:, None, :, None] * frequencies.to(dtype)  # [B, 1, T, D/2]
     cosine, sine = ((strength * part).to(states.dtype) for part in (angles.cos(), angles.sin()))
     first, second = states[..., :half], states[..., half:]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)  # cached tensors must also work in training
+def _scale(scaling: RopeScaling, theta: float, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """transformers' scaled frequencies [D/2], and the factor that multiplies queries and keys."""
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim)
+    config.rope_parameters = {"rope_theta": theta, **scaling.describe()}
+    frequencies, strength = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, device)
+    return frequencies, float(strength)

@@ -1,10 +1,11 @@
-"""The end of every head: from hidden states to logits over the target's tokens, or over the most frequent of them.
+"""The output layer of every head: from states to logits over the target's vocabulary or a part of it.
 
 Shapes: K heads, H hidden size, V the target's vocabulary, D draft vocabulary (D = V without a token map).
 """
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,34 +14,48 @@ from torch import Tensor, nn
 Output = Literal["own", "shared", "target"]
 
 
-class VocabularyHead(nn.Module):
-    """A head that ends in a vocabulary.
+@dataclass(frozen=True)
+class HeadConfig:
+    """What the config of every kind of head has. Facts of the target are None if a published file lacks them."""
 
-    output: "own" is one matrix [D, H] for each of the K heads, "shared" one for all, "target" borrows the target's,
-    which is handed in by `borrow`, with its bias if it has one, and is no part of the state. draft_size: D; with
-    fewer tokens than the target has, `token_map` [D] says which of the target's tokens each stands for, ascending.
+    hidden_size: int
+    vocab_size: int
+    _: KW_ONLY
+    draft_size: int | None = None  # tokens of the draft vocabulary; None: the whole vocabulary
+    target_layers: int | None = None  # distinguishes targets of the same width
+    target_name: str | None = None
+    max_position_embeddings: int | None = None  # the target's, for servers; no limit here
+
+
+class VocabularyHead(nn.Module):
+    """Base of all heads: the output layer and the draft vocabulary.
+
+    output: "own" is an output matrix [D, H] for each of the `matrices` heads, "shared" one for all, "target" the
+    target's with its bias, which `borrow` sets and the state dict omits. With a draft vocabulary, `token_map` [D]
+    holds the target's token ids, ascending. Raises ValueError if `output` or the draft vocabulary is not valid.
     """
 
     kind: ClassVar[str]  # its key in HEADS
-    config: Any  # its kind's own dataclass
+    config: Any  # the config class of its kind
     token_map: Tensor | None
     borrowed: Tensor | None
     borrowed_bias: Tensor | None
     lm_head: nn.Linear
     lm_heads: nn.ModuleList
 
-    def __init__(
-        self, heads: int, hidden_size: int, vocab_size: int, draft_size: int, output: Output, bias: bool = False
-    ) -> None:
+    def __init__(self, config: HeadConfig, output: Output, matrices: int = 1, bias: bool = False) -> None:
         super().__init__()
+        hidden_size, vocab_size = config.hidden_size, config.vocab_size
+        draft_size = config.draft_size or vocab_size
         if output not in ("own", "shared", "target"):
             raise ValueError(f"output is {output!r}; choose own, shared or target")
         if not 1 <= draft_size <= vocab_size:
-            raise ValueError(f"a draft vocabulary of {draft_size} tokens does not fit one of {vocab_size}")
-        self.hidden_size, self.vocab_size, self.draft_size, self.output = hidden_size, vocab_size, draft_size, output
+            raise ValueError(f"draft_size is {draft_size}; it must be from 1 to the vocabulary size, {vocab_size}")
+        self.config, self.output = config, output
+        self.hidden_size, self.vocab_size, self.draft_size = hidden_size, vocab_size, draft_size
         self.target_hidden_size = hidden_size
         if output == "own":
-            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(heads))
+            self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(matrices))
         elif output == "shared":
             self.lm_head = nn.Linear(hidden_size, draft_size, bias=bias)
         self.register_buffer("borrowed", None, persistent=False)
@@ -48,10 +63,13 @@ class VocabularyHead(nn.Module):
         self.register_buffer("token_map", torch.arange(draft_size) if draft_size < vocab_size else None)
 
     def borrow(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take the target's output matrix [V, H] and bias [V]: as this head's own, or as what its own starts from."""
+        """Use the target's output matrix [V, H] and bias [V], or initialize the head's own output layer with them.
+
+        Raises ValueError if the matrix has another shape.
+        """
         if weight.shape != (self.vocab_size, self.hidden_size):
             raise ValueError(
-                f"the target's output matrix is {list(weight.shape)}, this head's vocabulary needs "
+                f"the target's output matrix is {list(weight.shape)}; this head needs "
                 f"[{self.vocab_size}, {self.hidden_size}]"
             )
         rows, offsets = self.drafted_rows(weight), None if bias is None else self.drafted_rows(bias)
@@ -59,18 +77,17 @@ class VocabularyHead(nn.Module):
             dtype = next(self.parameters()).dtype
             self.borrowed = rows.detach().to(dtype)
             self.borrowed_bias = None if offsets is None else offsets.detach().to(dtype)
-            return
-        for linear in self._matrices():
+        for linear in self._output_layers():
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
-                linear.bias.data.zero_() if offsets is None else linear.bias.data.copy_(offsets)
+                linear.bias.data.copy_(torch.zeros(()) if offsets is None else offsets)
 
     def drafted_rows(self, weight: Tensor) -> Tensor:
-        """The rows [D, ...] of a matrix or bias [V, ...] that are of tokens which this head guesses."""
+        """The rows [D, ...] of a matrix or bias [V, ...] that belong to the draft vocabulary."""
         return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
-        """Raise ValueError where the head was trained for a target of other sizes than these."""
+        """Raise ValueError if the head was trained for a target of other sizes."""
         name = self.config.target_name
         for what, own, given in (
             ("hidden size", self.target_hidden_size, hidden_size),
@@ -81,30 +98,29 @@ class VocabularyHead(nn.Module):
                 trained = f"for {name}, " if name else "for another target, "
                 raise ValueError(f"this head was trained {trained}whose {what} is {own}; this target's is {given}")
 
-    def vocabulary(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """The matrix [D, H] and bias [D] of head `index`."""
-        matrices = self._matrices()
-        if not matrices:
-            if self.borrowed is None:
-                raise ValueError("this head uses the target's output matrix; hand it in with borrow(weight)")
-            return self.borrowed, self.borrowed_bias
-        linear = matrices[index % len(matrices)]
-        return linear.weight, linear.bias
+    def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The output matrix [D, H] and bias [D] of head `index`. Raises ValueError before `borrow` if it needs it."""
+        layers = self._output_layers()
+        if layers:
+            linear = layers[index % len(layers)]
+            return linear.weight, linear.bias
+        if self.borrowed is None:
+            raise ValueError("this head uses the target's output matrix; pass it to borrow(weight)")
+        return self.borrowed, self.borrowed_bias
 
     def normalise(self, states: Tensor) -> Tensor:
-        """States [..., H] as the output matrix reads them; most heads' are so already."""
+        """States [..., H] -> the input [..., H] of the output matrix. Most heads need no norm here."""
         return states
 
     def logits(self, states: Tensor, index: int = 0) -> Tensor:
         """The logits [..., D] of head `index` for its states [..., H]."""
-        return nn.functional.linear(self.normalise(states), *self.vocabulary(index))
+        return nn.functional.linear(self.normalise(states), *self.output_layer(index))
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """The target's ids of draft ids."""
+        """The target's token ids for ids of the draft vocabulary."""
         return drafted if self.token_map is None else self.token_map[drafted]
 
-    def _matrices(self) -> list[nn.Linear]:
-        """The matrices that are this head's own."""
+    def _output_layers(self) -> list[nn.Linear]:
         if self.output == "own":
             return [linear for linear in self.lm_heads if isinstance(linear, nn.Linear)]
         return [self.lm_head] if self.output == "shared" else []

@@ -73,23 +73,29 @@ def load_proposer(
         if head is not None or not Path(name).is_dir():
             raise ValueError(f"unknown proposer {str(name)!r}; choose from {', '.join(NAMES)} or name a head's folder")
         name, head = "auto", name
-    folder = PRETRAINED / name if head is None else Path(head)
-    trained = _load_head(name, folder, target) if name in HEAD_PROPOSERS or (name == "auto" and head) else None
-    kind = name if trained is None else trained.kind
     options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
     options = {key: value for key, value in options.items() if value is not None}
     given = {key for key, value in {"head": head, "draft_model": draft_model}.items() if value is not None} | {*options}
-    if not given <= {*OPTIONS[kind]}:
-        unknown = ", ".join(sorted(given - {*OPTIONS[kind]}))
-        raise ValueError(f"{kind} has no option {unknown}; it has {', '.join(OPTIONS[kind]) or 'none'}")
-    if trained is not None:
-        make: Callable[..., HeadProposer] = HEAD_PROPOSERS[kind]
+    if name in HEAD_PROPOSERS or (name == "auto" and head is not None):
+        folder = PRETRAINED / name if head is None else Path(head)
+        if name != "auto":
+            _check_options(name, given)
+        trained = _load_head(name, folder, target)
+        _check_options(trained.kind, given)
+        make: Callable[..., HeadProposer] = HEAD_PROPOSERS[trained.kind]
         return make(trained, calibration=load_calibration(folder), **options).prepare(target)
-    if kind == "draft":
+    _check_options(name, given)
+    if name == "draft":
         return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
-    if kind == "auto":
+    if name == "auto":
         return load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS)) or NGramProposer()
-    return PlainProposer() if kind == "none" else NGramProposer()
+    return PlainProposer() if name == "none" else NGramProposer()
+
+
+def _check_options(kind: str, given: set[str]) -> None:
+    """Raise ValueError if an option does not exist for this kind of proposer."""
+    if unknown := sorted(given - {*OPTIONS[kind]}):
+        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS[kind]) or 'none'}")
 
 
 def _load_head(name: str, folder: Path, target: Target) -> Head:

@@ -33,7 +33,7 @@ class PackedOutput:
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
         self.normalise, self.device = normalise, next(head.parameters()).device
         count = head.config.heads if head.output == "own" else 1
-        layers = [make_linear(*head.vocabulary(index)) for index in range(count)]
+        layers = [make_linear(*head.output_layer(index)) for index in range(count)]
         self.layers = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
 
     def __call__(self, states: Tensor, index: int = 0) -> Tensor:

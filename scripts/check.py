@@ -1,4 +1,4 @@
-"""Check a head's folder, from anywhere: would vLLM and SGLang serve it as it was trained, and is it any good?"""
+"""Check a head's folder: would vLLM and SGLang serve it as it was trained, and are its draft tokens accepted?"""
 
 from __future__ import annotations
 
@@ -16,121 +16,83 @@ if __name__ == "__main__":
 
 from decode.models.loading import DTYPES
 from proposers import HEAD_PROPOSERS
-from scripts.check_decode import Worth, judge, load_for, measure
-from scripts.check_folder import Engine, Finding, read_folder
-from scripts.check_rules import find_faults
-from scripts.check_serving import SERVERS, list_errors, write_commands
 from scripts.options import Parser, failing_clearly, load_target
+from scripts.serving_rules.commands import ENGINES, write_commands
+from scripts.serving_rules.folder import Engine, error, read_folder
+from scripts.serving_rules.report import SOURCES, Report, describe_report, find_faults
+from scripts.serving_rules.trial import load_trial_proposer, run_trial
 
-EPILOG = """\
-Each line of the result is a finding: error, warning or note; the server that it is about (both: of either, draftless:
-of drafting here); its name; what to do. Then come the commands that serve the model with the head, and tau: new
-tokens a forward pass on a few prompts, here, beside what the head's card (calibration.json) states. The exit status
-is 1 where anything is an error, with --engine only if it is one for that server or for drafting here.
+EPILOG = f"""\
+Each line of the result is a finding: its level (error, warning or note), its engine, its name, and what to do. The
+engine is vllm, sglang, both of them, or draftless (loading and drafting here). Then come the commands that serve the
+model with the head, and tau, the mean acceptance length on four prompts, next to the one that calibration.json states.
+The exit status is 1 if there is an error. With --engine, findings about the other engine are left out.
 
-The rules are those of the source of vLLM 0.33 (Medusa: 0.32) and SGLang 0.5.23. Neither server is run.
-"""
+{SOURCES}"""
 
 
-@dataclass
-class Report:
-    """What was found in a folder."""
+@dataclass(frozen=True)
+class CheckOptions:
+    """The folder to check, the target to check it for, and what to check."""
 
-    folder: str
-    target: str | None
-    kind: str | None
-    findings: list[Finding]
-    commands: dict[Engine, str]
-    decode: Worth | None = None
-
-    @property
-    def ok(self) -> bool:
-        return not any(finding.level == "error" for finding in self.findings)
+    folder: Path
+    model: str | None = None  # folder or hub id; None is the default model
+    dtype: str | None = None
+    device: str | None = None
+    kind: str | None = None  # what the head has to be; None accepts every kind
+    engine: Engine | None = None  # None checks for all
+    no_decode: bool = False
+    json: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
-    args = parser.parse_args(argv)
+    options = CheckOptions(**vars(parser.parse_args(argv)))
     with failing_clearly(parser):
-        if not args.folder.is_dir():
-            raise ValueError(f"there is no such local folder: {args.folder}")
-        report = check(args)
-        print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else describe(report, args.engine))
+        if not options.folder.is_dir():
+            raise ValueError(f"there is no local folder {options.folder}")
+        report = check(options)
+        as_json = json.dumps(asdict(report) | {"ok": report.ok})
+        print(as_json if options.json else describe_report(report, options.engine))
     if not report.ok:
         raise SystemExit(1)
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="check.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the head's folder, in any published layout")
-    parser.add_argument(
-        "--target", dest="model", metavar="MODEL", help="a local folder or a hub id (default: SmolLM2-135M-Instruct)"
-    )
-    parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="what the head must be (default: what its tensors say)")
-    parser.add_argument("--engine", choices=SERVERS, help="check for this server only (default: for both)")
-    parser.add_argument("--no-decode", action="store_true", help="do not draft with it: rules only")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
+    parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="report an error if the head is of another kind")
+    parser.add_argument("--engine", choices=ENGINES, help="check for this engine only (default: for both)")
+    parser.add_argument("--no-decode", action="store_true", help="check the rules only; do not draft with the head")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
-    parser.set_defaults(device_map=None, accelerate="packed")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     return parser
 
 
-def check(args: argparse.Namespace) -> Report:
-    """Hold the folder to all rules, load its head, and draft with it."""
+def check(options: CheckOptions) -> Report:
+    """Apply all rules to the folder, load its head, and draft with it."""
     try:
-        folder = read_folder(args.folder)
-    except ValueError as error:  # there is nothing to check, so the model is not loaded either
-        fault = Finding("error", "both", "damaged-folder", str(error))
-        return Report(str(args.folder), args.model, None, [fault], {})
-    target = load_target(args)
-    findings = find_faults(folder, target, args.kind)
-    proposer, reasons = load_for(args.folder, target)
+        folder = read_folder(options.folder)
+    except ValueError as fault:  # nothing is left to check, so the model is not loaded
+        findings = [error("both", "damaged-folder", str(fault))]
+        return Report(str(options.folder), options.model, None, findings, {})
+    model = {"model": options.model, "dtype": options.dtype, "device": options.device, "device_map": None}
+    target = load_target(argparse.Namespace(**model, accelerate="packed"))
+    findings = find_faults(folder, target, options.kind)
+    proposer, reasons = load_trial_proposer(options.folder, target)
     if not any(finding.engine == "draftless" for finding in findings):
         findings += reasons
-    worth = None
-    if proposer is not None and not args.no_decode:
-        worth = measure(args.folder, target, proposer)
-        findings += judge(worth)
-    if args.engine is not None:
-        findings = [finding for finding in findings if finding.engine in (args.engine, "both", "draftless")]
-    name = args.model or str(target.model.name_or_path)
+    trial = None if proposer is None or options.no_decode else run_trial(options.folder, target, proposer)
+    findings += trial.check() if trial else []
+    engines = ENGINES if options.engine is None else (options.engine,)
+    findings = [finding for finding in findings if finding.engine in (*engines, "both", "draftless")]
+    name = options.model or str(target.model.name_or_path)
     commands = write_commands(folder, name, findings)
-    if args.engine is not None:
-        commands = {engine: command for engine, command in commands.items() if engine == args.engine}
-    return Report(str(args.folder), name, folder.kind, findings, commands, worth)
-
-
-def describe(report: Report, engine: Engine | None) -> str:
-    """The report as lines of text."""
-    lines = [f"{each.level:7} {each.engine:9} {each.name}: {each.text}" for each in report.findings]
-    lines = [" ".join(line.split("\n")) for line in lines] or ["no findings"]
-    if report.kind is not None:
-        lines.append("")
-        for server in (engine,) if engine else SERVERS:
-            lines.append(f"{server}: {report.commands.get(server) or explain(report, server)}")
-        lines.append("(checked against the rules of the servers' source, not run)")
-    if report.decode is not None:
-        lines += ["", describe_worth(report.decode)]
-    return "\n".join(lines)
-
-
-def explain(report: Report, engine: Engine) -> str:
-    """Why there is no command for a server."""
-    if errors := len(list_errors(report.findings, engine)):
-        return f"not before what is wrong is mended ({errors} above)"
-    return f"it serves no {report.kind} heads"
-
-
-def describe_worth(worth: Worth) -> str:
-    card = "its card states no acceptance" if worth.expected is None else f"its card states {worth.expected:.2f}"
-    return f"tau {worth.tau:.2f} here in {worth.tokens} tokens, greedy, {worth.nodes} nodes; {card}"
+    commands = {engine: command for engine, command in commands.items() if engine in engines}
+    return Report(str(options.folder), name, folder.kind, findings, commands, trial)
 
 
 if __name__ == "__main__":

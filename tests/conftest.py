@@ -1,4 +1,4 @@
-"""What several tests need: options, and tiny models as folders."""
+"""Options and fixtures for several tests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ END = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=1000, help="how many random cases the losslessness test tries")
-    parser.addoption("--questions", help="a JSONL file in Spec-Bench's format: slow tests answer 60 of its questions")
+    parser.addoption("--cases", type=int, default=1000, help="number of random cases of the losslessness test")
+    parser.addoption("--questions", help="a JSONL file in Spec-Bench's format; slow tests answer 60 of its questions")
 
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny models lose time to a second thread, and much of it on a busy machine."""
+    """One thread: more slow tiny models down, above all on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
     yield
@@ -33,7 +33,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Compiled once, but not kept among the user's."""
+    """Compile kernels once per checkout, and not into the user's folder."""
     folder = pytestconfig.cache.mkdir("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode.cpu.kernel_cache, "kernel_folder", lambda: folder)
@@ -42,12 +42,12 @@ def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save a tiny Llama model, with what is overridden of it, and a tokenizer: each ASCII character is a token."""
+    """Saves a tiny Llama model and a tokenizer with a token for each ASCII character. Returns the folder."""
     tokens = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCABULARY - 3))]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for said in messages %}{{ said.role[0] }}:{{ said.content }} {% endfor %}a:"
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role[0] }}:{{ each.content }} {% endfor %}a:"
 
     def save(**overrides: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")

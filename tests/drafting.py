@@ -21,6 +21,7 @@ from heads import (
     MedusaHead,
     choose_features,
 )
+from tests.trees import tree_of_rows
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 Paths = dict[tuple[int, ...], float]
@@ -67,7 +68,7 @@ def tree_of_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]
                     parents.append(parent)
                 parent = index[parent, token]
         rows.append((nodes, parents))
-    return Tree.from_rows(rows)
+    return tree_of_rows(rows)
 
 
 def list_paths(tree: Tree, row: int) -> Paths:

@@ -1,6 +1,6 @@
-"""Every outcome of a random program with its exact probability, and tiny targets and drafts to try the rules on.
+"""Every outcome of a random program with its exact probability, and tiny models p and q to try the rules on.
 
-A tree shape is a list of (parent, sampled); node i + 1 of the tree is entry i. V is the vocabulary.
+A tree's shape is a list of (parent, sampled): entry i is node i + 1.
 """
 
 import itertools
@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from decode.rejection import Dice, Drafted, Rule
+from decode.rejection import Randomness, SampledTree
+from tests.reference_rules import RowRule
 
 T = TypeVar("T")
 Prefix = tuple[int, ...]
@@ -22,7 +23,7 @@ EXACT, WRONG = 1e-12, 1e-3
 
 @dataclass
 class Enumerator:
-    """Dice that replay a script of choices, extend it by the first possible one, and note the alternatives."""
+    """Replays a script of choices, extends it by the first possible one, and records the alternatives."""
 
     script: list[int]
     alternatives: list[list[int]] = field(default_factory=list)
@@ -39,28 +40,29 @@ class Enumerator:
         assert 0 < total < float("inf") and min(values) >= 0
         return self._choose([value / total for value in values])
 
-    def _choose(self, law: list[float]) -> int:
+    def _choose(self, probabilities: list[float]) -> int:
         if self.turn == len(self.script):
-            first, *others = (i for i, weight in enumerate(law) if weight > 0)
+            first, *others = (i for i, probability in enumerate(probabilities) if probability > 0)
             self.alternatives += [[*self.script, other] for other in others]
             self.script.append(first)
         choice = self.script[self.turn]
         self.turn += 1
-        self.probability *= law[choice]
+        self.probability *= probabilities[choice]
         return choice
 
 
-def enumerate_outcomes(program: Callable[[Dice], T]) -> Iterator[tuple[T, float]]:
+def enumerate_outcomes(program: Callable[[Randomness], T]) -> Iterator[tuple[T, float]]:
+    """Every result of a random program with its probability; a result may come more than once."""
     scripts: list[list[int]] = [[]]
     while scripts:
-        dice = Enumerator(scripts.pop())
-        result = program(dice)
-        scripts += dice.alternatives
-        yield result, dice.probability
+        randomness = Enumerator(scripts.pop())
+        result = program(randomness)
+        scripts += randomness.alternatives
+        yield result, randomness.probability
 
 
-class Laws:
-    """A target p and a draft q, random for every prefix, of one of the kinds below."""
+class Distributions:
+    """The probabilities of a target p and a draft q, random for every prefix, of one of `KINDS`."""
 
     def __init__(self, kind: str, vocabulary: int = 3, seed: int = 0) -> None:
         self.kind, self.vocabulary, self.seed = kind, vocabulary, seed
@@ -94,85 +96,97 @@ class Laws:
 
 
 KINDS = ["generic", "close", "equal", "disjoint", "zeros in p", "zeros in q", "point p", "point q"]
-Guess = Callable[[Laws, Prefix, list[int]], int]  # a deterministic token, by its prefix and its elder siblings
-Exists = Callable[[int, dict[int, int]], bool]  # whether a node of the shape is drafted, from the tokens drawn so far
+# A deterministic token, from its prefix and its earlier siblings.
+ChooseToken = Callable[[Distributions, Prefix, list[int]], int]
+# Whether the tree gets a node of its shape, from the tokens drawn so far.
+Exists = Callable[[int, dict[int, int]], bool]
 
 
-def guess_best(laws: Laws, prefix: Prefix, siblings: list[int]) -> int:
-    return int(laws.p((*prefix, 9)).argmax())  # a law of no consequence, so now a good token and now a bad one
+def draft_best(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
+    return int(models.p((*prefix, 9)).argmax())  # any distribution: now a good token and now a bad one
 
 
-def guess_other(laws: Laws, prefix: Prefix, siblings: list[int]) -> int:
-    return next((token for token in range(laws.vocabulary) if token not in siblings), 0)
+def draft_other(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
+    return next((token for token in range(models.vocabulary) if token not in siblings), 0)
 
 
-def guess_again(laws: Laws, prefix: Prefix, siblings: list[int]) -> int:
-    return siblings[0] if siblings else guess_best(laws, prefix, siblings)
+def draft_repeated(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
+    return siblings[0] if siblings else draft_best(models, prefix, siblings)
 
 
 def draft(
-    laws: Laws, shape: Shape, dice: Dice, guess: Guess = guess_best, exists: Exists = lambda node, drawn: True
-) -> tuple[Drafted, list[Prefix]]:
-    """Draw the tree in index order; `exists` may leave out a node by the tokens drawn so far."""
+    models: Distributions,
+    shape: Shape,
+    randomness: Randomness,
+    choose: ChooseToken = draft_best,
+    exists: Exists = lambda node, drawn: True,
+) -> tuple[SampledTree, list[Prefix]]:
+    """Draft a tree in index order; `exists` may leave out a node because of the tokens drawn so far."""
     tokens, parents, sampled = [0], [-1], [False]
     prefixes: list[Prefix] = [()]
-    place, drawn = {0: 0}, {0: 0}  # by node of the full shape: where it went, its token
+    index, drawn = {0: 0}, {0: 0}  # by node of the shape: its node in the tree, its token
     for node, (parent, is_sampled) in enumerate(shape, start=1):
-        if parent not in place or not exists(node, drawn):
+        if parent not in index or not exists(node, drawn):
             continue
-        above = place[parent]
+        above = index[parent]
         siblings = [i for i, p in enumerate(parents) if p == above]
         if is_sampled:
-            law = laws.q(prefixes[above]).clone()
-            law[[tokens[i] for i in siblings if sampled[i]]] = 0
-            token = dice.draw(law) if law.sum() > 0 else 0  # past the support: any token
+            q = models.q(prefixes[above]).clone()
+            q[[tokens[i] for i in siblings if sampled[i]]] = 0
+            token = randomness.draw(q) if q.sum() > 0 else 0  # past the support: any token
         else:
-            token = guess(laws, prefixes[above], [tokens[i] for i in siblings])
-        place[node], drawn[node] = len(tokens), token
+            token = choose(models, prefixes[above], [tokens[i] for i in siblings])
+        index[node], drawn[node] = len(tokens), token
         tokens.append(token)
         parents.append(above)
         sampled.append(is_sampled)
         prefixes.append((*prefixes[above], token))
-    p = [laws.p(prefix) for prefix in prefixes]
-    return Drafted(tokens, parents, sampled, p.__getitem__, lambda node: laws.q(prefixes[node])), prefixes
+    p = [models.p(prefix) for prefix in prefixes]
+    return SampledTree(tokens, parents, sampled, p.__getitem__, lambda node: models.q(prefixes[node])), prefixes
 
 
 def emit(
-    rule: Rule, laws: Laws, shape: Shape, guess: Guess = guess_best, exists: Exists = lambda node, drawn: True
+    rule: RowRule,
+    models: Distributions,
+    shape: Shape,
+    choose: ChooseToken = draft_best,
+    exists: Exists = lambda node, drawn: True,
 ) -> dict[Prefix, float]:
-    """The law of what one step emits: accepted tokens and the bonus token."""
-    law: dict[Prefix, float] = {}
-    for (drafted, prefixes), chance in enumerate_outcomes(lambda dice: draft(laws, shape, dice, guess, exists)):
-        for (path, bonus), probability in enumerate_outcomes(partial(rule, drafted)):
-            assert path[0] == 0 and all(drafted.parents[child] == node for node, child in itertools.pairwise(path))
-            emitted = (*prefixes[path[-1]], bonus)
-            law[emitted] = law.get(emitted, 0.0) + chance * probability
-    return law
+    """The probabilities of what one step emits: accepted tokens and the bonus token."""
+    emitted: dict[Prefix, float] = {}
+    drafts = enumerate_outcomes(lambda randomness: draft(models, shape, randomness, choose, exists))
+    for (tree, prefixes), p_draft in drafts:
+        for (path, bonus), p_rule in enumerate_outcomes(partial(rule, tree)):
+            assert path[0] == 0 and all(tree.parents[child] == node for node, child in itertools.pairwise(path))
+            text = (*prefixes[path[-1]], bonus)
+            emitted[text] = emitted.get(text, 0.0) + p_draft * p_rule
+    return emitted
 
 
-def measure_error(law: dict[Prefix, float], laws: Laws) -> float:
-    """Extend what was emitted by the target to one length; the largest error over all sequences of that length."""
-    length = max(map(len, law))
+def measure_error(emitted: dict[Prefix, float], models: Distributions) -> float:
+    """The largest error over all sequences of one length, to which the target continues what was emitted."""
+    length = max(map(len, emitted))
 
     def likelihood(sequence: Prefix, start: int) -> float:
         result = 1.0
         for i in range(start, length):
-            result *= float(laws.p(sequence[:i])[sequence[i]])
+            result *= float(models.p(sequence[:i])[sequence[i]])
         return result
 
     worst = 0.0
-    for sequence in itertools.product(range(laws.vocabulary), repeat=length):
-        got = sum(law.get(sequence[:n], 0.0) * likelihood(sequence, n) for n in range(1, length + 1))
+    for sequence in itertools.product(range(models.vocabulary), repeat=length):
+        got = sum(emitted.get(sequence[:n], 0.0) * likelihood(sequence, n) for n in range(1, length + 1))
         worst = max(worst, abs(got - likelihood(sequence, 0)))
     return worst
 
 
-def count_tokens(law: dict[Prefix, float]) -> float:
-    return sum(len(emitted) * probability for emitted, probability in law.items())
+def count_tokens(emitted: dict[Prefix, float]) -> float:
+    """The expected number of tokens."""
+    return sum(len(text) * probability for text, probability in emitted.items())
 
 
 def make_shape(*levels: str) -> Shape:
-    """Every node of a level gets these children: s for a sampled one, d for a deterministic one."""
+    """Every node of a level gets these children: s for sampled, d for deterministic."""
     shape: Shape = []
     nodes = [0]
     for level in levels:

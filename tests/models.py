@@ -1,6 +1,6 @@
-"""Tiny models with random weights, one of every architecture that the tests need.
+"""Tiny stock transformers models of every architecture that the tests need.
 
-They are stock transformers models: only their sizes are changed, and the weights drawn so that greedy text varies.
+Only their sizes are changed, and their weights are random, so large that greedy text varies.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 VOCABULARY = 96
 CONTEXT = 256
-WINDOW = 8  # shorter than most prompts of the tests, so that windows are felt
+WINDOW = 8  # shorter than most prompts of the tests, so that it matters
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler here"
-)
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler found")
 
-# Names that nearly every configuration knows; the others ignore them.
+# Settings that nearly every config has; the others ignore them.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -31,7 +29,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,  # tied random weights say each token after itself
+    "tie_word_embeddings": False,  # with tied random weights a token predicts itself
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -61,7 +59,7 @@ WINDOWS: dict[str, Any] = {
 }
 RECURRENT: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
 
-# What an architecture needs beyond `SIZES`. Names with more than one word are variants of the first word's type.
+# What an architecture needs beyond `SIZES`. A name of several words is a variant of the first word's model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2 windows": {**WINDOWS, "use_sliding_window": True},
     "qwen2 all windows": {**WINDOWS, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
@@ -149,15 +147,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
-    """A model of the architecture, a transformers `model_type` or a variant of one in `OVERRIDES`.
+    """A tiny model of an architecture: a transformers `model_type` or one of `OVERRIDES`.
 
-    Its vocabulary is `VOCABULARY`, its context `CONTEXT`; no token ends its answers. `overrides` go to the
-    configuration; `...` leaves a value to it.
+    It has VOCABULARY tokens, CONTEXT positions and no stop token. overrides go to its config; `...` keeps the config's
+    default.
     """
     settings = {**SIZES, **OVERRIDES.get(name, {}), **overrides}
     attention = settings.pop("attn_implementation", None)
     config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in settings.items() if value != ...})
-    # The default kernel for experts knows no float64.
+    # The default kernel for experts does not support float64.
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForSeq2SeqLM
     model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     _draw_weights(model, torch.Generator().manual_seed(seed))
@@ -166,7 +164,7 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
 
 
 def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights so large that each token sways the next: with the usual ones a random model repeats itself."""
+    """Draw weights so large that each token affects the next; with usual ones a random model repeats itself."""
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
         if parameter.ndim > 1:

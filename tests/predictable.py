@@ -1,4 +1,4 @@
-"""A tiny model whose text is easy to guess, and answers of it to train a head on."""
+"""A tiny model whose text is easy to predict, and answers of it to train a head on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from tests.models import VOCABULARY, tiny
 
-FIRST = 3  # the ids before are special
+FIRST = 3  # smaller ids are special tokens
 
 
 @cache
 def train_predictable() -> PreTrainedModel:
-    """A Llama that continues a walk through the vocabulary in which each token has one successor."""
+    """A tiny Llama trained to continue `walk`, in which each token has one successor."""
     torch.manual_seed(0)
     model = tiny("llama", dtype=torch.float32, num_hidden_layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -32,7 +32,7 @@ def train_predictable() -> PreTrainedModel:
 
 
 def walk(start: int, length: int) -> list[int]:
-    """`length` tokens from `start` on."""
+    """`length` tokens, beginning with `start`."""
     tokens = [start]
     while len(tokens) < length:
         tokens.append(FIRST + (7 * (tokens[-1] - FIRST) + 5) % (VOCABULARY - FIRST))
@@ -40,7 +40,7 @@ def walk(start: int, length: int) -> list[int]:
 
 
 def write_answers(file: Path, rows: int, seed: int = 0) -> Path:
-    """Walks as rows of `prompt` and `response`, in the letters of the tokenizer of `save_model`."""
+    """Walks as rows of `prompt` and `response`, spelt for the tokenizer of `save_model`."""
     choose = random.Random(seed)
     lines = []
     for _ in range(rows):

@@ -1,4 +1,4 @@
-"""The rules of check.py: folders with each trap of the servers' formats."""
+"""The rules of check.py, on folders with one fault each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from decode import Target
 from heads import RopeScaling, save_head
-from scripts.check_decode import NODES, NOTHING, Worth, judge
-from scripts.check_folder import read_folder
-from scripts.check_rules import find_faults
+from scripts.serving_rules.folder import read_folder
+from scripts.serving_rules.report import find_faults
+from scripts.serving_rules.trial import NODES, USELESS_TAU, TrialResult
 from tests.drafting import LAYER, make_head
 from tests.models import CONTEXT, VOCABULARY, tiny
 from tests.test_eagle_layouts import READ
@@ -33,7 +33,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {},
     "hydra": {},
 }
-GONE = object()  # a word or a tensor that is taken out
+GONE = object()  # in place of a value: the key or tensor is removed
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each head, as we save it."""
+    """A folder of each head, as `save_head` writes it."""
     root = tmp_path_factory.mktemp("saved")
     for name, settings in HEADS.items():
         kind = name if name in ("eagle", "medusa", "hydra") else "eagle3"
@@ -56,12 +56,12 @@ Spoil = Callable[..., Path]
 
 @pytest.fixture
 def spoil(saved: Path, tmp_path: Path) -> Spoil:
-    """A copy of a saved folder as somebody else would have made it, with changed words and tensors."""
+    """Writes a changed copy of a saved folder, without the metadata of Draftless."""
 
-    def change(name: str, said: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
-        words = json.loads((saved / name / "config.json").read_text())
-        words = drop({**words, "draftless": GONE, **(said or {})})
-        return write(tmp_path, WEIGHTS, drop({**load_file(saved / name / WEIGHTS), **(tensors or {})}), words)
+    def change(name: str, changes: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+        config = json.loads((saved / name / "config.json").read_text())
+        config = drop({**config, "draftless": GONE, **(changes or {})})
+        return write(tmp_path, WEIGHTS, drop({**load_file(saved / name / WEIGHTS), **(tensors or {})}), config)
 
     return change
 
@@ -91,12 +91,12 @@ NOTES = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_we_save_has_no_fault(saved: Path, target: Target, name: str) -> None:
+def test_saved_folders_have_no_fault(saved: Path, target: Target, name: str) -> None:
     assert find(saved / name, target) == NOTES[name]
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "whole"])
-def test_nor_has_it_without_our_notes(spoil: Spoil, target: Target, name: str) -> None:
+def test_saved_folders_have_no_fault_without_metadata(spoil: Spoil, target: Target, name: str) -> None:
     assert find(spoil(name), target) == NOTES[name]
 
 
@@ -105,8 +105,8 @@ def bias_attention(prefix: str, names: str = "qkvo") -> dict[str, Any]:
     return {f"{prefix}self_attn.{name}_proj.bias": ones(rows[name]) for name in names}
 
 
-# What is changed of the config, and of the tensors, and what is found beyond the notes of a good folder.
-EAGLE_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+# Changes of the config, changes of the tensors, and the findings in addition to those of a good folder.
+EAGLE_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"architectures": ["LlamaForCausalLM"]}, {}, {"error sglang architectures"}),
     ({"architectures": ["LlamaForCausalLMEagle"]}, {}, {"error vllm architectures"}),
     ({"architectures": GONE}, {}, {"error vllm architectures", "error sglang architectures"}),
@@ -126,7 +126,7 @@ EAGLE_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"attention_bias": True}, bias_attention("layers.0."), set()),
     ({"qkv_bias": True}, bias_attention("layers.0.", "qkv"), {"error sglang attention-bias"}),
 ]
-EAGLE3_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"architectures": ["LlamaForCausalLM"]}, {}, {"error sglang architectures"}),
     ({"architectures": ["Strange"]}, {}, {"error vllm architectures", "error sglang architectures"}),
     ({"architectures": ["LlamaForCausalLMEagle"]}, {}, {"error both other-kind"}),
@@ -174,7 +174,7 @@ EAGLE3_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
         {"error vllm aux-layer-ids", "warning both aux-layer-ids-convention"},
     ),
     ({READ: GONE, "eagle_config": {READ: [0, 4, 7]}}, {}, {"error vllm aux-layer-ids"}),
-    ({READ: GONE}, {}, set()),  # the list that is left says what is the default
+    ({READ: GONE}, {}, set()),  # the other list equals the default
     ({"eagle_config": {READ: [2, 6, 9]}}, {}, {"error both aux-layer-ids"}),
     ({READ: [2, 6, 13], "eagle_config": {READ: [1, 5, 12]}}, {}, {"error both aux-layer-range"}),
     ({READ: [2, 6, 12], "eagle_config": {READ: [1, 5, 11]}}, {}, {"warning both aux-layer-last"}),
@@ -193,7 +193,7 @@ EAGLE3_TRAPS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ({"qkv_bias": True}, bias_attention("midlayer.", "q"), {"error sglang attention-bias"}),
 ]
-LAYER_TRAPS: list[tuple[dict[str, Any], set[str]]] = [
+LAYER_FAULTS: list[tuple[dict[str, Any], set[str]]] = [
     ({"model_type": GONE}, {"error both model-type"}),
     ({"num_hidden_layers": 40}, {"error both layer-count"}),
     ({"num_hidden_layers": GONE}, {"error both layer-count"}),
@@ -219,31 +219,31 @@ LAYER_TRAPS: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("said", "tensors", "expected"), EAGLE_TRAPS)
-def test_traps_of_eagle(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: set[str]) -> None:
-    assert_found(find(spoil("eagle", said, tensors), target), "eagle", expected)
+@pytest.mark.parametrize(("changes", "tensors", "expected"), EAGLE_FAULTS)
+def test_faults_of_eagle(spoil: Spoil, target: Target, changes: Any, tensors: Any, expected: set[str]) -> None:
+    assert_found(find(spoil("eagle", changes, tensors), target), "eagle", expected)
 
 
-@pytest.mark.parametrize(("said", "tensors", "expected"), EAGLE3_TRAPS)
-def test_traps_of_eagle3(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: set[str]) -> None:
-    assert_found(find(spoil("eagle3", said, tensors), target), "eagle3", expected)
+@pytest.mark.parametrize(("changes", "tensors", "expected"), EAGLE3_FAULTS)
+def test_faults_of_eagle3(spoil: Spoil, target: Target, changes: Any, tensors: Any, expected: set[str]) -> None:
+    assert_found(find(spoil("eagle3", changes, tensors), target), "eagle3", expected)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
-@pytest.mark.parametrize(("said", "expected"), LAYER_TRAPS)
-def test_traps_of_both(spoil: Spoil, target: Target, name: str, said: Any, expected: set[str]) -> None:
-    assert_found(find(spoil(name, said), target), name, expected)
+@pytest.mark.parametrize(("changes", "expected"), LAYER_FAULTS)
+def test_faults_of_the_decoder_layer(spoil: Spoil, target: Target, name: str, changes: Any, expected: set[str]) -> None:
+    assert_found(find(spoil(name, changes), target), name, expected)
 
 
 def assert_found(found: set[str], name: str, expected: set[str]) -> None:
-    """What is found is what is expected, but for what follows from it and the notes that a good folder has."""
+    """The findings are the expected ones, those that follow from them, and those of a good folder."""
     more = found - expected - NOTES[name]
     follow = {"other-kind": "architectures", "config-value": "config-value"}
     allowed = {follow.get(each.split()[-1]) for each in expected}
     assert expected <= found and {each.split()[-1] for each in more} <= allowed
 
 
-def test_a_target_with_other_positions(saved: Path, spoil: Spoil) -> None:
+def test_a_target_with_another_rope_theta(saved: Path, spoil: Spoil) -> None:
     theirs = {"rope_type": "default", "rope_theta": 500_000.0}
     other = Target(tiny("llama", num_hidden_layers=LAYERS, rope_parameters=theirs))
     assert find(saved / "eagle", other) == {*NOTES["eagle"], "note both rope-theta-differs"}
@@ -251,7 +251,7 @@ def test_a_target_with_other_positions(saved: Path, spoil: Spoil) -> None:
     assert find(bare, other) == {*NOTES["eagle"], "warning both rope-theta-default"}
 
 
-def test_scaled_positions_are_said_in_both_forms(target: Target, tmp_path: Path) -> None:
+def test_a_saved_rope_scaling_is_in_both_forms(target: Target, tmp_path: Path) -> None:
     head = make_head("eagle3", target)
     layer = replace(LAYER, rope_scaling=RopeScaling("llama3", 8.0, 64))
     save_head(make_like(head, layer=layer), tmp_path)
@@ -265,27 +265,27 @@ def make_like(head: Any, **changes: Any) -> Any:
     return made
 
 
-def test_the_layers_that_servers_read_of_few(spoil: Spoil) -> None:
+def test_default_layers_of_a_small_target_are_not_three(spoil: Spoil) -> None:
     small = Target(tiny("llama", num_hidden_layers=6))
-    silent = spoil("eagle3", {READ: GONE, "eagle_config": GONE})
-    assert "error both aux-layer-ids-default" in find(silent, small), "(2, 3, 3) are not three"
+    folder = spoil("eagle3", {READ: GONE, "eagle_config": GONE})
+    assert "error both aux-layer-ids-default" in find(folder, small), "(2, 3, 3) are not three layers"
 
 
-def test_layers_that_are_not_three(target: Target, tmp_path: Path) -> None:
+def test_a_head_that_reads_four_layers(target: Target, tmp_path: Path) -> None:
     save_head(make_head("eagle3", target, features=(1, 3, 5, 7)), tmp_path)
     assert find(tmp_path, target) == NOTES["whole"]
-    said = json.loads((tmp_path / "config.json").read_text())
-    for words, found in (
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, found in (
         ({"num_aux_hidden_states": GONE}, False),
         ({"eagle_config": GONE}, False),
         ({"num_aux_hidden_states": GONE, "eagle_config": GONE}, True),  # the list at the top is not counted
         ({"num_aux_hidden_states": GONE, "eagle_config": GONE, "model_type": "qwen3"}, False),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(drop(said | words)))
+        (tmp_path / "config.json").write_text(json.dumps(drop(config | changes)))
         assert ("error both num-aux-hidden-states" in find(tmp_path, target)) == found
 
 
-def test_norms_of_queries_are_for_vllm_alone(spoil: Spoil, target: Target) -> None:
+def test_norms_of_queries_and_keys_are_for_vllm_only(spoil: Spoil, target: Target) -> None:
     norms = {f"midlayer.self_attn.{name}_norm.weight": ones(8) for name in "qk"}
     found = find(spoil("eagle3", {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}, norms), target)
     assert found == {*NOTES["eagle3"], "error sglang qk-norm", "error sglang architectures"}
@@ -295,7 +295,7 @@ VERIFIED = {"verifier": {"name_or_path": "org/model"}, "proposal_methods": [{"sp
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("changes", "expected"),
     [
         ({}, set()),
         ({"norm_before_residual": GONE}, {"error sglang norm-before-residual"}),
@@ -311,27 +311,29 @@ VERIFIED = {"verifier": {"name_or_path": "org/model"}, "proposal_methods": [{"sp
         ({"eagle_aux_hidden_state_layer_ids": [1, 5, 13]}, {"error both aux-layer-range"}),
     ],
 )
-def test_traps_of_speculators(saved: Path, tmp_path: Path, target: Target, said: Any, expected: set[str]) -> None:
+def test_faults_of_speculators(saved: Path, tmp_path: Path, target: Target, changes: Any, expected: set[str]) -> None:
     flat = json.loads((saved / "eagle3" / "config.json").read_text())
     top = {name: flat.pop(name) for name in (READ, "draft_vocab_size", "norm_before_residual")}
     layer = {name: value for name, value in flat.items() if name not in ("draftless", "eagle_config", "architectures")}
-    words = {
+    config = {
         "speculators_model_type": "eagle3",
         "speculators_config": VERIFIED,
         "transformer_layer_config": layer,
         **top,
     }
-    inner = {**layer, **said.get("transformer_layer_config", {})}
+    inner = {**layer, **changes.get("transformer_layer_config", {})}
     tensors = {
         name.replace("midlayer", "layers.0"): each for name, each in load_file(saved / "eagle3" / WEIGHTS).items()
     }
-    found = find(write(tmp_path, WEIGHTS, tensors, drop({**words, **said, "transformer_layer_config": inner})), target)
+    found = find(
+        write(tmp_path, WEIGHTS, tensors, drop({**config, **changes, "transformer_layer_config": inner})), target
+    )
     pruned = "note sglang pruned-vocabulary-sampling"
     assert found == {pruned, "error sglang speculators-format", *expected}
 
 
 @pytest.mark.parametrize(
-    ("said", "tensors", "expected"),
+    ("changes", "tensors", "expected"),
     [
         ({"medusa_fc_bias": GONE}, {}, "medusa-bias-dropped"),
         ({"num_heads": 2}, {}, "medusa-head-count"),
@@ -343,21 +345,30 @@ def test_traps_of_speculators(saved: Path, tmp_path: Path, target: Target, said:
         ({}, {"medusa_head.0.0.linear.weight": ones(HIDDEN, HIDDEN)}, "medusa-unknown-keys"),
         ({"original_lm_head": False}, {}, "medusa-shared-matrix"),
         ({}, {"lm_head.weight": GONE}, "medusa-no-matrix"),
-        ({"truncated_vocab_size": 90}, {"token_map": torch.arange(5)}, "medusa-token-map"),
     ],
 )
-def test_traps_of_medusa(spoil: Spoil, target: Target, said: Any, tensors: Any, expected: str) -> None:
-    found = find(spoil("medusa", said, tensors), target)
+def test_faults_of_medusa(spoil: Spoil, target: Target, changes: Any, tensors: Any, expected: str) -> None:
+    found = find(spoil("medusa", changes, tensors), target)
     assert found == {*NOTES["medusa"], f"error vllm {expected}"}
 
 
-def test_what_is_said_in_two_places_must_agree(saved: Path, tmp_path: Path, target: Target) -> None:
-    """Servers read config.json; we read the note that the weights carry along."""
+def test_medusa_heads_with_a_token_map_are_for_old_versions_of_vllm(spoil: Spoil, target: Target) -> None:
+    expected = {*NOTES["medusa"], "error vllm medusa-token-map"}
+    good = {"truncated_vocab_size": 5}, {"token_map": torch.arange(5)}
+    assert find(spoil("medusa", *good), target) == expected
+    folder = spoil("medusa", {"truncated_vocab_size": 90}, good[1])
+    assert find(folder, target) == {*expected, "error vllm medusa-token-map-size"}
+    text = next(each.text for each in find_faults(read_folder(folder), target) if each.name == "medusa-token-map")
+    assert all(part in text for part in ("vLLM 0.21 to 0.32 refuses", "Tried with 0.32.0", "vLLM up to 0.20 loads it"))
+
+
+def test_config_and_metadata_must_agree(saved: Path, tmp_path: Path, target: Target) -> None:
+    """Engines read config.json; Draftless reads the metadata of the weights."""
     (tmp_path / WEIGHTS).write_bytes((saved / "eagle3" / WEIGHTS).read_bytes())
     assert "error both no-config" in find(tmp_path, target)
-    said = json.loads((saved / "eagle3" / "config.json").read_text())
-    said |= {READ: [3, 6, 9], "eagle_config": {READ: [2, 5, 8]}}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = json.loads((saved / "eagle3" / "config.json").read_text())
+    config |= {READ: [3, 6, 9], "eagle_config": {READ: [2, 5, 8]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert find(tmp_path, target) == {*NOTES["eagle3"], "error both config-differs"}
 
 
@@ -371,11 +382,11 @@ def test_tokens_in_place_of_offsets_are_recognised(saved: Path, spoil: Spoil, ta
 @pytest.mark.parametrize(
     ("tau", "expected", "names"),
     [
-        (NOTHING - 0.01, None, ["accepts-nothing"]),
-        (NOTHING + 0.01, None, []),
+        (USELESS_TAU - 0.01, None, ["accepts-nothing"]),
+        (USELESS_TAU + 0.01, None, []),
         (1.5, 3.0, ["accepts-less-than-card"]),
         (2.2, 3.0, []),
     ],
 )
-def test_acceptance_is_judged_by_the_card(tau: float, expected: float | None, names: list[str]) -> None:
-    assert [each.name for each in judge(Worth(tau, expected, NODES, 100))] == names
+def test_tau_is_compared_with_the_expected_one(tau: float, expected: float | None, names: list[str]) -> None:
+    assert [each.name for each in TrialResult(tau, expected, NODES, 100).check()] == names

@@ -1,4 +1,4 @@
-"""The command check.py: what it says of good folders and of bad ones."""
+"""The command check.py on good and bad folders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decode import Target
 from heads import Eagle3Config, Eagle3Head, choose_features, save_head
 from proposers.calibration import FILE, Calibration
 from scripts import check
-from scripts.check_decode import NODES, NOTHING, Worth
+from scripts.serving_rules.trial import NODES, USELESS_TAU, TrialResult
 from tests.drafting import LAYER, make_head
 from tests.models import VOCABULARY, tiny
 from tests.test_check import GONE, HIDDEN, LAYERS, WEIGHTS, Spoil, ones, saved, spoil, target
@@ -38,7 +39,7 @@ def call(model: Path, capsys: pytest.CaptureFixture[str]) -> Call:
         capsys.readouterr()
         status: Any = 0
         try:
-            check.main([*map(str, arguments), "--target", str(model), "--dtype", "float64"])
+            check.main([*map(str, arguments), "--model", str(model), "--dtype", "float64"])
         except SystemExit as end:
             status = end.code
         return status, *capsys.readouterr()
@@ -59,24 +60,38 @@ def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -
         f"--speculative-draft-model-path {place} --speculative-num-steps 3 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 4"
     )
-    assert "not run" in out and "tau" not in out
+    assert "EAGLE and EAGLE-3 folders were\nserved in vLLM 0.32 and 0.33" in out and "tau" not in out
     out = call(saved / "eagle", "--no-decode")[1]
     assert '"method": "eagle"' in out and "--speculative-algorithm EAGLE " in out
 
 
-def test_commands_are_for_servers_that_have_nothing_against_it(call: Call, saved: Path, spoil: Spoil) -> None:
+def test_only_engines_without_an_error_get_a_command(call: Call, saved: Path, spoil: Spoil) -> None:
     folder = spoil("eagle", {"architectures": ["LlamaForCausalLM"], "bias": False})
     status, out, _ = call(folder, "--no-decode")
-    assert status == 1 and "vllm: vllm serve" in out and "sglang: not before what is wrong is mended (1 above)" in out
+    assert (
+        status == 1
+        and "vllm: vllm serve" in out
+        and "sglang: no command until the errors above are corrected (1)" in out
+    )
     status, out, _ = call(folder, "--no-decode", "--engine", "vllm")
     assert status == 0 and "sglang" not in out
     assert call(folder, "--no-decode", "--engine", "sglang")[0] == 1
     status, out, _ = call(saved / "medusa", "--no-decode")
-    assert status == 0 and '"num_speculative_tokens": 3' in out and "sglang: it serves no medusa heads" in out
+    assert status == 0 and '"num_speculative_tokens": 3' in out and "  # vllm<=0.32\n" in out
+    assert "sglang: it does not serve medusa heads" in out
 
 
-def test_a_head_is_tried_and_held_to_its_card(call: Call, target: Target, tmp_path: Path) -> None:
-    """A head that has not been trained says what the target said last."""
+def test_a_medusa_head_with_a_token_map_gets_the_command_of_old_versions(call: Call, spoil: Spoil) -> None:
+    folder = spoil("medusa", {"truncated_vocab_size": 5}, {"token_map": torch.arange(5)})
+    status, out, _ = call(folder, "--no-decode")
+    assert status == 1 and "error   vllm      medusa-token-map: " in out
+    command = next(line for line in out.splitlines() if line.startswith("vllm: vllm serve "))
+    assert command.endswith("  # vllm<=0.20")
+    assert '"method": "medusa"' in command and shlex.split(command, comments=True)[-1].endswith("}")
+
+
+def test_the_trial_measures_tau(call: Call, target: Target, tmp_path: Path) -> None:
+    """The head is not trained and uses the target's output matrix."""
     config = Eagle3Config(HIDDEN, VOCABULARY, LAYER, choose_features(LAYERS), output="target")
     head = Eagle3Head(config).double()
     head.borrow(target.output_matrix)
@@ -84,16 +99,21 @@ def test_a_head_is_tried_and_held_to_its_card(call: Call, target: Target, tmp_pa
     report = json.loads(call(tmp_path, "--json")[1])
     tau, nodes = report["decode"]["tau"], report["decode"]["nodes"]
     assert report["kind"] == "eagle3" and nodes == NODES and report["decode"]["expected"] is None
-    assert tau >= 1 and report["ok"] == (tau >= NOTHING)
+    assert tau >= 1 and report["ok"] == (tau >= USELESS_TAU)
     assert json.loads(call(tmp_path, "--json", "--no-decode")[1])["decode"] is None
-    assert check.describe_worth(Worth(1.5, None, NODES, 9)).endswith("greedy, 16 nodes; its card states no acceptance")
+    text = "greedy, 16 nodes; calibration.json states no expected tau"
+    assert TrialResult(1.5, None, NODES, 9).describe().endswith(text)
 
 
-def test_the_card_is_read(call: Call, target: Target, tmp_path: Path) -> None:
+def test_tau_is_compared_with_the_calibration(call: Call, target: Target, tmp_path: Path) -> None:
     save_head(make_head("medusa", target), tmp_path)
     Calibration(((0.99,),) * 3, ((0.0, 1.0, 0.0),) * 3, (9,) * 3).save(tmp_path)
     status, out, _ = call(tmp_path)
-    assert status == 0 and "its card states 3.94" in out and "warning draftless accepts-less-than-card: " in out
+    assert (
+        status == 0
+        and "calibration.json states an expected tau of 3.94" in out
+        and "warning draftless accepts-less-than-card: " in out
+    )
     (tmp_path / FILE).write_text("{}")
     status, out, _ = call(tmp_path)
     assert status == 1 and "does-not-draft: " in out and "calibration.json" in out
@@ -104,7 +124,7 @@ def cut(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
 
 
-def test_bad_folders_are_named_in_one_line(
+def test_faults_are_reported_in_one_line(
     call: Call, saved: Path, spoil: Spoil, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     wide, deep, wordy = (tmp_path_factory.mktemp(name) for name in ("wide", "deep", "wordy"))
@@ -118,20 +138,20 @@ def test_bad_folders_are_named_in_one_line(
     given = call(saved / "eagle3", "--kind", "eagle", "--no-decode")
     assert_named(given, "other-kind: it is of kind eagle3, not eagle")
     flagged = spoil("eagle3", {"speculators_model_type": "eagle3", "transformer_layer_config": {}, "turbo": True})
-    assert_named(call(flagged), "unknown-flag: its config says turbo: true, which is not known")
+    assert_named(call(flagged), "unknown-flag: config.json has turbo: true, which Draftless does not know")
     cut(flagged)
     status, out, err = call(flagged)
     assert (status, err) == (1, "") and out.count("\n") == 1
     assert out.startswith("error   both      damaged-folder: model.safetensors is damaged or cut short")
     assert json.loads(call(flagged, "--json")[1])["findings"][0]["name"] == "damaged-folder"
     status, out, err = call(flagged / "nowhere")
-    assert (status, out) == (2, "") and "there is no such local folder" in err and err.count("\n") == 1
+    assert (status, out) == (2, "") and "there is no local folder" in err and err.count("\n") == 1
     whole = write(tmp_path_factory.mktemp("whole"), WEIGHTS, {"model.layers.0.mlp.up_proj.weight": ones(2, 2)}, {})
     assert_named(call(whole), "does-not-load: cannot load a head from")
 
 
 def assert_named(run: tuple[Any, str, str], text: str) -> None:
-    """Exit status 1 and the fault in one line; the head is not tried."""
+    """Exit status 1 and the fault in one line, without a trial."""
     status, out, err = run
     assert (status, err) == (1, "") and sum(text in line for line in out.splitlines()) == 1
     assert out.splitlines()[0].startswith(("error", "warning", "note")) and "tau" not in out

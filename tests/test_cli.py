@@ -214,8 +214,8 @@ def test_half_precision_and_a_device_map_work(call: Call) -> None:
 @needs_compiler
 def test_a_compiled_model_says_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode.cpu.compiled_model, decode.cpu.linear_kernels):
-        monkeypatch.setattr(module, "FEW", 1)  # each number of tokens takes seconds
-    monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", 1)
+        monkeypatch.setattr(module, "MAX_LAYER_TOKENS", 1)  # each number of tokens takes seconds
+    monkeypatch.setattr(decode.cpu.linear_kernels, "MAX_LINEAR_TOKENS", 1)
     asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
     assert call(*asked, "--accelerate", "compiled").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
 

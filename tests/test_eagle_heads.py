@@ -1,4 +1,4 @@
-"""EAGLE networks against the same sums written out in plain Python: path by path, with no cache and no tree mask."""
+"""EAGLE heads, compared with a reference in plain Python that runs path by path, without cache and tree mask."""
 
 from __future__ import annotations
 
@@ -19,17 +19,29 @@ from heads import (
     LayerConfig,
     choose_features,
 )
-from tests.test_heads import HIDDEN, VOCABULARY, Vector, add, close, drawn, multiply, norm, randomised, silu, turn
+from tests.test_heads import (
+    HIDDEN,
+    VOCABULARY,
+    Vector,
+    add,
+    close,
+    drawn,
+    multiply,
+    norm,
+    randomised,
+    rotate_pairs,
+    silu,
+)
 
 LAYER = LayerConfig(6, 2, 4, 10, rope_theta=50.0, rms_norm_eps=1e-3, input_norm=False)
-WIDE = 12  # a target's hidden size that is not the head's
-PATHS = [(0,), (1,), (0, 2), (0, 3), (1, 4)]  # a tree of two levels: each node with those above it
+WIDE = 12  # a target's hidden size that differs from the head's
+PATHS = [(0,), (1,), (0, 2), (0, 3), (1, 4)]  # each node of a tree of two levels, after its ancestors
 
 
 def made_eagle(layer: LayerConfig = LAYER, **settings: Any) -> EagleHead:
     head = randomised(EagleHead(EagleConfig(HIDDEN, VOCABULARY, layer, **settings)))
     for parameter in head.parameters():
-        parameter.data /= 2  # with no norm on the way, numbers grow from level to level
+        parameter.data /= 2  # without norms, values grow from level to level
     if head.token_map is not None:
         head.token_map = torch.arange(head.draft_size) * 2 + 1
     head.borrow(drawn(VOCABULARY, HIDDEN, seed=7))
@@ -46,8 +58,8 @@ def made_eagle3(layer: LayerConfig = LAYER, **settings: Any) -> Eagle3Head:
     return head
 
 
-class Written:
-    """A head written out: `run` goes along one path, a pair of embedding and feature after the other."""
+class Reference:
+    """A head in plain Python: `run` processes one path, pair by pair of embedding and feature."""
 
     def __init__(self, head: Any) -> None:
         self.eagle3, self.config, self.layer = head.kind == "eagle3", head.config, head.config.layer
@@ -72,42 +84,42 @@ class Written:
         return self.multiply("fc", self.norm(joined, "input_norm") if self.config.norm_before_fc else joined)
 
     def enter(self, embedded: Vector, feature: Vector) -> tuple[Vector, Vector]:
-        """What goes past the attention, and what goes into it."""
+        """The residual, and the input of the attention."""
         if self.eagle3:
             normed = self.norm(feature, f"{self.prefix}hidden_norm")
             joined = self.norm(embedded, f"{self.prefix}input_layernorm") + normed
             return (normed if self.config.norm_before_residual else feature), joined
-        past = self.multiply("fc", embedded + feature)
-        return past, self.norm(past, f"{self.prefix}input_layernorm") if self.layer.input_norm else past
+        residual = self.multiply("fc", embedded + feature)
+        return residual, self.norm(residual, f"{self.prefix}input_layernorm") if self.layer.input_norm else residual
 
-    def look(self, name: str, seen: Vector, head: int, position: int) -> Vector:
+    def project(self, name: str, entry: Vector, head: int, position: int) -> Vector:
         size = self.layer.head_dim
-        part = self.multiply(f"{self.prefix}self_attn.{name}_proj", seen)[head * size : (head + 1) * size]
+        part = self.multiply(f"{self.prefix}self_attn.{name}_proj", entry)[head * size : (head + 1) * size]
         if self.layer.qk_norm and name != "v":
             part = self.norm(part, f"{self.prefix}self_attn.{name}_norm")
-        return part if name == "v" else turn(part, position, self.layer.rope_theta)
+        return part if name == "v" else rotate_pairs(part, position, self.layer.rope_theta)
 
     def attend(self, entries: list[Vector]) -> Vector:
-        """The attention of the last entry to all of them."""
+        """The attention output of the last entry, over all entries."""
         mixed: Vector = []
         share = self.layer.num_attention_heads // self.layer.num_key_value_heads
         last, size = len(entries) - 1, self.layer.head_dim
         for head in range(self.layer.num_attention_heads):
-            query = self.look("q", entries[last], head, last)
-            keys = [self.look("k", entry, head // share, place) for place, entry in enumerate(entries)]
+            query = self.project("q", entries[last], head, last)
+            keys = [self.project("k", entry, head // share, place) for place, entry in enumerate(entries)]
             scores = [math.exp(sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(size)) for key in keys]
-            values = [self.look("v", entry, head // share, 0) for entry in entries]
+            values = [self.project("v", entry, head // share, 0) for entry in entries]
             mixed += [sum(s * v[i] for s, v in zip(scores, values, strict=True)) / sum(scores) for i in range(size)]
         return self.multiply(f"{self.prefix}self_attn.o_proj", mixed)
 
     def run(self, pairs: list[tuple[Vector, Vector | None]]) -> list[Vector]:
-        """The states; a pair without a feature has the state before it."""
+        """The state of each pair. A pair without a feature uses the state before it."""
         entries: list[Vector] = []
         states: list[Vector] = []
         for embedded, feature in pairs:
-            past, entry = self.enter(embedded, states[-1] if feature is None else feature)
+            residual, entry = self.enter(embedded, states[-1] if feature is None else feature)
             entries.append(entry)
-            state = add(past, self.attend(entries))
+            state = add(residual, self.attend(entries))
             inner = self.norm(state, f"{self.prefix}post_attention_layernorm")
             gate, up = (self.multiply(f"{self.prefix}mlp.{name}_proj", inner) for name in ("gate", "up"))
             gated = [silu(a) * b for a, b in zip(gate, up, strict=True)]
@@ -122,7 +134,7 @@ class Written:
 
 
 def draft(head: Any, stem: int, embedded: Tensor, features: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """The states of a stem [1, T] and of the nodes [1, 5] of `PATHS`, through the cache, two at a time and a tree."""
+    """States of a stem [1, T], two tokens a call, and of the nodes [1, 5] of `PATHS`, a level a call, with a cache."""
     cache, states = LayerCache(1), []
     for first in range(0, stem, 2):
         count = min(2, stem - first)
@@ -136,41 +148,41 @@ def draft(head: Any, stem: int, embedded: Tensor, features: Tensor, nodes: Tenso
             )
         )
         cache.keep([count])
-    along = torch.cat(states, dim=1)
-    seen = torch.tensor([[place < stem or place - stem in path for place in range(stem + 5)] for path in PATHS])
+    stem_states = torch.cat(states, dim=1)
+    mask = torch.tensor([[place < stem or place - stem in path for place in range(stem + 5)] for path in PATHS])
     one = head(
         nodes[:, :2],
-        along[:, [-1, -1]],
+        stem_states[:, [-1, -1]],
         torch.full((1, 2), stem),
-        seen[None, None, :2, : stem + 2],
+        mask[None, None, :2, : stem + 2],
         cache,
     )
     cache.keep([2])
-    two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), stem + 1), seen[None, None, 2:], cache)
+    two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), stem + 1), mask[None, None, 2:], cache)
     cache.crop([stem])
     assert cache.lengths == [stem]
-    return along, torch.cat([one, two], dim=1)
+    return stem_states, torch.cat([one, two], dim=1)
 
 
-def check_written_out(head: Any, matrix: Tensor) -> None:
-    """Whole, cached and as a tree: every state and logit is the written-out one."""
-    stem, written = 5, Written(head)
+def check_against_reference(head: Any, matrix: Tensor) -> None:
+    """Without cache, with cache and as a tree: every state and logit matches the reference."""
+    stem, reference = 5, Reference(head)
     embedded, nodes = drawn(2, stem, HIDDEN, seed=2), drawn(2, 5, HIDDEN, seed=4)
     features = drawn(2, stem, head.target_hidden_size * len(head.features), seed=3)
     whole = head(embedded, head.fuse(features), torch.arange(stem)[None])
     for row in range(2):
         given: list[tuple[Vector, Vector | None]] = [
-            (e.tolist(), written.fuse(f.tolist())) for e, f in zip(embedded[row], features[row], strict=True)
+            (e.tolist(), reference.fuse(f.tolist())) for e, f in zip(embedded[row], features[row], strict=True)
         ]
-        expected = written.run(given)
+        expected = reference.run(given)
         assert close(whole[row], expected)
-        assert close(head.logits(whole)[row, 2], written.logits(expected[2], matrix))
-        along, tree = draft(head, stem, embedded[[row]], features[[row]], nodes[[row]])
-        assert close(along[0], expected)
+        assert close(head.logits(whole)[row, 2], reference.logits(expected[2], matrix))
+        stem_states, tree = draft(head, stem, embedded[[row]], features[[row]], nodes[[row]])
+        assert close(stem_states[0], expected)
         for node, path in enumerate(PATHS):
-            state = written.run(given + [(nodes[row, step].tolist(), None) for step in path])[-1]
+            state = reference.run(given + [(nodes[row, step].tolist(), None) for step in path])[-1]
             assert close(tree[0, node], state)
-            assert close(head.logits(tree, 0)[0, node], written.logits(state, matrix))
+            assert close(head.logits(tree, 0)[0, node], reference.logits(state, matrix))
 
 
 @pytest.mark.parametrize(
@@ -181,10 +193,10 @@ def check_written_out(head: Any, matrix: Tensor) -> None:
         ({"qk_norm": True, "input_norm": True}, {"draft_size": 5}),
     ],
 )
-def test_eagle_is_the_written_out_network(layer, settings):
+def test_eagle_matches_the_reference(layer, settings):
     head = made_eagle(replace(LAYER, **layer), **settings)
     target = drawn(VOCABULARY, HIDDEN, seed=7)
-    check_written_out(head, target if head.token_map is None else target[head.token_map])
+    check_against_reference(head, target if head.token_map is None else target[head.token_map])
     assert head.features == (-1,) and head.embed_tokens is None
 
 
@@ -198,9 +210,9 @@ def test_eagle_is_the_written_out_network(layer, settings):
         ({"num_attention_heads": 2}, {"final_norm": False, "output": "target", "features": (1, 2)}),
     ],
 )
-def test_eagle3_is_the_written_out_network(layer, settings):
+def test_eagle3_matches_the_reference(layer, settings):
     head = made_eagle3(replace(LAYER, **layer), **settings)
-    check_written_out(head, head.vocabulary(0)[0])
+    check_against_reference(head, head.output_layer(0)[0])
     assert (head.embed_tokens is not None) == head.config.embedding
 
 
@@ -221,7 +233,7 @@ def test_rows_of_different_lengths_share_a_cache():
                 assert torch.allclose(states[row, :count], expected, rtol=0, atol=1e-12)
 
 
-def test_new_heads_say_what_their_deepest_feature_says():
+def test_new_heads_repeat_their_deepest_feature():
     embedded, features = drawn(2, 4, HIDDEN), drawn(2, 4, 3 * HIDDEN, seed=2)
     eagle = EagleHead(EagleConfig(HIDDEN, VOCABULARY, LAYER, bias=True)).double()
     assert torch.equal(eagle(embedded, features[..., :HIDDEN], torch.arange(4)[None]), features[..., :HIDDEN])
@@ -238,7 +250,7 @@ def test_gradients_reach_every_weight(made):
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
-def test_a_borrowed_matrix_starts_an_eagle3_vocabulary():
+def test_borrow_initializes_an_eagle3_vocabulary():
     head = made_eagle3(draft_size=4)
     target = drawn(VOCABULARY, HIDDEN, seed=8)
     head.borrow(target)
@@ -246,7 +258,7 @@ def test_a_borrowed_matrix_starts_an_eagle3_vocabulary():
     assert head.tokens(torch.tensor([[3, 0]])).tolist() == [[7, 1]]
 
 
-def test_the_layers_that_are_read_are_different_ones():
+def test_the_default_layers_differ_from_each_other():
     assert choose_features(32) == (2, 16, 29)
     assert choose_features(61) == (2, 30, 58)
     assert choose_features(7) == (2, 3, 4)
@@ -256,7 +268,7 @@ def test_the_layers_that_are_read_are_different_ones():
         assert chosen[0] >= 1 and chosen[-1] <= layers - (layers > 3)
 
 
-def test_eagle_heads_say_what_does_not_fit():
+def test_errors_name_what_does_not_fit():
     head = made_eagle3(target_hidden_size=WIDE, embedding=True, target_name="little")
     head.check_target(WIDE, VOCABULARY, 9)
     with pytest.raises(ValueError, match="for little, whose hidden size is 12; this target's is 8"):
@@ -264,12 +276,12 @@ def test_eagle_heads_say_what_does_not_fit():
     with pytest.raises(ValueError, match="reads layer 9; this target has 8 layers"):
         head.check_target(WIDE, VOCABULARY, 8)
     faults: list[tuple[dict[str, Any], str]] = [
-        ({"features": (2, 2, 3)}, r"\[2, 2, 3\]; they must be ascending"),
+        ({"features": (2, 2, 3)}, r"\[2, 2, 3\]; it must be ascending"),
         ({"features": ()}, "must be ascending"),
         ({"output": "own"}, "has one output matrix"),
-        ({"output": "target", "draft_size": 5}, "needs an output matrix of its own"),
+        ({"output": "target", "draft_size": 5}, "needs its own output matrix"),
         ({"fc_norm": True, "norm_before_fc": True}, "choose one"),
-        ({"target_hidden_size": WIDE}, "needs embeddings of its own"),
+        ({"target_hidden_size": WIDE}, "needs its own embeddings"),
     ]
     for settings, fault in faults:
         with pytest.raises(ValueError, match=fault):

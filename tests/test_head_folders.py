@@ -1,4 +1,4 @@
-"""Heads saved and loaded: equal to the bit, whole whatever happens, and as vLLM wants them."""
+"""Saved heads: bit-exact when loaded, never half-written, and with the tensors that vLLM's Medusa class reads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FILES = ["config.json", "model.safetensors"]
 
 
 def made(kind: str, **settings: Any) -> Any:
-    network, shape = HEADS[kind]
-    head = randomised(network(shape(HIDDEN, VOCABULARY, **settings)))
+    head_class, config_class = HEADS[kind]
+    head = randomised(head_class(config_class(HIDDEN, VOCABULARY, **settings)))
     if head.token_map is not None:
         head.token_map = torch.arange(head.draft_size) * 2 + 1
     if head.output == "target":
@@ -46,7 +46,7 @@ def made(kind: str, **settings: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
-def test_a_head_comes_back_as_it_was(tmp_path, kind, settings, output, draft_size, dtype):
+def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, output, draft_size, dtype):
     if output == "target":
         settings = {name: value for name, value in settings.items() if name != "output_bias"}
     head = made(kind, output=output, draft_size=draft_size, **settings)
@@ -67,20 +67,20 @@ def assert_equal(states: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     )
 
 
-def list_vllm_parameters(said: dict[str, Any]) -> dict[str, list[int]]:
-    """What vLLM 0.32's Medusa is made of, by its config alone; all else in a file it passes over in silence."""
-    hidden, drafted = said["hidden_size"], said["truncated_vocab_size"]
+def list_vllm_parameters(config: dict[str, Any]) -> dict[str, list[int]]:
+    """The parameters that vLLM 0.32's Medusa class builds from its config. It ignores other tensors silently."""
+    hidden, drafted = config["hidden_size"], config["truncated_vocab_size"]
     shapes = {}
-    for i in range(said["num_heads"]):
-        for j in range(said["num_hidden_layers"]):
+    for i in range(config["num_heads"]):
+        for j in range(config["num_hidden_layers"]):
             shapes[f"blocks.{i}.layers.{j}.weight"] = [hidden, hidden]
-            if said.get("medusa_fc_bias", False):
+            if config.get("medusa_fc_bias", False):
                 shapes[f"blocks.{i}.layers.{j}.bias"] = [hidden]
-        if not said.get("original_lm_head", False):
+        if not config.get("original_lm_head", False):
             shapes[f"lm_heads.{i}.weight"] = [drafted, hidden]
-    if said.get("original_lm_head", False):
+    if config.get("original_lm_head", False):
         shapes["lm_head.weight"] = [drafted, hidden]
-    if drafted < said["vocab_size"]:
+    if drafted < config["vocab_size"]:
         shapes["token_map"] = [drafted]
     return shapes
 
@@ -88,24 +88,24 @@ def list_vllm_parameters(said: dict[str, Any]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
 @pytest.mark.parametrize("draft_size", [None, 7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_vllm_finds_all_that_it_wants(tmp_path, output, draft_size, bias):
+def test_the_tensors_are_those_of_vllms_class(tmp_path, output, draft_size, bias):
     head = made("medusa", heads=3, layers=2, output=output, draft_size=draft_size, bias=bias)
     save_head(head, tmp_path, torch.bfloat16)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert said["architectures"] == ["MedusaModel"] and said["model_type"] == "medusa"
-    assert (said["hidden_size"], said["vocab_size"]) == (HIDDEN, VOCABULARY)
-    renamed = {"num_heads": "heads", "num_hidden_layers": "layers"}  # by vLLM, whatever else is in their names
-    assert {name for name in said if "num" in name and ("heads" in name or "layers" in name)} == {*renamed}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["MedusaModel"] and config["model_type"] == "medusa"
+    assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCABULARY)
+    renamed = {"num_heads": "heads", "num_hidden_layers": "layers"}  # vLLM renames every key with these words
+    assert {name for name in config if "num" in name and ("heads" in name or "layers" in name)} == {*renamed}
     tensors = load_file(tmp_path / "model.safetensors")
-    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == list_vllm_parameters(said)
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == list_vllm_parameters(config)
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in tensors.items() if name != "token_map")
     for index in range(3):
         matrix = tensors.get("lm_head.weight", tensors.get(f"lm_heads.{index}.weight"))
-        assert torch.equal(matrix, head.vocabulary(index)[0].bfloat16())
+        assert torch.equal(matrix, head.output_layer(index)[0].bfloat16())
 
 
-def test_a_head_without_the_borrowed_matrix_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="hand it in with borrow"):
+def test_a_medusa_head_without_its_matrix_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="pass it to borrow"):
         save_head(MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, output="target")), tmp_path / "head")
     assert not (tmp_path / "head").exists()
 
@@ -113,7 +113,7 @@ def test_a_head_without_the_borrowed_matrix_is_not_written(tmp_path):
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_a_full_disk_leaves_a_whole_head(tmp_path, monkeypatch, name, calls):
-    """Before the weights are in place the old head is there, and then the new one, whatever config.json says yet."""
+    """The old head loads until the weights are replaced, then the new one, even if config.json is still the old one."""
     old, new = made("medusa", **ORIGIN), made("hydra", output="target", draft_size=9)
     save_head(old, tmp_path)
     left = [calls]
@@ -129,17 +129,17 @@ def test_a_full_disk_leaves_a_whole_head(tmp_path, monkeypatch, name, calls):
     with pytest.raises(OSError, match="No space left"):
         save_head(new, tmp_path)
     monkeypatch.undo()
-    whole = old if calls == 1 else new
+    expected = old if calls == 1 else new
     loaded = load_head(tmp_path)
-    assert loaded.config == whole.config
-    assert_equal(loaded.state_dict(), whole.state_dict())
+    assert loaded.config == expected.config
+    assert_equal(loaded.state_dict(), expected.state_dict())
     assert sorted(os.listdir(tmp_path)) == FILES
     save_head(new, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "hydra"
 
 
 def kill_during_save(head: Any, folder: Path, calls: int) -> None:
-    """Save it in a process that is killed just before its `calls`-th file is put in place."""
+    """Save a head in a process that is killed just before it replaces its `calls`-th file."""
     process = os.fork()
     if not process:
         real, left = os.replace, [calls]
@@ -173,7 +173,7 @@ def test_a_kill_leaves_a_whole_head(tmp_path, calls):
         assert sorted(os.listdir(tmp_path / folder)) == FILES
 
 
-def test_a_head_replaces_nothing_but_a_head(tmp_path):
+def test_saving_replaces_only_a_saved_head(tmp_path):
     tiny("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
     before = (tmp_path / "target" / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"holds something else \(model.safetensors, config.json\)"):
@@ -188,7 +188,7 @@ def test_a_head_replaces_nothing_but_a_head(tmp_path):
         save_head(made("medusa"), tmp_path / "file")
 
 
-def test_a_head_may_replace_itself(tmp_path):
+def test_a_loaded_head_can_be_saved_in_its_folder(tmp_path):
     head = made("medusa", output="target")
     save_head(head, tmp_path)
     loaded = load_head(tmp_path)

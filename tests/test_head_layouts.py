@@ -1,4 +1,4 @@
-"""Heads in every published layout: files made here to the published names, and all that can be wrong with them."""
+"""Medusa and Hydra heads in every published format: files built here with the published names load bit-exact."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HYDRA = {
 EMBEDDING = "prefix_embeding_layer.embed_tokens.weight"
 
 
-def write(folder: Path, name: str, tensors: Tensors, said: dict[str, Any] | None = None) -> Path:
+def write(folder: Path, name: str, tensors: Tensors, config: dict[str, Any] | None = None) -> Path:
     if name.endswith(".safetensors"):
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
     else:
         torch.save(OrderedDict(tensors), folder / name)
-    if said is not None:
-        (folder / "config.json").write_text(json.dumps(said))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -60,11 +60,11 @@ def name_blocks(head: MedusaHead, prefix: str = "") -> Tensors:
 
 def name_all(head: MedusaHead, prefix: str = "") -> Tensors:
     """The same, with the output matrix of each head."""
-    own = {f"{prefix}{i}.{head.config.layers}.weight": head.vocabulary(i)[0] for i in range(head.depth)}
+    own = {f"{prefix}{i}.{head.config.layers}.weight": head.output_layer(i)[0] for i in range(head.depth)}
     return name_blocks(head, prefix) | own
 
 
-def test_medusa_v01_counts_its_heads_itself(tmp_path):
+def test_medusa_v01_heads_are_counted_in_the_file(tmp_path):
     head = made_medusa()
     loaded = load_head(write(tmp_path, "medusa_lm_head.pt", name_all(head), PUBLISHED))
     assert loaded.config == replace(head.config, target_name="lmsys/vicuna-7b-v1.3")
@@ -72,7 +72,7 @@ def test_medusa_v01_counts_its_heads_itself(tmp_path):
 
 
 def assert_same(loaded: Any, head: Any) -> None:
-    """Equal to the bit: every logit, of the same type."""
+    """Every logit is bit-equal and has the same dtype."""
     assert type(loaded) is type(head) and loaded.depth == head.depth
     features, embedded = drawn(2, HIDDEN).bfloat16(), drawn(2, head.depth, HIDDEN, seed=3).bfloat16()
     for index in range(head.depth):
@@ -97,7 +97,7 @@ def test_medusa_of_two_aliased_blocks(tmp_path):
         assert torch.equal(first.weight, second.weight) and first.weight.data_ptr() != second.weight.data_ptr()
     head.load_state_dict(loaded.state_dict())
     assert_same(loaded, head)
-    # safetensors writes what stands twice once, and notes the other name
+    # safetensors stores a shared tensor once and lists its other name in the metadata
     names = [name for name in tensors if ".1.linear" in name]
     once = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
     os.remove(tmp_path / "medusa_lm_head.pt")
@@ -108,7 +108,7 @@ def test_medusa_of_two_aliased_blocks(tmp_path):
 def test_medusa_version_2_shares_the_targets_matrix(tmp_path):
     head = made_medusa(output="target")
     folder = write(tmp_path, "medusa_lm_head.safetensors", name_blocks(head), {**PUBLISHED, "version": "2"})
-    with pytest.raises(ValueError, match="how many tokens its target has; pass vocab_size="):
+    with pytest.raises(ValueError, match="the target's vocabulary size; pass vocab_size="):
         load_head(folder)
     loaded = load_head(folder, vocab_size=VOCABULARY)
     assert loaded.output == "target" and loaded.borrowed is None
@@ -132,17 +132,17 @@ def test_medusa_2_is_a_whole_model(tmp_path, suffix, own):
         write(tmp_path, name, shard)
         listed |= dict.fromkeys(shard, name)
     (tmp_path / f"{suffix}.index.json").write_text(json.dumps({"weight_map": listed}))
-    said = {**model.config.to_dict(), "base_model_name_or_path": "another", "medusa_num_heads": 5}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = {**model.config.to_dict(), "base_model_name_or_path": "another", "medusa_num_heads": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_head(tmp_path)
     expected = replace(head.config, target_layers=model.config.num_hidden_layers)
-    assert loaded.config == expected, "its target is not the model that it was made from"
+    assert loaded.config == expected, "its target is the model in its folder, not the base model"
     loaded.check_target(HIDDEN, VOCABULARY, 2)
     if not own:
         loaded.borrow(head.borrowed)
     assert_same(loaded, head)
     os.remove(tmp_path / f"{stem}-00002-of-00003.{kind}")
-    with pytest.raises(ValueError, match=f"index.json lists files that are not there: {stem}-00002-of-00003"):
+    with pytest.raises(ValueError, match=f"index.json lists files that do not exist: {stem}-00002-of-00003"):
         load_head(tmp_path)
 
 
@@ -151,12 +151,16 @@ VLLM = {"model_type": "medusa", "num_heads": 5, "num_hidden_layers": 1, "hidden_
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("theirs", [True, False])
-def test_medusa_of_vllm(tmp_path, prefix, bias, theirs):
+@pytest.mark.parametrize("published_names", [True, False])
+def test_medusa_of_vllm(tmp_path, prefix, bias, published_names):
     head = made_medusa(layers=2, bias=bias)
-    tensors = name_all(head, prefix) if theirs else {prefix + name: state for name, state in head.state_dict().items()}
-    said = {**VLLM, "medusa_fc_bias": not bias, "num_hidden_layers": 7, "original_lm_head": True}
-    loaded = load_head(write(tmp_path, "model.safetensors", tensors, said))
+    tensors = (
+        name_all(head, prefix)
+        if published_names
+        else {prefix + name: state for name, state in head.state_dict().items()}
+    )
+    config = {**VLLM, "medusa_fc_bias": not bias, "num_hidden_layers": 7, "original_lm_head": True}
+    loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
     assert loaded.config == head.config
     assert_same(loaded, head)
 
@@ -188,7 +192,7 @@ def test_medusa_of_vllm_with_a_token_map_in_any_order(tmp_path, whole, dtype):
     assert_same(loaded, head)
 
 
-def test_a_token_map_of_everything_is_none(tmp_path):
+def test_a_token_map_of_the_whole_vocabulary_is_dropped(tmp_path):
     head = made_medusa(output="shared")
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     tensors = head.state_dict() | {"lm_head.weight": head.lm_head.weight[order], "token_map": order}
@@ -198,7 +202,7 @@ def test_a_token_map_of_everything_is_none(tmp_path):
 
 
 def name_hydra(head: HydraHead, dropout: bool) -> Tensors:
-    """The names of Ankner et al.'s repository; blocks behind the first are one block, named once for each."""
+    """Names as in Ankner et al.'s repository. All blocks after the first are the same one, with several names."""
     first, tensors = int(dropout), {"input_embed_fn.weight": drawn(VOCABULARY, HIDDEN)}
     for i in range(head.depth):
         for part in ("weight", "bias"):
@@ -216,7 +220,7 @@ def name_hydra(head: HydraHead, dropout: bool) -> Tensors:
 
 
 def made_hydra(**settings: Any) -> HydraHead:
-    config = HydraConfig(HIDDEN, VOCABULARY, 4, 4, "own", None, True, True, target_name="lmsys/vicuna-7b-v1.3")
+    config = HydraConfig(HIDDEN, VOCABULARY, 4, 4, "own", True, True, target_name="lmsys/vicuna-7b-v1.3")
     return randomised(HydraHead(replace(config, **settings))).bfloat16()
 
 
@@ -229,9 +233,9 @@ def test_hydra_mlp(tmp_path, dropout, layers):
     assert_same(loaded, head)
 
 
-@pytest.mark.parametrize("said", [{}, {"head_dim": 4, "rope_theta": 50.0, "rms_norm_eps": 1e-3}])
-def test_hydra_prefix_mlp(tmp_path, said):
-    """The published prefix layer is a transformers LlamaModel; ours must say the same of the same weights."""
+@pytest.mark.parametrize("more", [{}, {"head_dim": 4, "rope_theta": 50.0, "rms_norm_eps": 1e-3}])
+def test_hydra_prefix_mlp(tmp_path, more):
+    """The published prefix layer is a transformers LlamaModel; ours must compute the same from its weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -239,15 +243,15 @@ def test_hydra_prefix_mlp(tmp_path, said):
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        **{"head_dim": 128, "rms_norm_eps": 1e-6, **said},
+        **{"head_dim": 128, "rms_norm_eps": 1e-6, **more},
     )
     llama = randomised(LlamaModel(config))
     tensors = {f"prefix_embeding_layer.{name}": state for name, state in llama.state_dict().items()}
     assert EMBEDDING in tensors
     tensors["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = drawn(2)
-    layer = LayerConfig(4, 2, config.head_dim, 12, said.get("rope_theta", 10_000.0), config.rms_norm_eps)
+    layer = LayerConfig(4, 2, config.head_dim, 12, more.get("rope_theta", 10_000.0), config.rms_norm_eps)
     head = made_hydra()
-    loaded = load_head(write(tmp_path, "hydra_lm_head.pt", name_hydra(head, True) | tensors, {**HYDRA, **said}))
+    loaded = load_head(write(tmp_path, "hydra_lm_head.pt", name_hydra(head, True) | tensors, {**HYDRA, **more}))
     assert loaded.config == replace(head.config, prefix=layer)
     assert_same(loaded, head)
     exact = load_head(tmp_path, torch.float64)
@@ -255,7 +259,7 @@ def test_hydra_prefix_mlp(tmp_path, said):
     assert torch.allclose(exact.contextualize(features), llama(inputs_embeds=features)[0], rtol=0, atol=1e-6)
 
 
-def test_a_named_dtype_and_the_files_own(tmp_path):
+def test_the_dtype_is_the_given_one_or_the_files(tmp_path):
     tensors = name_all(made_medusa())
     tensors["0.0.linear.bias"] = tensors["0.0.linear.bias"].double()
     folder = write(tmp_path, "medusa_lm_head.pt", tensors, PUBLISHED)

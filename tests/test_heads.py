@@ -1,4 +1,4 @@
-"""The heads' networks against the same sums written out in plain Python, number by number, in float64."""
+"""Medusa, Hydra and the layer cache, compared with a reference in plain Python, in float64."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def norm(vector: Vector, weight: Tensor, eps: float) -> Vector:
     return [number / size * factor for number, factor in zip(vector, weight.tolist(), strict=True)]
 
 
-def turn(vector: Vector, position: int, theta: float) -> Vector:
+def rotate_pairs(vector: Vector, position: int, theta: float) -> Vector:
     half = len(vector) // 2
-    turned = list(vector)
+    rotated = list(vector)
     for pair in range(half):
         angle = position / theta ** (2 * pair / len(vector))
         a, b = vector[pair], vector[pair + half]
-        turned[pair] = a * math.cos(angle) - b * math.sin(angle)
-        turned[pair + half] = b * math.cos(angle) + a * math.sin(angle)
-    return turned
+        rotated[pair] = a * math.cos(angle) - b * math.sin(angle)
+        rotated[pair + half] = b * math.cos(angle) + a * math.sin(angle)
+    return rotated
 
 
-def look_back(states: dict[str, Tensor], features: list[Vector], config: LayerConfig) -> list[Vector]:
-    """The prefix layer over one row: no cache, no batch, no padding."""
+def run_prefix_layer(states: dict[str, Tensor], features: list[Vector], config: LayerConfig) -> list[Vector]:
+    """Reference prefix layer for one row, without cache, batch and padding."""
     weights = {name.removeprefix("prefix."): weight for name, weight in states.items()}
     attention = {name: weights[f"layer.self_attn.{name}_proj.weight"] for name in "qkvo"}
     size, eps = config.head_dim, config.rms_norm_eps
@@ -85,8 +85,8 @@ def look_back(states: dict[str, Tensor], features: list[Vector], config: LayerCo
     for place, feature in enumerate(features):
         mixed: Vector = []
         for head in range(config.num_attention_heads):
-            query = turn(part("q", place, head), place, config.rope_theta)
-            keys = [turn(part("k", past, head // share), past, config.rope_theta) for past in range(place + 1)]
+            query = rotate_pairs(part("q", place, head), place, config.rope_theta)
+            keys = [rotate_pairs(part("k", past, head // share), past, config.rope_theta) for past in range(place + 1)]
             scores = [math.exp(sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(size)) for key in keys]
             values = [part("v", past, head // share) for past in range(place + 1)]
             mixed += [sum(s * v[i] for s, v in zip(scores, values, strict=True)) / sum(scores) for i in range(size)]
@@ -106,8 +106,8 @@ def close(tensor: Tensor, expected: Any) -> bool:
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
 @pytest.mark.parametrize("draft_size", [None, 5])
 @pytest.mark.parametrize(("layers", "bias"), [(1, True), (3, False)])
-def test_medusa_is_the_written_out_network(output, draft_size, layers, bias):
-    config = MedusaConfig(HIDDEN, VOCABULARY, 3, layers, output, draft_size, bias)
+def test_medusa_matches_the_reference(output, draft_size, layers, bias):
+    config = MedusaConfig(HIDDEN, VOCABULARY, 3, layers, output, bias, draft_size=draft_size)
     head = randomised(MedusaHead(config))
     target = drawn(VOCABULARY, HIDDEN, seed=2)
     if draft_size:
@@ -134,20 +134,20 @@ def test_medusa_is_the_written_out_network(output, draft_size, layers, bias):
 
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_hydra_is_the_written_out_network(projected, layers):
+def test_hydra_matches_the_reference(projected, layers):
     head = made_hydra(heads=3, layers=layers, output="own", output_bias=True, projected=projected)
     weights = head.state_dict()
     features, embedded = drawn(2, HIDDEN), drawn(2, 3, HIDDEN, seed=2)
     for index in range(3):
         seen = [*features[1].tolist(), *embedded[1, : index + 1].flatten().tolist()]
         grounded = f"grounded.{index}"
-        bent = [
+        activated = [
             silu(x) for x in multiply(weights[f"{grounded}.linear.weight"], seen, weights[f"{grounded}.linear.bias"])
         ]
-        past = features[1].tolist()
+        residual = features[1].tolist()
         if projected:
-            past = multiply(weights[f"{grounded}.residual.weight"], seen, weights[f"{grounded}.residual.bias"])
-        state = add(past, bent)
+            residual = multiply(weights[f"{grounded}.residual.weight"], seen, weights[f"{grounded}.residual.bias"])
+        state = add(residual, activated)
         for layer in range(layers - 1):
             name = f"blocks.{index}.layers.{layer}"
             state = step(state, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -157,43 +157,43 @@ def test_hydra_is_the_written_out_network(projected, layers):
         assert close(head.logits(states, index)[1], multiply(matrix, state, bias))
 
 
-def test_the_prefix_layer_is_the_written_out_network():
+def test_the_prefix_layer_matches_the_reference():
     head = made_hydra(prefix=PREFIX)
     features = drawn(2, 7, HIDDEN)
-    looked = head.contextualize(features)
+    contextual = head.contextualize(features)
     for row in range(2):
-        assert close(looked[row], look_back(head.state_dict(), features[row].tolist(), PREFIX))
+        assert close(contextual[row], run_prefix_layer(head.state_dict(), features[row].tolist(), PREFIX))
     padded = torch.cat([features[:, :4], torch.full_like(features[:, 4:], 1e6)], dim=1)
-    assert torch.equal(head.contextualize(padded)[:, :4], looked[:, :4]), "padding at the right is never seen"
+    assert torch.equal(head.contextualize(padded)[:, :4], contextual[:, :4]), "nothing attends to padding on the right"
 
 
-def test_a_kept_prefix_is_the_whole_prefix():
+def test_a_cached_prefix_equals_the_whole_prefix():
     head = made_hydra(prefix=PREFIX)
     features = drawn(3, 600, HIDDEN)
     whole = head.contextualize(features)
     generator = torch.Generator().manual_seed(0)
     cache, rows = LayerCache(3), [0, 1, 2]
-    for turn_number in range(60):
+    for step_number in range(60):
         counts = torch.randint(0, 9, (len(rows),), generator=generator).tolist()
         width = max(*counts, 1)
         new = torch.full((len(rows), width, HIDDEN), math.pi, dtype=torch.float64)
         before = cache.lengths
         for place, row in enumerate(rows):
             new[place, : counts[place]] = features[row, before[place] : before[place] + counts[place]]
-        looked = head.contextualize(new, cache, counts)
+        contextual = head.contextualize(new, cache, counts)
         for place, row in enumerate(rows):
             expected = whole[row, before[place] : before[place] + counts[place]]
-            assert torch.allclose(looked[place, : counts[place]], expected, rtol=0, atol=1e-12)
-        if turn_number % 7 == 3:
+            assert torch.allclose(contextual[place, : counts[place]], expected, rtol=0, atol=1e-12)
+        if step_number % 7 == 3:
             cache.crop([max(0, length - 5) for length in cache.lengths])
-        if turn_number == 50:
+        if step_number == 50:
             rows = [2, 0]
             cache.select(rows)
     assert min(cache.lengths) > 0 and cache.keys is not None and not cache.keys.requires_grad
     assert len(cache.lengths) == 2 and cache.keys.shape[2] == 256
 
 
-def test_a_cache_grows_and_keeps_what_it_holds():
+def test_a_cache_keeps_its_content_when_it_grows():
     head = made_hydra(prefix=PREFIX)
     features = drawn(2, 600, HIDDEN)
     cache = LayerCache(2)
@@ -202,21 +202,21 @@ def test_a_cache_grows_and_keeps_what_it_holds():
     assert torch.allclose(torch.cat(parts, dim=1), head.contextualize(features), rtol=0, atol=1e-12)
 
 
-def test_a_tree_is_tried_behind_what_is_kept():
+def test_a_draft_tree_attends_to_the_cache_without_changing_it():
     layer = randomised(DecoderLayer(HIDDEN, PREFIX))
     stem, one, other = drawn(1, 5, HIDDEN), drawn(1, 1, HIDDEN, seed=2), drawn(1, 1, HIDDEN, seed=3)
     cache = LayerCache(1)
     layer(stem, torch.arange(5)[None], context=cache)
     cache.keep([5])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1]], dtype=torch.bool)[None, None]
-    for _ in range(2):  # nothing of the tree is left behind
+    for _ in range(2):  # the second pass overwrites the first
         tried = layer(torch.cat([one, other], dim=1), torch.tensor([[5, 5]]), mask, cache)
         for place, node in enumerate((one, other)):
             path = layer(torch.cat([stem, node], dim=1), torch.arange(6)[None])
             assert torch.allclose(tried[:, place], path[:, 5], rtol=0, atol=1e-12)
 
 
-def test_new_heads_change_nothing():
+def test_new_heads_return_their_input():
     features, embedded = drawn(2, 3, HIDDEN), drawn(2, 3, 2, HIDDEN, seed=2)
     medusa = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, layers=2)).double()
     assert all(torch.equal(medusa(features)[..., index, :], features) for index in range(4))
@@ -235,27 +235,27 @@ def test_gradients_reach_the_prefix_layer():
     assert all(parameter.grad is not None for parameter in head.prefix.parameters())
 
 
-def test_bfloat16_positions_beyond_256_are_told_apart():
+def test_bfloat16_distinguishes_positions_beyond_256():
     head = made_hydra(prefix=PREFIX).bfloat16()
     features = drawn(1, 600, HIDDEN).bfloat16()
-    looked, exact = head.contextualize(features), head.double().contextualize(features.double())
-    assert (looked.double() - exact)[:, 300:].abs().mean() < 0.02
+    contextual, exact = head.contextualize(features), head.double().contextualize(features.double())
+    assert (contextual.double() - exact)[:, 300:].abs().mean() < 0.02
 
 
-def test_a_borrowed_matrix_starts_the_heads_own():
+def test_borrow_initializes_own_and_shared_matrices():
     target = drawn(VOCABULARY, HIDDEN)
     for output in ("own", "shared"):
         head = made_hydra(output=output, draft_size=3, output_bias=True)
         head.token_map = torch.tensor([1, 5, 12])
         head.borrow(target)
-        assert all(torch.equal(head.vocabulary(index)[0], target[[1, 5, 12]]) for index in range(4))
-        assert not head.vocabulary(3)[1].any()
+        assert all(torch.equal(head.output_layer(index)[0], target[[1, 5, 12]]) for index in range(4))
+        assert not head.output_layer(3)[1].any()
         head.borrow(target, target[:, 0])
-        assert torch.equal(head.vocabulary(3)[1], target[[1, 5, 12], 0])
+        assert torch.equal(head.output_layer(3)[1], target[[1, 5, 12], 0])
         assert head.tokens(torch.tensor([[2, 0]])).tolist() == [[12, 1]]
 
 
-def test_heads_say_what_does_not_fit():
+def test_errors_name_what_does_not_fit():
     head = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, output="target", target_layers=6, target_name="little"))
     head.check_target(HIDDEN, VOCABULARY, 6)
     with pytest.raises(ValueError, match="for little, whose hidden size is 8; this target's is 16"):
@@ -265,13 +265,13 @@ def test_heads_say_what_does_not_fit():
     with pytest.raises(ValueError, match="number of layers is 6; this target's is 7"):
         head.check_target(HIDDEN, VOCABULARY, 7)
     MedusaHead(MedusaConfig(HIDDEN, VOCABULARY)).check_target(HIDDEN, VOCABULARY, 99)
-    with pytest.raises(ValueError, match="hand it in with borrow"):
+    with pytest.raises(ValueError, match="pass it to borrow"):
         head.logits(drawn(1, HIDDEN), 0)
-    with pytest.raises(ValueError, match=r"\[8, 13\], this head's vocabulary needs \[13, 8\]"):
+    with pytest.raises(ValueError, match=r"\[8, 13\]; this head needs \[13, 8\]"):
         head.borrow(drawn(HIDDEN, VOCABULARY))
     with pytest.raises(ValueError, match="choose own, shared or target"):
         MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, output="mine"))
-    with pytest.raises(ValueError, match="14 tokens does not fit one of 13"):
+    with pytest.raises(ValueError, match="draft_size is 14; it must be from 1 to the vocabulary size, 13"):
         MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, draft_size=14))
     with pytest.raises(ValueError, match="6 attention heads cannot share 4"):
         LayerConfig(6, 4, 8, 10)
@@ -280,8 +280,8 @@ def test_heads_say_what_does_not_fit():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_attention_in_bfloat16_is_that_in_float64(tokens: int) -> None:
-    """On a CPU it is another kernel, and queries are laid out otherwise for it."""
+def test_attention_in_bfloat16_matches_float64(tokens: int) -> None:
+    """On a CPU, bfloat16 uses another kernel and folded queries."""
     queries, keys, values = (drawn(2, count, 9, 16, seed=count) for count in (6, 2, 3))
     values, queries = values[:, :2], queries[:, :, :tokens]
     mask = drawn(2, 1, tokens, 9) > 0

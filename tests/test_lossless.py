@@ -1,4 +1,4 @@
-"""No proposer changes what the target says: equal tokens where drafts are deterministic, an equal law where drawn."""
+"""No proposer changes the text: deterministic drafts give equal tokens, sampled drafts the same distribution."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from decode import Proposer, Sampling, Step, Target, Tree, generate
 from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
+from tests.trees import tree_of_rows
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 HEADS = [("medusa", False), ("hydra", False), ("hydra", True)]
@@ -37,7 +38,7 @@ def draft() -> Target:
 
 
 def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Proposer]]:
-    """Every way to draft without chance; the target as its own draft has everything accepted."""
+    """All ways to draft deterministically. With the target as its own draft model everything is accepted."""
     return {
         "ngram": NGramProposer,
         "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
@@ -64,7 +65,7 @@ def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = 
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_same_seed_same_text(llama: Target, draft: Target, temperature: float) -> None:
+def test_the_same_seed_gives_the_same_text(llama: Target, draft: Target, temperature: float) -> None:
     sampling = Sampling(temperature=temperature, top_p=0.9, seed=11)
     plain = texts(llama, None, sampling=sampling)
     assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_p=0.9, seed=12))
@@ -74,7 +75,7 @@ def test_same_seed_same_text(llama: Target, draft: Target, temperature: float) -
             assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
 
 
-def test_torch_seed_reproduces(llama: Target) -> None:
+def test_torchs_seed_makes_sampling_reproducible(llama: Target) -> None:
     def once(seed: int) -> list:
         torch.manual_seed(seed)
         return texts(llama, None, sampling=Sampling(temperature=1.0))
@@ -83,7 +84,7 @@ def test_torch_seed_reproduces(llama: Target) -> None:
 
 
 class Grammar(LogitsProcessor):
-    """Allows only tokens whose sum with the last one, and with the length of the prefix, fits."""
+    """Allows the tokens whose sum with the last token and the prefix length is divisible by 3."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token = torch.arange(scores.shape[-1])
@@ -106,31 +107,31 @@ def test_processors_see_each_nodes_own_prefix(
 
 
 class Closed(LogitsProcessor):
-    """Knows no token behind an end token."""
+    """Fails after a stop token."""
 
     def __init__(self, end: int, begin: int) -> None:
         self.end, self.begin = end, begin
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.end in input_ids[0, self.begin :]:
-            raise ValueError("asked behind the end")
+            raise ValueError("called after the end")
         return scores
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_processors_are_not_asked_behind_an_end_token(llama: Target, draft: Target, temperature: float) -> None:
-    """Though drafts go on behind it."""
+def test_processors_are_not_called_after_a_stop_token(llama: Target, draft: Target, temperature: float) -> None:
+    """Although drafts go on after it."""
     plain = generate(llama, PROMPTS[:1], sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[0]
     end = plain.tokens[12]
     sampling = Sampling(temperature, processors=[Closed(end, len(plain.prompt))], seed=2)
-    makers = {**deterministic(llama, draft), "drawn": lambda: DraftProposer(llama, length=4, sampled=True)}
+    makers = {**deterministic(llama, draft), "sampled": lambda: DraftProposer(llama, length=4, sampled=True)}
     for name, make in makers.items():
         answer = generate(llama, PROMPTS[:1], make(), sampling=sampling, max_new_tokens=24, stop_ids=[end])[0]
-        assert answer.finish == "eos" or name == "drawn"
+        assert answer.finish == "eos" or name == "sampled"
 
 
-def draw_drafts(target: Target, draft: Target) -> dict[str, Proposer]:
-    """Ways to draft at random."""
+def make_sampled(target: Target, draft: Target) -> dict[str, Proposer]:
+    """Proposers of sampled drafts."""
     return {
         "draft": DraftProposer(draft, sampled=True),
         "hydra": HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
@@ -140,18 +141,18 @@ def draw_drafts(target: Target, draft: Target) -> dict[str, Proposer]:
 
 
 @pytest.mark.parametrize("name", ["draft", "hydra", "eagle", "eagle3"])
-def test_grammar_is_kept_by_sampled_drafts(llama: Target, draft: Target, name: str) -> None:
+def test_sampled_drafts_keep_a_grammar(llama: Target, draft: Target, name: str) -> None:
     sampling = Sampling(temperature=1.0, processors=[Grammar()], seed=1)
-    proposer = draw_drafts(llama, draft)[name]
+    proposer = make_sampled(llama, draft)[name]
     for answer in generate(llama, PROMPTS, proposer, sampling=sampling, max_new_tokens=24):
         sequence = answer.prompt + answer.tokens
-        for place in range(len(answer.prompt), len(sequence)):
-            assert (sequence[place] + sequence[place - 1] + place) % 3 == 0
+        for position in range(len(answer.prompt), len(sequence)):
+            assert (sequence[position] + sequence[position - 1] + position) % 3 == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 40])
-def test_sampled_drafts_keep_the_law(batch_size: int) -> None:
-    """Chi-square of the third token, which lies inside drafts, against plain sampling with other noise."""
+def test_sampled_drafts_keep_the_distribution(batch_size: int) -> None:
+    """Chi-square test of the third token, which lies inside drafts, against plain sampling with another seed."""
     target = Target(tiny("llama", vocab_size=12, initializer_range=0.3))
     draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.3))
     runs = 2400 if batch_size > 1 else 400
@@ -171,7 +172,7 @@ def test_sampled_drafts_keep_the_law(batch_size: int) -> None:
 
 
 class Adversary:
-    """Drafts garbage: end tokens, duplicates, the root again, the full budget or nothing, chains and bushes."""
+    """Drafts garbage: stop tokens, duplicates, the root again, the full budget or nothing, chains and wide trees."""
 
     layers = ()
 
@@ -184,15 +185,13 @@ class Adversary:
             size = self.random.choice([1, budget, self.random.randint(1, budget)])
             palette = self.random.choice([range(VOCABULARY), range(4), [root], [2]])
             tokens = [root, *(self.random.choice(palette) for _ in range(size - 1))]
-            bushy = self.random.random() < 0.5
-            rows.append(
-                (tokens, [-1, *(self.random.randrange(node) if bushy else node - 1 for node in range(1, size))])
-            )
-        return Tree.from_rows(rows)
+            wide = self.random.random() < 0.5
+            rows.append((tokens, [-1, *(self.random.randrange(node) if wide else node - 1 for node in range(1, size))]))
+        return tree_of_rows(rows)
 
 
 class Mixed(Adversary):
-    """The adversary in one half of the steps, a good draft model in the other."""
+    """A good draft model, whose trees lose some nodes in half of the steps."""
 
     def __init__(self, seed: int, target: Target) -> None:
         super().__init__(seed)
@@ -207,7 +206,7 @@ class Mixed(Adversary):
 
 
 def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
-    """Proposers of random heads of all kinds, given how many paths to follow."""
+    """Proposers with random heads of all kinds, each made from a width."""
     medusa, hydra, prefix = (make_head(kind, target, prefix=on) for kind, on in HEADS)
     eagles = [make_head(kind, target) for kind in ("eagle", "eagle3")]
     return [
@@ -219,7 +218,7 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
 
 
 def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
-    """Random prompts, trees, seeds, batch shapes and limits: never a difference to plain decoding."""
+    """Random prompts, trees, seeds, batch sizes and limits give the same tokens as plain decoding."""
     accepted = 0
     heads = {kind: draft_with_heads(target) for kind, target in targets.items()}
     for case in range(request.config.getoption("--cases")):
@@ -243,40 +242,40 @@ def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest
     assert accepted > 0
 
 
-class Bush:
-    """Guesses the known answers in trees of the whole budget, at each depth a right token and a wrong one."""
+class KnownAnswers:
+    """Drafts the known answers in trees of the whole budget, with a right and a wrong token at each depth."""
 
     layers = ()
 
     def __init__(self, answers: list[list[int]]) -> None:
-        self.answers = answers  # prompt and answer of each row
-        self.asked: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
-        self.verified: list[tuple[int, int]] = []  # of each row and step: its room, and the nodes of its tree
+        self.answers = answers  # prompt and answer of each request
+        self.calls: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
+        self.verified: list[tuple[int, int]] = []  # room and tree size of each row and step
 
     def propose(self, step: Step, budget: int) -> Tree:
         if not step.is_prefill:
             rooms = [self.room[row] for row in step.kept]
             self.verified += zip(rooms, step.tree.sizes.tolist(), strict=True)
         self.room = step.room
-        self.asked.append((budget, max(step.room)))
+        self.calls.append((budget, max(step.room)))
         rows = []
-        for number, sequence in zip(step.request_ids, step.sequences, strict=True):
+        for request_id, sequence in zip(step.request_ids, step.sequences, strict=True):
             levels = (budget - 1) // 2
-            future = [*self.answers[number][len(sequence) :], *[0] * levels][:levels]
+            future = [*self.answers[request_id][len(sequence) :], *[0] * levels][:levels]
             tokens = [token for right in future for token in ((right + 1) % VOCABULARY, right)]
             rows.append(([sequence[-1], *tokens], [-1, *(2 * (node // 2) for node in range(len(tokens)))]))
-        return Tree.from_rows(rows)
+        return tree_of_rows(rows)
 
 
 @pytest.mark.parametrize("limit", [256, 12])
 @pytest.mark.parametrize("lengths", [(20, 30, 27), (28, 29)])
-def test_little_room_makes_trees_shallow_and_not_small(
+def test_little_room_makes_trees_shallower_but_not_smaller(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], limit: int
 ) -> None:
-    """Learned positions end with the context, and rows reach it, or the end of their answer, at different times."""
+    """Learned positions end with the context. Rows reach it, or the end of their answer, at different times."""
     context, nodes = 40, 21
     target = Target(tiny("gpt2", max_position_embeddings=context))
-    prompts = [[(length + place) % VOCABULARY for place in range(length)] for length in lengths]
+    prompts = [[(length + position) % VOCABULARY for position in range(length)] for length in lengths]
     plain = generate(target, prompts, max_new_tokens=limit)
     forward, positions = target.model.forward, list[int]()
 
@@ -285,12 +284,12 @@ def test_little_room_makes_trees_shallow_and_not_small(
         return forward(position_ids=position_ids, **settings)
 
     monkeypatch.setattr(target.model, "forward", watch)
-    bush = Bush([answer.prompt + answer.tokens for answer in plain])
-    answers = generate(target, prompts, bush, nodes=nodes, max_new_tokens=limit)
+    proposer = KnownAnswers([answer.prompt + answer.tokens for answer in plain])
+    answers = generate(target, prompts, proposer, nodes=nodes, max_new_tokens=limit)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert [answer.finish for answer in answers] == [answer.finish for answer in plain]
-    assert max(positions) <= context - 2  # the last token of all is said, never read
-    assert bush.asked == [(nodes if room > 1 else 1, room) for _, room in bush.asked]
-    assert any(1 < room < nodes for _, room in bush.asked)
-    assert all(size == min(nodes, 2 * room - 1) for room, size in bush.verified)
+    assert max(positions) <= context - 2  # the last token of an answer is never read
+    assert proposer.calls == [(nodes if room > 1 else 1, room) for _, room in proposer.calls]
+    assert any(1 < room < nodes for _, room in proposer.calls)
+    assert all(size == min(nodes, 2 * room - 1) for room, size in proposer.verified)
     assert all(answer.stats.steps <= 4 for answer in answers)

@@ -1,4 +1,4 @@
-"""The heads that come with the project: whole, small, and as lossless as any other."""
+"""The pretrained heads: complete, small, and lossless."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 24_000_000  # bytes
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_head_is_whole_and_small(folder: Path) -> None:
+def test_a_head_is_complete_and_small(folder: Path) -> None:
     head, calibration = load_head(folder), load_calibration(folder)
     assert head.kind == folder.name and calibration is not None
     assert calibration.expect_tau(16)[-1] > 1.5
@@ -38,8 +38,8 @@ def target() -> Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_trained_heads_leave_the_text_alone(target: Target, temperature: float) -> None:
-    """In float32, alone and in a ragged batch, with as many nodes as pay and with many."""
+def test_pretrained_heads_are_lossless(target: Target, temperature: float) -> None:
+    """In float32, with one request and a ragged batch, with an automatic and a fixed draft budget."""
     settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=7), "max_new_tokens": 16}
     plain = [answer.tokens for answer in generate(target, PROMPTS, batch_size=1, **settings)]
     for folder in FOLDERS:

@@ -1,4 +1,4 @@
-"""Rows that finish make room for the next prompts, and no row notices."""
+"""Waiting prompts take the rows of finished ones, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import tiny
 
 KINDS = ["llama", "gemma3_text", "gemma3n_text", "gpt2"]  # full, windowed and shared layers, learned positions
 LENGTHS = [5, 1, 70, 2, 33, 100, 1, 9, 40, 3, 64, 12]
-PROMPTS = [[(7 * number + 3 * place) % 90 + 3 for place in range(length)] for number, length in enumerate(LENGTHS)]
+PROMPTS = [[(7 * index + 3 * position) % 90 + 3 for position in range(length)] for index, length in enumerate(LENGTHS)]
 ENDS = range(40, 52)  # an eighth of the vocabulary: answers end at very different times
 SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ENDS}
 
@@ -30,11 +30,11 @@ def read(answers: list[Answer]) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_refilled_rows_say_what_they_say_alone(kind: str, temperature: float) -> None:
+def test_refilled_rows_give_the_same_answers_as_alone(kind: str, temperature: float) -> None:
     target, sampling = Target(tiny(kind)), Sampling(temperature=temperature, seed=3)
     alone = [
-        generate(target, [prompt], request_ids=[number], sampling=sampling, **SETTINGS)[0]
-        for number, prompt in enumerate(PROMPTS)
+        generate(target, [prompt], request_ids=[request_id], sampling=sampling, **SETTINGS)[0]
+        for request_id, prompt in enumerate(PROMPTS)
     ]
     assert len({len(answer.tokens) for answer in alone}) > 3
     for size in (2, 5):
@@ -63,22 +63,22 @@ def test_with_a_proposer_batches_follow_one_another() -> None:
     assert read(generate(target, PROMPTS, NGramProposer(), batch_size=4, **SETTINGS)) == expected
 
 
-def test_numbers_make_a_part_of_a_list_the_whole() -> None:
+def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
     target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
     whole = generate(target, PROMPTS, sampling=sampling, **SETTINGS)
     part = [9, 2, 6]
-    answers = generate(target, [PROMPTS[number] for number in part], request_ids=part, sampling=sampling, **SETTINGS)
-    assert read(answers) == read([whole[number] for number in part])
+    answers = generate(target, [PROMPTS[index] for index in part], request_ids=part, sampling=sampling, **SETTINGS)
+    assert read(answers) == read([whole[index] for index in part])
 
 
-@pytest.mark.parametrize("numbers", [[1], [1, 2, 3], [4, 4]])
-def test_numbers_are_one_a_prompt(numbers: list[int]) -> None:
+@pytest.mark.parametrize("request_ids", [[1], [1, 2, 3], [4, 4]])
+def test_each_prompt_needs_its_own_request_id(request_ids: list[int]) -> None:
     with pytest.raises(ValueError, match="2 prompts need as many different request_ids"):
-        generate(Target(tiny("llama")), [[5], [6]], request_ids=numbers)
+        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_committed_in_groups_of_like_length(kind: str) -> None:
+def test_prefill_in_groups_of_similar_length(kind: str) -> None:
     target = Target(tiny(kind))
     session = target.open(len(PROMPTS), layers=(-1,))
     logits, features = session.extend(PROMPTS)
@@ -91,7 +91,7 @@ def test_rows_are_committed_in_groups_of_like_length(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_renewed_row_has_forgotten_the_old_one(kind: str) -> None:
+def test_a_renewed_row_keeps_nothing_of_the_old_one(kind: str) -> None:
     target = Target(tiny(kind))
     session, expected = target.open(3), target.open(3)
     session.extend([PROMPTS[5], PROMPTS[0], PROMPTS[2]])
@@ -106,7 +106,7 @@ def test_a_renewed_row_has_forgotten_the_old_one(kind: str) -> None:
 
 def test_a_longer_row_makes_the_cache_grow() -> None:
     target = Target(tiny("llama", max_position_embeddings=1024))
-    session, expected, long = target.open(2), target.open(1), [5 + place % 80 for place in range(600)]
+    session, expected, long = target.open(2), target.open(1), [5 + position % 80 for position in range(600)]
     session.extend([[3, 4, 5], [6, 7]])
     session.renew([1], [long])
     expected.extend([long])
@@ -115,50 +115,50 @@ def test_a_longer_row_makes_the_cache_grow() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_without_gaps_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contiguous_cache_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny(kind))
     expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
     monkeypatch.setattr(decode.kv_cache, "LARGE", 3)
-    monkeypatch.setattr(decode.session, "TreeCache", lambda batch, gapless: TreeCache(batch, gapless=True))
+    monkeypatch.setattr(decode.session, "TreeCache", lambda batch, contiguous: TreeCache(batch, contiguous=True))
     for proposer in (None, NGramProposer()):
         assert read(generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)) == expected
 
 
-def test_a_cache_without_gaps_lies_in_one_piece_while_many_rows_are_left() -> None:
-    cache = TreeCache(batch=LARGE, gapless=True)
+def test_a_contiguous_cache_is_contiguous_in_large_batches() -> None:
+    cache = TreeCache(batch=LARGE, contiguous=True)
     states = torch.zeros(LARGE, 1, 3, 1)
     for length, slots in ((0, 64), (60, 64), (200, 256), (130, 256), (20, 64)):
         cache.lengths = [length] * LARGE
-        cache.place(0, 3, torch.device("cpu"))
+        cache.reserve(0, 3, torch.device("cpu"))
         keys, values = cache.update(states, states, layer_idx=0)
         assert keys.shape[2] == values.shape[2] == slots
-        assert keys.is_contiguous() == values.is_contiguous() == (length != 20)  # too few to read all
+        assert keys.is_contiguous() == values.is_contiguous() == (length != 20)  # few slots are used
     cache.select(range(1, LARGE))
-    cache.place(0, 3, torch.device("cpu"))
+    cache.reserve(0, 3, torch.device("cpu"))
     keys, _ = cache.update(states[1:], states[1:], layer_idx=0)
     assert not keys.is_contiguous()
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 1], [1, 3], [3], [0, 3]])
-def test_rows_that_stay_are_moved_to_the_front(rows: list[int]) -> None:
+def test_selected_rows_move_to_the_front(rows: list[int]) -> None:
     cache = TreeCache(batch=4)
     states = torch.arange(4 * 6, dtype=torch.float64).view(4, 1, 6, 1)
-    cache.place(0, 6, torch.device("cpu"))
+    cache.reserve(0, 6, torch.device("cpu"))
     cache.update(states, -states, layer_idx=0)
     cache.keep(torch.arange(6).expand(4, 6), [6, 5, 4, 3])
     cache.select(rows)
-    cache.place(0, 1, torch.device("cpu"))
+    cache.reserve(0, 1, torch.device("cpu"))
     new = torch.full((len(rows), 1, 1, 1), 99.0, dtype=torch.float64)
     keys, values = cache.update(new, new, layer_idx=0)
-    for place, row in enumerate(rows):
+    for new_row, row in enumerate(rows):
         length = 6 - row
-        assert cache.lengths[place] == length
-        assert keys[place, 0, : length + 1, 0].tolist() == [*states[row, 0, :length, 0].tolist(), 99]
-        assert values[place, 0, :length, 0].tolist() == (-states[row, 0, :length, 0]).tolist()
+        assert cache.lengths[new_row] == length
+        assert keys[new_row, 0, : length + 1, 0].tolist() == [*states[row, 0, :length, 0].tolist(), 99]
+        assert values[new_row, 0, :length, 0].tolist() == (-states[row, 0, :length, 0]).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_are_drawn_row_by_row_as_all_at_once(dtype: torch.dtype) -> None:
+def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = 25
     logits = torch.randn(rows, 1000, generator=generator).to(dtype)

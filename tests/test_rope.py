@@ -1,4 +1,4 @@
-"""Rotary positions that are stretched: the angles of transformers."""
+"""Scaled rotary positions, compared with transformers."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from tests.test_heads import drawn
         {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 99, "attention_factor": 1.5},
     ],
 )
-def test_stretched_positions_are_those_of_transformers(scaling):
+def test_scaled_positions_match_transformers(scaling):
     config = LlamaConfig(hidden_size=32, num_attention_heads=1, head_dim=32, max_position_embeddings=512)
     config.rope_parameters = {"rope_theta": 500.0, **scaling}
-    rates, strength = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    frequencies, strength = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     states, positions = drawn(1, 1, 6, 32), torch.tensor([[0, 1, 2, 7, 60, 200]])
-    angles = positions[:, None, :, None] * rates.double()
+    angles = positions[:, None, :, None] * frequencies.double()
     first, second = states.split(16, dim=-1)
-    turned = torch.cat(
+    rotated = torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
     )
     ours = rotate(states, positions, 500.0, RopeScaling(**scaling))
-    assert torch.allclose(ours, strength * turned, rtol=0, atol=1e-4)
+    assert torch.allclose(ours, strength * rotated, rtol=0, atol=1e-4)
 
 
-def test_a_scaling_says_what_it_lacks():
+def test_errors_name_what_a_scaling_lacks():
     with pytest.raises(ValueError, match="rope_type is 'dynamic'; it can be default, linear, llama3, yarn"):
         RopeScaling("dynamic", 2.0)
     with pytest.raises(ValueError, match="'yarn' needs original_max_position_embeddings"):

@@ -17,7 +17,7 @@ from transformers import TopKLogitsWarper
 
 from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
-from decode.rejection import RULES, Drafted, Rule
+from decode.rejection import SampledTree
 from proposers import (
     EagleProposer,
     HydraProposer,
@@ -32,6 +32,7 @@ from proposers.head_proposer import HeadProposer
 from tests.drafting import make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny
+from tests.reference_rules import RULES, RowRule
 
 VOCABULARY = 4
 TEXT = [3, 1, 2, 1]
@@ -112,7 +113,7 @@ def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
     monkeypatch.setattr(sampled_trees, "sample_without_replacement", draw)
 
 
-def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: Rule) -> dict:
+def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: RowRule) -> dict:
     """The law of what one step emits: accepted tokens and the bonus token."""
 
     def draft(dice: Any) -> Tree:
@@ -130,7 +131,9 @@ def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: Tar
             prefixes.append((*prefixes[parents[node]], tokens[node]))
         p = [laws.p(prefix) for prefix in prefixes]
         q = tree.q
-        drafted = Drafted(tokens, parents, [True] * len(tokens), p.__getitem__, lambda node, q=q: q[0, node].clone())
+        drafted = SampledTree(
+            tokens, parents, [True] * len(tokens), p.__getitem__, lambda node, q=q: q[0, node].clone()
+        )
         for (path, bonus), probability in enumerate_outcomes(partial(rule, drafted)):
             emitted = (*prefixes[path[-1]], bonus)
             law[emitted] = law.get(emitted, 0.0) + chance * probability
@@ -142,7 +145,7 @@ def emit_with(
     proposer: Any,
     target: Target,
     sampling: Sampling,
-    rule: Rule,
+    rule: RowRule,
     times: Sequence[float] = (1.0, 1.05, 2.1),
 ) -> Any:
     """That law for a proposer's first draft, and the target's laws. times: of passes over 1, 2 and 8 nodes."""

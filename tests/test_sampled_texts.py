@@ -1,4 +1,4 @@
-"""Texts from drafts that heads draw at random: their law, what they hang on, and the draws themselves."""
+"""Text with sampled drafts of heads: its distribution, what it depends on, and how tokens are drawn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_lossless import texts
 from tests.test_sampled_heads import EAGLES, PROPOSERS, make
 
 WORDS = 12
-BATCHES = [  # proposer, its settings, its head's, rows a batch, runs
+BATCHES = [  # kind, settings of the proposer and of its head, batch size, runs
     ("eagle", {"width": 1, "nodes": 4}, {"draft_size": 9}, 1, 90),
     ("eagle", {"tree": "static", "nodes": 12}, {}, 3, 150),
     ("eagle", {}, {"draft_size": 9}, 30, 300),
@@ -40,19 +40,20 @@ def words() -> Target:
 
 
 def third_token(target: Target, prompt: list[int], sampling: Sampling) -> Tensor:
-    """The law [V] of plain sampling's third token."""
+    """The probabilities [V] of plain sampling's third token."""
     pairs = [[*prompt, one, two] for one in range(WORDS) for two in range(WORDS)]
 
-    def laws(texts: list[list[int]]) -> Tensor:
+    def probabilities(texts: list[list[int]]) -> Tensor:
         logits, _ = target.open(len(texts)).extend(texts)
         return sampling.probabilities(logits, [torch.tensor(text) for text in texts], list(range(len(texts))))
 
-    first, second, third = laws([prompt]), laws([[*prompt, one] for one in range(WORDS)]), laws(pairs)
+    first, third = probabilities([prompt]), probabilities(pairs)
+    second = probabilities([[*prompt, one] for one in range(WORDS)])
     return (first.T * second).flatten() @ third
 
 
 @pytest.mark.parametrize(("kind", "settings", "head", "batch_size", "runs"), BATCHES)
-def test_texts_have_the_law_of_plain_sampling(
+def test_text_has_the_distribution_of_plain_sampling(
     monkeypatch: pytest.MonkeyPatch,
     words: Target,
     kind: str,
@@ -61,7 +62,7 @@ def test_texts_have_the_law_of_plain_sampling(
     batch_size: int,
     runs: int,
 ) -> None:
-    """Chi-square of the third token, which lies inside drafts."""
+    """Chi-square test of the third token, which lies inside drafts."""
     monkeypatch.setattr(words, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     processors = [TopKLogitsWarper(6)] if kind == "hydra" else []
     sampling = Sampling(temperature=1.5, top_k=8, top_p=0.95, processors=processors, seed=1)
@@ -85,22 +86,22 @@ def test_texts_have_the_law_of_plain_sampling(
 
 @pytest.mark.parametrize("settings", [{"nodes": 9}, {"width": 1, "nodes": 5}, {"tree": "static", "nodes": 12}])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_draws_hang_on_seed_row_and_place_alone(words: Target, kind: str, settings: dict[str, Any]) -> None:
-    """So with as many nodes in every step the whole text does, in any batch."""
+def test_draft_tokens_depend_on_their_keys_only(words: Target, kind: str, settings: dict[str, Any]) -> None:
+    """With equally many nodes in every step, the whole text then does too, in any batch."""
     prompts = [[5, 9, 5], [7], [3, 4, 4, 1]]
-    said = partial(texts, words, prompts=prompts, stop_ids=[2])
+    decode = partial(texts, words, prompts=prompts, stop_ids=[2])
     proposer = make(kind, words, {"draft_size": 9}, **settings)
     sampling = Sampling(temperature=1.5, seed=7)
-    text = said(proposer, sampling=sampling)
+    text = decode(proposer, sampling=sampling)
     for batch_size in (1, 2, 3):
-        assert said(proposer, sampling=sampling, batch_size=batch_size) == text
-    assert said(proposer, sampling=replace(sampling, seed=8)) != text
-    assert said(None, sampling=sampling) != text
+        assert decode(proposer, sampling=sampling, batch_size=batch_size) == text
+    assert decode(proposer, sampling=replace(sampling, seed=8)) != text
+    assert decode(None, sampling=sampling) != text
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "static", ((2,), (0,), (2, 1))])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_nothing_is_drawn_at_temperature_0(words: Target, kind: str, tree: Any) -> None:
+def test_nothing_is_sampled_at_temperature_0(words: Target, kind: str, tree: Any) -> None:
     proposer = make(kind, words, tree=tree, nodes=9)
     generate(words, [[3]], proposer, sampling=Sampling(temperature=1.0, seed=1), max_new_tokens=8)
     drafts = []
@@ -113,8 +114,8 @@ def test_nothing_is_drawn_at_temperature_0(words: Target, kind: str, tree: Any) 
 
 
 @pytest.mark.parametrize("kind", PROPOSERS)
-def test_drafts_carry_the_laws_that_they_were_drawn_from(words: Target, kind: str) -> None:
-    """Over the target's tokens, nothing on those that the head does not know; siblings differ."""
+def test_trees_carry_the_probabilities_that_they_were_sampled_from(words: Target, kind: str) -> None:
+    """Over the target's tokens, and zero outside the draft vocabulary; siblings differ."""
     for settings in ({"nodes": 10}, {"tree": "static", "nodes": 10}, {"width": 1, "nodes": 4}):
         if kind in ("medusa", "hydra") and "width" in settings:
             continue
@@ -125,33 +126,33 @@ def test_drafts_carry_the_laws_that_they_were_drawn_from(words: Target, kind: st
         assert drafts
         for tree in drafts:
             assert tree.is_chain == ("width" in settings)
-            check_laws(tree, set(proposer.head.token_map.tolist()))
+            check_q(tree, set(proposer.head.token_map.tolist()))
 
 
-def check_laws(tree: Tree, known: set[int]) -> None:
+def check_q(tree: Tree, known: set[int]) -> None:
     assert tree.q is not None and tree.q.shape == (*tree.tokens.shape, WORDS)
     for row in range(tree.batch):
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         for parent in {*parents[1:]}:
-            law = tree.q[row, parent]
+            q = tree.q[row, parent]
             children = [tokens[node] for node in range(1, len(tokens)) if parents[node] == parent]
-            assert len({*children}) == len(children) and (law[children] > 0).all()
-            assert float(law.sum()) == pytest.approx(1) and {*law.nonzero().flatten().tolist()} <= known
+            assert len({*children}) == len(children) and (q[children] > 0).all()
+            assert float(q.sum()) == pytest.approx(1) and {*q.nonzero().flatten().tolist()} <= known
 
 
-# ---- the draws themselves ----
+# ---- how tokens are drawn ----
 
 
-def test_draws_in_turn_are_without_replacement() -> None:
-    rounds, places = 20_000, [3, 700, 300, 511]  # in several groups
-    law = torch.zeros(1000, dtype=torch.float64)
-    law[places] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+def test_tokens_are_drawn_without_replacement() -> None:
+    rounds, tokens = 20_000, [3, 700, 300, 511]  # in several groups
+    q = torch.zeros(1000, dtype=torch.float64)
+    q[tokens] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     uniforms = stream_uniforms(torch.tensor([5]), torch.arange(rounds * 4)).view(rounds, 2, 2)
-    drawn = sample_without_replacement(law.expand(rounds, -1), uniforms)
+    drawn = sample_without_replacement(q.expand(rounds, -1), uniforms)
     index = torch.full((1000,), 99)
-    index[places] = torch.arange(4)
+    index[tokens] = torch.arange(4)
     counts = torch.bincount(index[drawn] @ torch.tensor([4, 1]), minlength=16).view(4, 4)
-    small = law[places]
+    small = q[tokens]
     expected = rounds * small[:, None] * small / (1 - small[:, None])
     expected.fill_diagonal_(0)
     assert (counts[expected == 0] == 0).all()
@@ -159,13 +160,13 @@ def test_draws_in_turn_are_without_replacement() -> None:
     assert float(((counts - expected)[cells] ** 2 / expected[cells]).sum()) < 31.3  # 11 degrees of freedom
 
 
-def test_laws_that_are_used_up() -> None:
-    law = torch.tensor([[0.0, 1 - 1e-17, 0.0, 1e-17, 0.0], [0.2] * 5], dtype=torch.float64)
-    for throw in (0.0, 0.5, 1 - 2.0**-53):
-        drawn = sample_without_replacement(law, torch.full((2, 5, 2), throw, dtype=torch.float64)).tolist()
+def test_drawing_more_tokens_than_have_probability() -> None:
+    q = torch.tensor([[0.0, 1 - 1e-17, 0.0, 1e-17, 0.0], [0.2] * 5], dtype=torch.float64)
+    for noise in (0.0, 0.5, 1 - 2.0**-53):
+        drawn = sample_without_replacement(q, torch.full((2, 5, 2), noise, dtype=torch.float64)).tolist()
         assert drawn[0][:2] == [1, 3] and sorted(drawn[1]) == [0, 1, 2, 3, 4]
-        assert all(law[0, token] == 0 or token in (1, 3) for token in drawn[0])
-    assert law[1].tolist() == [0.2] * 5
+        assert all(q[0, token] == 0 or token in (1, 3) for token in drawn[0])
+    assert q[1].tolist() == [0.2] * 5
 
 
 def test_children_are_numbered_as_they_are_listed() -> None:

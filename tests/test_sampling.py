@@ -1,4 +1,4 @@
-"""Laws, draws and the noise behind them."""
+"""Probabilities, samples and keyed noise."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.noise import ACCEPTANCE, KeyedDice, gumbel_max, inverse_cdf, key, stream_uniforms, uniform, uniforms
-from decode.sampling import QuickTopP
+from decode.noise import ACCEPTANCE, KeyedRandomness, gumbel_max, inverse_cdf, key, stream_uniforms, uniform, uniforms
+from decode.sampling import FastTopP
 
 
-def test_noise_is_a_function_of_its_keys() -> None:
-    keys = [(seed, row, position) for seed in range(12) for row in range(12) for position in range(12)]
+def test_noise_depends_on_its_keys_only() -> None:
+    keys = [(seed, request_id, position) for seed in range(12) for request_id in range(12) for position in range(12)]
     numbers = [uniform(*key) for key in keys]
     assert numbers == [uniform(*key) for key in keys]
     assert len(set(numbers)) == len(numbers)
     assert uniform(1, 2, 3) != uniform(1, 2, 3, ACCEPTANCE) != uniform(1, 2, 3, ACCEPTANCE, 1)
 
 
-def test_noise_for_many_keys_is_the_same() -> None:
-    """To the last bit: in float32 some would be rounded up to 1."""
+def test_a_table_of_noise_equals_single_calls() -> None:
+    """Exactly: in float32 some would be rounded up to 1."""
     table = [[(seed, row, 5, ACCEPTANCE, row) for row in range(7)] for seed in range(50)]
     assert uniforms(table, torch.device("cpu")).tolist() == [[uniform(*keys) for keys in row] for row in table]
     highest = torch.tensor([[2**53 - 1]])
@@ -37,32 +37,32 @@ def test_noise_is_uniform_and_neighbours_are_independent() -> None:
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom, p = 0.0002
 
 
-def test_inversion_draws_each_token_on_its_share() -> None:
-    law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
+def test_inverse_cdf_draws_each_token_in_its_interval() -> None:
+    p = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
     for number, token in [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)]:
-        assert inverse_cdf(law * 7, torch.tensor([number], dtype=torch.float64)).item() == token
-        assert inverse_cdf(law, torch.tensor([number], dtype=torch.float64)).item() == token
+        assert inverse_cdf(p * 7, torch.tensor([number], dtype=torch.float64)).item() == token
+        assert inverse_cdf(p, torch.tensor([number], dtype=torch.float64)).item() == token
 
 
-def test_a_race_draws_each_token_on_its_share() -> None:
-    law = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.2, 0.05, 0.0]], dtype=torch.float64)
-    drawn = gumbel_max(3 * law.expand(20000, -1), torch.tensor([key(1, 2, position) for position in range(20000)]))
-    counts, expected = torch.bincount(drawn, minlength=7), 20000 * law[0]
+def test_gumbel_max_draws_tokens_by_their_probabilities() -> None:
+    p = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.2, 0.05, 0.0]], dtype=torch.float64)
+    drawn = gumbel_max(3 * p.expand(20000, -1), torch.tensor([key(1, 2, position) for position in range(20000)]))
+    counts, expected = torch.bincount(drawn, minlength=7), 20000 * p[0]
     assert counts[expected == 0].sum() == 0
     assert ((counts - expected) ** 2 / expected)[expected > 0].sum() < 20  # 3 degrees of freedom, p = 0.0002
 
 
-def test_laws_that_rounding_parts_draw_the_same() -> None:
-    """Of a large vocabulary, with the errors of float32. Where a law is inverted, some borders are moved past draws."""
+def test_gumbel_max_ignores_rounding() -> None:
+    """With a large vocabulary and errors as in float32. With an inverse CDF some tokens would differ."""
     logits = torch.randn(40, 20000, generator=torch.Generator().manual_seed(1))
     rounded = logits + 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     seeds = torch.arange(40)
-    laws = [some.double().softmax(dim=1) for some in (logits, rounded)]
-    assert torch.equal(*(gumbel_max(law, seeds) for law in laws))
+    drawn = [gumbel_max(each.double().softmax(dim=1), seeds) for each in (logits, rounded)]
+    assert torch.equal(*drawn)
 
 
-def test_spread_is_splitmix() -> None:
-    """The first outputs of the published generator from seed 1234567."""
+def test_stream_uniforms_are_splitmix64() -> None:
+    """The published generator's first outputs for seed 1234567."""
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     first = stream_uniforms(torch.tensor([1234567, 9]), torch.arange(3))
     assert first[0].tolist() == [(number >> 11) * 2.0**-53 for number in expected]
@@ -71,14 +71,14 @@ def test_spread_is_splitmix() -> None:
     assert abs(float(numbers.mean()) - 0.5) < 0.015
 
 
-def test_dice_never_draw_what_has_no_weight() -> None:
+def test_keyed_randomness_never_draws_a_token_without_weight() -> None:
     for seed in range(300):
-        dice = KeyedDice(seed, 0, 0)
-        assert dice.draw(torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)) == 1
-        assert not dice.accept(0.0) and dice.accept(1.0)
+        randomness = KeyedRandomness(seed, 0, 0)
+        assert randomness.draw(torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)) == 1
+        assert not randomness.accept(0.0) and randomness.accept(1.0)
 
 
-def test_the_law_is_that_of_transformers_warpers() -> None:
+def test_probabilities_are_those_of_transformers_warpers() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     assert Sampling().probabilities(logits).tolist() == [[1, 0, 0, 0]]
     assert torch.allclose(Sampling(temperature=2.0).probabilities(logits), (logits.double() / 2).softmax(-1))
@@ -88,15 +88,15 @@ def test_the_law_is_that_of_transformers_warpers() -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-def test_top_p_is_transformers_own(top_p: float) -> None:
-    """Where few tokens hold that much, where most are needed, and where others are ruled out before."""
+def test_fast_top_p_equals_transformers(top_p: float) -> None:
+    """Few tokens suffice, most are needed, or others were excluded before."""
     logits = torch.randn(60, 3000, generator=torch.Generator().manual_seed(1)).double()
     logits *= torch.linspace(0.01, 8, 60)[:, None]
-    tied = logits.bfloat16().float()  # as a model in bfloat16 has them
+    tied = logits.bfloat16().float()  # as from a model in bfloat16
     for scores in (logits, TopKLogitsWarper(40)(None, logits), logits[:1], logits[-1:], tied):
-        together = QuickTopP(top_p)(None, scores)
+        together = FastTopP(top_p)(None, scores)
         assert torch.equal(together, TopPLogitsWarper(top_p)(None, scores))
-        assert torch.equal(together, torch.cat([QuickTopP(top_p)(None, row) for row in scores.split(1)]))
+        assert torch.equal(together, torch.cat([FastTopP(top_p)(None, row) for row in scores.split(1)]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Text in and out: prompts, text that streams without broken characters, and where an answer ends."""
+"""Prompts to tokens, text streamed without broken characters, and where an answer ends."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def build_tokenizer(merges: Sequence[tuple[str, str]] = (), template: str | None
     """A byte-level BPE: 256 bytes, then the merges, then two special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *map("".join, merges)])}
-    made = Tokenizer(models.BPE(vocabulary, list(merges)))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
+    backend = Tokenizer(models.BPE(vocabulary, list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     tokenizer.chat_template = template
     return tokenizer
 
 
 def as_letters(text: str) -> str:
-    """How byte-level vocabularies write the bytes of a text."""
+    """A text as byte-level vocabularies spell it, one letter per byte."""
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return "".join(piece for piece, _ in level.pre_tokenize_str(text))
 
 
 def merge_of(text: str, start: int, end: int) -> list[tuple[str, str]]:
-    """The merges that make one token of some bytes of a text, which may begin and end within characters."""
+    """The merges that turn some bytes of a text into one token. It may begin and end inside a character."""
     letters = as_letters(text)[start:end]
     return [(letters[:size], letters[size]) for size in range(1, len(letters))]
 
 
-# Tokens within a character, of a character and a half, of several characters.
+# Tokens of half a character, of one and a half characters, and of several characters.
 MERGES = [
     *merge_of("🧪🧪", 1, 6),
     *merge_of("投機", 0, 4),
@@ -65,21 +65,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """Words with a mark for the space before them, left out at the beginning of a text; bytes for all else."""
+    """Like SentencePiece: words marked with the space before them, and byte fallback."""
     words = ["▁a", "▁b", "a", "b", "ab", "▁", "c", "▁投", "é"]
     vocabulary = {
         token: index for index, token in enumerate(["<unk>", "<end>", *(f"<0x{b:02X}>" for b in range(256)), *words])
     }
-    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Sequence(
+    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
-    """The pieces that come out, one a token and the last one from `finish`."""
+    """The streamed pieces: one per token, and a last one from `finish`."""
     text = TextStream(tokenizer, stop)
     pieces = []
     for token in ids:
@@ -90,12 +90,12 @@ def stream(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequenc
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """A text, a byte a token."""
+    """A text in tokens of one byte."""
     return tokenizer.convert_tokens_to_ids(list(as_letters(text)))
 
 
-def half_more(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The text "A投" in two tokens, the first of which has a letter and half a character."""
+def split_inside_character(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The text "A投" in two tokens. The first has a letter and half a character."""
     letters = as_letters("A投")
     return tokenizer.convert_tokens_to_ids([letters[:3], letters[3]])
 
@@ -103,37 +103,37 @@ def half_more(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 # Text streams
 
 
-def test_no_piece_has_a_broken_character(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pieces_have_no_broken_characters(tokenizer: PreTrainedTokenizerFast) -> None:
     for ids in (tokenizer(TEXT)["input_ids"], spell(tokenizer, TEXT)):
         pieces = stream(tokenizer, ids)
         assert "".join(pieces) == TEXT
         assert not any(BROKEN in piece for piece in pieces)
-        assert pieces[-1] == ""  # every character was given out as soon as it was whole
+        assert pieces[-1] == ""  # every character was released once complete
 
 
 def test_a_character_comes_with_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
     assert stream(tokenizer, spell(tokenizer, "a🧪é")) == ["a", "", "", "", "🧪", "", "é", ""]
-    assert stream(tokenizer, half_more(tokenizer)) == ["A", "投", ""]  # what is whole is not kept back
+    assert stream(tokenizer, split_inside_character(tokenizer)) == ["A", "投", ""]  # "A" is not held back
 
 
-def test_half_a_character_at_the_end_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
     for size in range(4):
         assert "".join(stream(tokenizer, [*spell(tokenizer, "ab"), *spell(tokenizer, "🧪")[:size]])) == "ab"
 
 
-def test_random_tokens_add_up_to_the_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pieces_of_random_tokens_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerFast) -> None:
     generator, broken = random.Random(0), 0
     for case in range(200):
         ids = [generator.randrange(len(tokenizer)) for _ in range(generator.randrange(1, 40))]
-        if case % 2:  # whole characters between random tokens
+        if case % 2:  # complete characters between random tokens
             ids[len(ids) // 2 : len(ids) // 2] = tokenizer("👩\u200d👩\u200d👧 投機 a")["input_ids"]
         whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip(BROKEN)
         assert "".join(stream(tokenizer, ids)) == whole, (case, ids)
         broken += BROKEN in whole
-    assert broken > 30  # bytes that are no text stay what the tokenizer makes of them
+    assert broken > 30  # invalid bytes stay as the tokenizer decodes them
 
 
-def test_random_words_of_another_kind_of_tokenizer() -> None:
+def test_random_words_with_byte_fallback() -> None:
     tokenizer, generator = sentencepiece(), random.Random(0)
     words = ["▁a", "▁b", "a", "ab", "▁", "▁投", "é", "<end>", "🧪", "機"]
     for case in range(200):
@@ -144,7 +144,7 @@ def test_random_words_of_another_kind_of_tokenizer() -> None:
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
 
 
-def test_special_tokens_are_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_add_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     first, *rest = spell(tokenizer, "é")
     assert stream(tokenizer, [end, *spell(tokenizer, "a"), pad, *spell(tokenizer, "b"), end]) == [
@@ -165,11 +165,11 @@ STOPS: dict[str, tuple[str, list[str], str]] = {
     "overlapping itself": ("aabab", ["abab"], "a"),
     "overlapping twice": ("abaababab", ["abab"], "aba"),
     "the first of several": ("x </s> y ###", ["###", "</s>"], "x "),
-    "the one that is complete first": ("abcdef", ["bcde", "cd"], "ab"),
+    "the one that ends first": ("abcdef", ["bcde", "cd"], "ab"),
     "one within another": ("xaba", ["aba", "b"], "xa"),
     "at once": ("STOP", ["STOP"], ""),
-    "not complete": ("one STO", ["STOP"], "one STO"),
-    "not complete, then other text": ("one STO two ST", ["STOP"], "one STO two ST"),
+    "incomplete": ("one STO", ["STOP"], "one STO"),
+    "incomplete, then other text": ("one STO two ST", ["STOP"], "one STO two ST"),
     "at the end": ("one STOP", ["STOP"], "one "),
     "of wide characters": ("投機的デコード", ["的デ"], "投機"),
     "of a shared beginning": ("投樟", ["投機"], "投樟"),
@@ -185,21 +185,21 @@ def test_stop_strings(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
 
 
 def test_stop_strings_that_are_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    """No text shows them, so their ids are what ends an answer."""
+    """Text never contains them, so their ids end the answer."""
     ends, texts = find_special(["STOP", tokenizer.eos_token], tokenizer)
     assert (ends, texts) == ({tokenizer.eos_token_id}, ["STOP"])
     assert find_special(["STOP"], tokenizer) == (frozenset(), ["STOP"])
 
 
-def test_a_stop_string_ends_it_with_its_own_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Also where that token holds more: half of the character after it."""
+def test_a_stop_string_ends_the_answer_with_its_last_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Even if that token also has half of the next character."""
     text = TextStream(tokenizer, ["aA"])
     assert text.push(*spell(tokenizer, "a")) == ""
-    assert text.push(half_more(tokenizer)[0]) == "" and text.stopped
+    assert text.push(split_inside_character(tokenizer)[0]) == "" and text.stopped
     assert text.finish() == ""
 
 
-def test_no_more_is_held_back_than_may_become_a_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_possible_stop_strings_are_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
     pieces = stream(tokenizer, spell(tokenizer, "aabaXab"), ["abab"])
     assert pieces == ["", "a", "", "", "abaX", "", "", "ab"]
 
@@ -212,7 +212,7 @@ def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None
         stops = [
             "".join(generator.choices("ab投é", k=generator.randrange(1, 5))) for _ in range(generator.randrange(1, 4))
         ]
-        # The text before the stop string that is complete first; of those complete at once, the longest.
+        # The text before the stop string that ends first; of those that end together, the longest.
         ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
         starts = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)] if ends else [len(text)]
         for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
@@ -221,33 +221,33 @@ def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None
     assert 50 < stopped < 190
 
 
-# Rows
+# Requests
 
 
-def make_row(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Request:
+def make_request(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Request:
     limits = Limits(**limits)
     return Request(0, [7, 8], limits, context, None if tokenizer is None else TextStream(tokenizer, limits.stop))
 
 
-def extend(row: Request, ids: Sequence[int], width: int) -> list[Chunk]:
-    """Give tokens to a row `width` at a time, all but the last of them guessed."""
+def extend(request: Request, ids: Sequence[int], width: int) -> list[Chunk]:
+    """Add tokens `width` at a time; all but the last of them are draft tokens."""
     chunks = []
     for start in range(0, len(ids), width):
-        *guessed, bonus = ids[start : start + width]
-        chunks.append(row.extend(guessed, bonus))
-        if row.finish:
+        *drafted, bonus = ids[start : start + width]
+        chunks.append(request.extend(drafted, bonus))
+        if request.finish:
             break
     return chunks
 
 
-ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; why it ends, its text, its number of tokens
+ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; finish, text, number of tokens
     "end token": ({"stop_ids": frozenset([300])}, "eos", "ab STOP c", 9),
     "stop string": ({"stop": ["STOP"]}, "stop", "ab ", 7),
     "length": ({"max_new_tokens": 6}, "length", "ab STO", 6),
-    "length, a stop string begun": ({"max_new_tokens": 6, "stop": ["STOP"]}, "length", "ab STO", 6),
+    "length inside a stop string": ({"max_new_tokens": 6, "stop": ["STOP"]}, "length", "ab STO", 6),
     "length and a stop string": ({"max_new_tokens": 7, "stop": ["STOP"]}, "stop", "ab ", 7),
     "context": ({"context": 7}, "context", "ab ST", 5),
-    "criterion": ({"criterion": lambda row, tokens: len(tokens) == 6}, "criterion", "ab S", 4),
+    "criterion": ({"criterion": lambda request_id, tokens: len(tokens) == 6}, "criterion", "ab S", 4),
     "length before context": ({"max_new_tokens": 5, "context": 7}, "length", "ab ST", 5),
 }
 
@@ -260,61 +260,61 @@ def test_nothing_comes_after_the_end(tokenizer: PreTrainedTokenizerFast, name: s
         limits = {"stop_ids": frozenset([tokenizer.eos_token_id])}
     ids = [*spell(tokenizer, "ab STOP c"), tokenizer.eos_token_id, *spell(tokenizer, " and far beyond it")]
     count += finish == "eos"
-    row = make_row(tokenizer, **limits)
-    chunks = extend(row, ids, width)
+    request = make_request(tokenizer, **limits)
+    chunks = extend(request, ids, width)
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
-    assert [token for chunk in chunks for token in chunk.tokens] == ids[:count] == row.sequence[2:]
+    assert [token for chunk in chunks for token in chunk.tokens] == ids[:count] == request.sequence[2:]
     assert "".join(chunk.text for chunk in chunks) == expected
-    answer = row.answer(tokenizer)
+    answer = request.answer(tokenizer)
     assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
     for chunk in chunks:
         assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
         assert chunk.drafted <= len(chunk.tokens) and chunk.drafted <= width - 1
 
 
-def test_guesses_are_counted_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert make_row(tokenizer).extend([1, 2, 3], 4).drafted == 3
-    assert make_row(tokenizer, max_new_tokens=2).extend([1, 2, 3], 4).drafted == 2
-    assert make_row(tokenizer, max_new_tokens=4).extend([1, 2, 3], 4).drafted == 3
-    assert make_row(tokenizer).extend([], 4).drafted == 0
+def test_draft_tokens_are_counted_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert make_request(tokenizer).extend([1, 2, 3], 4).drafted == 3
+    assert make_request(tokenizer, max_new_tokens=2).extend([1, 2, 3], 4).drafted == 2
+    assert make_request(tokenizer, max_new_tokens=4).extend([1, 2, 3], 4).drafted == 3
+    assert make_request(tokenizer).extend([], 4).drafted == 0
 
 
-def test_a_criterion_is_asked_after_every_token_and_not_beyond(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_criterion_is_called_after_every_token_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
     seen: list[list[int]] = []
 
-    def criterion(row: int, tokens: list[int]) -> bool:
+    def criterion(request_id: int, tokens: list[int]) -> bool:
         seen.append(list(tokens))
         return tokens[-1] == 30
 
-    row = make_row(None, criterion=criterion)
-    row.extend([10, 20], 25)
-    assert row.finish is None
-    row.extend([26, 30, 31], 32)
-    assert row.finish == "criterion"
+    request = make_request(None, criterion=criterion)
+    request.extend([10, 20], 25)
+    assert request.finish is None
+    request.extend([26, 30, 31], 32)
+    assert request.finish == "criterion"
     assert seen == [[7, 8, 10, 20, 25, 26, 30][:size] for size in range(3, 8)]
 
 
-def test_room_is_what_is_left(tokenizer: PreTrainedTokenizerFast) -> None:
-    row = make_row(None, max_new_tokens=10, context=9)
-    assert row.room == 7
-    row.extend([1, 2], 3)
-    assert row.room == 4
-    assert make_row(None, max_new_tokens=3, context=9).room == 3
+def test_room_counts_the_tokens_that_are_left(tokenizer: PreTrainedTokenizerFast) -> None:
+    request = make_request(None, max_new_tokens=10, context=9)
+    assert request.room == 7
+    request.extend([1, 2], 3)
+    assert request.room == 4
+    assert make_request(None, max_new_tokens=3, context=9).room == 3
 
 
 @pytest.mark.parametrize("cut", range(6))
-def test_an_answer_without_a_stream_has_the_same_text(tokenizer: PreTrainedTokenizerFast, cut: int) -> None:
+def test_text_is_the_same_without_streaming(tokenizer: PreTrainedTokenizerFast, cut: int) -> None:
     byte_fallback = sentencepiece()
     raw = [f"<0x{byte:02X}>" for byte in "🧪🧪".encode()]
     for chosen, ids in (
         (tokenizer, [*spell(tokenizer, "é 🧪"), tokenizer.eos_token_id]),
-        (tokenizer, [*spell(tokenizer, "é "), *half_more(tokenizer)]),
+        (tokenizer, [*spell(tokenizer, "é "), *split_inside_character(tokenizer)]),
         (byte_fallback, byte_fallback.convert_tokens_to_ids(["a", *raw])),
     ):
         ids = ids[: len(ids) - cut]
-        with_stream, without = (make_row(kind, max_new_tokens=max(len(ids), 1)) for kind in (chosen, None))
-        for row in (with_stream, without):
-            extend(row, ids, 3)
+        with_stream, without = (make_request(kind, max_new_tokens=max(len(ids), 1)) for kind in (chosen, None))
+        for request in (with_stream, without):
+            extend(request, ids, 3)
         assert with_stream.answer(chosen).text == without.answer(chosen).text
         assert BROKEN not in without.answer(chosen).text
         assert without.answer(None).text == ""
@@ -361,14 +361,14 @@ REFUSED: dict[str, tuple[Any, Any, bool | None, str]] = {
     "no tokenizer": ("ab", lambda: None, None, "has no tokenizer"),
     "no template": ("ab", build_tokenizer, True, "no chat template"),
     "no template for messages": ([{"role": "user", "content": "a"}], build_tokenizer, None, "no chat template"),
-    "a template of nothing": ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
+    "an empty template": ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
     "a list of texts": (["ab", "c"], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
-    "no whole numbers": ([1.5, 2.0], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
+    "fractions": ([1.5, 2.0], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_prompts_that_are_none_are_refused(name: str) -> None:
+def test_invalid_prompts_are_refused(name: str) -> None:
     prompt, make, chat, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         encode(prompt, make(), chat)

@@ -13,6 +13,7 @@ from decode.accept import accept_greedily, walk
 from decode.kv_cache import TreeCache
 from tests.drafting import tree_of_paths
 from tests.models import tiny
+from tests.trees import tree_of_rows
 
 
 def random_tree(choose: random.Random, batch: int = 3) -> Tree:
@@ -21,7 +22,7 @@ def random_tree(choose: random.Random, batch: int = 3) -> Tree:
         size = choose.randint(1, 12)
         tokens = [choose.randrange(6) for _ in range(size)]
         rows.append((tokens, [-1, *(choose.randrange(node) for node in range(1, size))]))
-    return Tree.from_rows(rows)
+    return tree_of_rows(rows)
 
 
 def climb(tree: Tree, row: int, node: int) -> list[int]:
@@ -44,20 +45,20 @@ def test_ancestors_and_depth_follow_the_parents() -> None:
 
 def test_a_chain_is_a_tree() -> None:
     chain = Tree.chain([[5, 6, 7], [8]])
-    slow = Tree(chain.tokens, chain.parents, chain.sizes, chain.height)  # without what a chain knows beforehand
+    slow = Tree(chain.tokens, chain.parents, chain.sizes, chain.height)  # computes what `Tree.chain` knows beforehand
     assert chain.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
     assert torch.equal(chain.ancestors, slow.ancestors)
     assert torch.equal(chain.depth, slow.depth)
 
 
-def test_paths_share_their_beginnings() -> None:
+def test_paths_share_their_first_nodes() -> None:
     tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8], [9]], []])
     assert tree.tokens.tolist() == [[1, 5, 6, 7, 8, 9], [2, 0, 0, 0, 0, 0]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 1, 0], [-1] * 6]
     assert tree.sizes.tolist() == [6, 1] and tree.height == 3
 
 
-def test_best_first_keeps_the_best_and_their_parents() -> None:
+def test_best_first_keeps_the_best_nodes_and_their_parents() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
@@ -70,7 +71,7 @@ def test_best_first_keeps_the_best_and_their_parents() -> None:
 
 
 def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:
-    """A row's nodes in order: the tokens of the path to each, and what it carries."""
+    """A row's nodes in order: the tokens of the path to each, its score, whether it is sampled, and its q."""
     assert tree.scores is not None and tree.sampled is not None and tree.q is not None
     return [
         (
@@ -83,7 +84,7 @@ def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[
     ]
 
 
-def test_a_cut_tree_keeps_each_rows_nodes_up_to_a_depth() -> None:
+def test_cut_keeps_each_rows_nodes_up_to_a_depth() -> None:
     smaller = 0
     for seed in range(60):
         torch.manual_seed(seed)
@@ -112,11 +113,11 @@ def test_a_cut_chain_is_a_chain() -> None:
     assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
 
 
-def test_a_tree_that_is_shallow_enough_is_not_touched() -> None:
+def test_a_tree_that_is_shallow_enough_is_not_copied() -> None:
     tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
     assert tree.cut([3, 9]) is tree
-    assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # nor looked at
-    assert tree.cut([3, 2]) is not tree  # what row 1 is drafted is not known on the host
+    assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # and nothing is computed
+    assert tree.cut([3, 2]) is not tree  # the host knows the height only, not the depth of row 1
 
 
 @pytest.mark.parametrize(
@@ -132,20 +133,20 @@ def test_a_tree_that_is_shallow_enough_is_not_touched() -> None:
         ([[1, 2], [1, 2]], [[-1, 0], [-1, 0]], [2, 2], "a tree for 1 rows"),
     ],
 )
-def test_what_is_no_tree_is_refused(tokens: list, parents: list, sizes: list, message: str) -> None:
+def test_invalid_trees_are_refused(tokens: list, parents: list, sizes: list, message: str) -> None:
     tree = Tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes), height=2)
     with pytest.raises(ValueError, match=message):
         tree.check(batch=1, budget=2, vocabulary=9)
 
 
-def test_what_a_tree_says_of_itself_is_checked() -> None:
+def test_a_wrong_height_or_chain_flag_is_refused() -> None:
     tree = Tree.chain([[1, 2, 3, 4, 5]])
     for flat in (replace(tree, height=1), replace(tree, height=2)):
-        with pytest.raises(ValueError, match="deeper than the height of"):
+        with pytest.raises(ValueError, match="deeper than its height of"):
             flat.check(1, 9, 9)
     bush = tree_of_paths([1], [[[2, 3], [4]]])
     bush.check(1, 9, 9)
-    with pytest.raises(ValueError, match="called a chain"):
+    with pytest.raises(ValueError, match="must be a chain"):
         replace(bush, is_chain=True).check(1, 9, 9)
 
 
@@ -161,36 +162,36 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
         for row in range(3):
             expected, node = [], 0
             while True:
-                said = int(logits[row, node].argmax())
+                token = int(logits[row, node].argmax())
                 children = [child for child in range(int(tree.sizes[row])) if tree.parents[row, child] == node]
-                matching = [child for child in children if tree.tokens[row, child] == said]
+                matching = [child for child in children if tree.tokens[row, child] == token]
                 if not matching:
                     break
-                expected.append(said)
+                expected.append(token)
                 node = max(matching, key=lambda child: longest_below(tree, logits, row, child))
             assert fast.tokens[row][1:] == expected or len(fast.tokens[row]) > len(expected)
 
 
 def longest_below(tree: Tree, logits: torch.Tensor, row: int, node: int) -> int:
-    """How much deeper the walk can get from a node; duplicates of a token may differ in it."""
-    said = int(logits[row, node].argmax())
+    """How much deeper the walk can get from a node; siblings with the same token may differ."""
+    token = int(logits[row, node].argmax())
     below = [
         longest_below(tree, logits, row, child)
         for child in range(node + 1, int(tree.sizes[row]))
-        if tree.parents[row, child] == node and tree.tokens[row, child] == said
+        if tree.parents[row, child] == node and tree.tokens[row, child] == token
     ]
     return 1 + max(below, default=-1) if below else 0
 
 
-def test_compaction_reads_before_it_writes_and_leaves_other_rows_alone() -> None:
+def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
     cache = TreeCache(batch=3)
     cache.lengths = [4, 0, 2]
-    cache.place(0, 6, torch.device("cpu"))
+    cache.reserve(0, 6, torch.device("cpu"))
     states = torch.arange(3 * 6, dtype=torch.float64).view(3, 1, 6, 1)
     cache.update(states, states + 100, layer_idx=0)
     layer = cache.layers[0]
     before = layer.keys.clone()
-    path = torch.tensor([[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]])  # the last row's path is padded: it moves nothing
+    path = torch.tensor([[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]])  # the last row moves nothing
     cache.keep(path, [4, 4, 2])
     assert cache.lengths == [8, 4, 4]
     assert layer.keys[0, 0, 4:8, 0].tolist() == [0, 1, 3, 5]
@@ -203,11 +204,11 @@ def test_compaction_reads_before_it_writes_and_leaves_other_rows_alone() -> None
     assert cache.lengths == [3, 4]
 
 
-def test_the_cache_grows_and_keeps_what_it_holds() -> None:
+def test_a_growing_cache_keeps_its_contents() -> None:
     cache = TreeCache(batch=1)
     for begin in range(0, 900, 100):
         states = torch.arange(begin, begin + 100, dtype=torch.float64).view(1, 1, 100, 1)
-        cache.place(0, 100, torch.device("cpu"))
+        cache.reserve(0, 100, torch.device("cpu"))
         keys, _ = cache.update(states, states, layer_idx=0)
         cache.keep(torch.arange(100)[None], [100])
         assert keys.shape[2] % 64 == 0 and keys[0, 0, : begin + 100, 0].tolist() == list(range(begin + 100))

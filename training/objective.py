@@ -82,7 +82,7 @@ class Objective(nn.Module, ABC):
             chances = torch.ones_like(labels, dtype=torch.float32)
         else:
             labels, chances = lesson.labels[row, column], lesson.chances[row, column]
-        weight, bias = self.head.vocabulary(index)
+        weight, bias = self.head.output_layer(index)
         normed = self.head.normalise(states)
         return vocabulary_loss(self.loss, normed, weight, bias, self.drafted[labels], chances)
 

@@ -26,7 +26,7 @@ class Unrolled:
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `heads.layer_cache.Context`; the mask is this object's to know."""
+        """See `heads.layer_cache.AttentionContext`; the mask is this object's to know."""
         if self.text is None:
             self.text = keys, values
             return attend(queries, keys, values, mask)

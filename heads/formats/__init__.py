@@ -1,1 +1,1 @@
-"""Reads and writes the checkpoint formats that others publish."""
+"""Readers and writers of published checkpoint formats: how each names a head's tensors and config entries."""

@@ -1,31 +1,32 @@
-"""Medusa heads as they are published, and as vLLM (<= 0.32) reads them.
+"""Medusa heads as published (FasterDecoding's Medusa), and as vLLM's Medusa class reads them.
 
-Blocks are named in one of two ways, `blocks.0.layers.0` (vLLM) or `0.0.linear` (FasterDecoding's Medusa), either
-behind `medusa_heads.` (which vLLM strips) or `medusa_head.` (in a whole Medusa-2 model). Output matrices are one a
-head, one for all, or absent where the target's own is meant. A whole model's base weights are passed over; its heads
-were trained together with them, so they fit the model in their own folder and not the one that it was made from.
+Blocks are named `blocks.0.layers.0` (vLLM) or `0.0.linear` (FasterDecoding), after `medusa_heads.` (vLLM strips it)
+or `medusa_head.` (a whole Medusa-2 model). There is an output matrix for each head, one for all, or none if the
+target's is used. A whole model's base weights are ignored. Its heads were trained jointly with them, so they fit only
+the model in their own folder.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from heads.formats.layout import OWN, Layout, Said, Shapes, count, extent, number, read_origin, read_vocabulary, section
+from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_common, section
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
 WHOLE = "medusa_head."
 PREFIXES = ("medusa_heads.", WHOLE, "")
 BLOCKS = ("blocks.{}.layers.{}", "{}.{}.linear")
-BASE = ("model.", "lm_head.")  # what else is in a whole model
+BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
 
 
-def read_medusa(shapes: Shapes, said: Said, vocab_size: int | None = None) -> Layout | None:
-    """The layout of a Medusa head; None where there is no block of one.
+def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
+    """The layout of a Medusa head; None if the file has no Medusa block.
 
-    Raises ValueError where nothing says the size of the target's vocabulary.
+    Raises ValueError if the target's vocabulary size is unknown.
     """
     styles = [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}.weight", shapes)]
     if not styles:
@@ -33,73 +34,68 @@ def read_medusa(shapes: Shapes, said: Said, vocab_size: int | None = None) -> La
     prefix, block = styles[0]
     whole = prefix == WHOLE
     files = {name.removeprefix(prefix): name for name in shapes if not whole or name.startswith(prefix)}
-    config, ours = _read({name: shapes[file] for name, file in files.items()}, block, said, whole, vocab_size)
-    names = {files.get(name, prefix + name): known for name, known in ours.items()}
-    return Layout(config, names, {name for name in shapes if whole and name.startswith(BASE)})
+    layout = _read({name: shapes[file] for name, file in files.items()}, block, config, vocab_size)
+    names = {files.get(name, prefix + name): ours for name, ours in layout.names.items()}
+    if not whole:
+        return Layout(layout.config, names)
+    # The config is the base model's; its base_model_name_or_path is an earlier model.
+    head_config = replace(layout.config, target_layers=config.get("num_hidden_layers"), target_name=None)
+    return Layout(head_config, names, {name for name in shapes if name.startswith(BASE)})
 
 
-def _read(
-    shapes: Shapes, block: str, said: Said, whole: bool, vocab_size: int | None
-) -> tuple[MedusaConfig, dict[str, str]]:
-    """The config, and the name of each tensor with our name for it."""
+def _read(shapes: Shapes, block: str, config: ConfigDict, vocab_size: int | None) -> Layout:
     forms = (f"{block}.weight", f"{block}.bias", "{}.{}.weight", "lm_heads.{}.weight")
     blocks, biases, *matrices = (count(form, shapes) for form in forms)
     heads = max(numbers[0] for numbers in (blocks, biases, *matrices) if numbers)
     layers = blocks[1]
-    names = {
-        f"{block.format(i, j)}.{part}": f"blocks.{i}.layers.{j}.{part}"
-        for i in range(heads)
-        for j in range(layers)
-        for part in (("weight", "bias") if biases else ("weight",))
-    }
-    output, ends = _name_output(shapes, said, heads, layers)
-    origin = read_origin(said)
-    if whole:  # the config is the base model's, and the name in it that of an earlier one
-        origin = {"target_layers": number(said, "num_hidden_layers"), "target_name": None}
-    config = MedusaConfig(
-        hidden_size=extent(shapes, names, 0),
+    modules = {f"blocks.{i}.layers.{j}.": f"{block.format(i, j)}." for i in range(heads) for j in range(layers)}
+    output, outputs = _name_output(shapes, config, heads, layers)
+    head_config = MedusaConfig(
+        hidden_size=extent(shapes, [module + part for module in modules.values() for part in ("weight", "bias")], 0),
         heads=heads,
         layers=layers,
         output=output,
         bias=bool(biases),
-        **read_vocabulary(shapes, ends, said, vocab_size),
-        **origin,
+        **read_common(shapes, outputs.values(), config, vocab_size),
     )
-    return config, names | ends | ({"token_map": "token_map"} if "token_map" in shapes else {})
+    layout = Layout.of(head_config, modules | outputs)
+    more = {file: ours for ours, file in outputs.items() if ours == "borrowed"}
+    more |= {"token_map": "token_map"} if "token_map" in shapes else {}
+    return replace(layout, names=layout.names | more)
 
 
-def _name_output(shapes: Shapes, said: Said, heads: int, layers: int) -> tuple[Output, dict[str, str]]:
-    """What the heads end in, and the names of its matrices."""
+def _name_output(shapes: Shapes, config: ConfigDict, heads: int, layers: int) -> tuple[Output, dict[str, str]]:
+    """Where the output matrices come from, and our names of them -> the file's."""
     if count("{}.{}.weight", shapes):
-        return "own", {f"{i}.{layers}.weight": f"lm_heads.{i}.weight" for i in range(heads)}
+        return "own", {f"lm_heads.{i}.weight": f"{i}.{layers}.weight" for i in range(heads)}
     if own := count("lm_heads.{}.weight", shapes):
-        if own == (1,) and said.get("original_lm_head"):
-            return "shared", {"lm_heads.0.weight": "lm_head.weight"}
+        if own == (1,) and config.get("original_lm_head"):
+            return "shared", {"lm_head.weight": "lm_heads.0.weight"}
         return "own", {f"lm_heads.{i}.weight": f"lm_heads.{i}.weight" for i in range(heads)}
     if "lm_head.weight" not in shapes:
         return "target", {}
-    if section(said, OWN).get("output") == "target":  # rows of the target's, written for vLLM alone
-        return "target", {"lm_head.weight": "borrowed"}
+    if section(config, OWN).get("output") == "target":  # a copy of the target's, written for vLLM
+        return "target", {"borrowed": "lm_head.weight"}
     return "shared", {"lm_head.weight": "lm_head.weight"}
 
 
 def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the config of a folder for vLLM's Medusa, which has no word for the target's own matrix.
+    """Tensors and config of a folder for vLLM's Medusa class, which needs an output matrix in the file.
 
-    Raises ValueError where a head that uses it has not borrowed it.
+    Raises ValueError if the head uses the target's and has not borrowed it.
     """
     states, config = dict(head.state_dict()), head.config
     if head.output == "target":
-        states["lm_head.weight"] = head.vocabulary(0)[0]
-    described = {
+        states["lm_head.weight"] = head.output_layer(0)[0]
+    exported = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_heads": config.heads,
         "num_hidden_layers": config.layers,
-        "truncated_vocab_size": config.draft_size or config.vocab_size,
+        "truncated_vocab_size": head.draft_size,
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.output != "own",
     }
-    return states, described
+    return states, exported

@@ -1,6 +1,6 @@
-"""Which of the target's tokens a smaller draft vocabulary has: every published form of it as one ascending list.
+"""Token maps: every published form of a draft vocabulary, as one ascending list of the target's token ids.
 
-Shapes: V the target's vocabulary, D draft vocabulary, H hidden size.
+Shapes: V the target's vocabulary, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.layout import OWN, Said, section
+from heads.formats.layout import OWN, ConfigDict, section
 
 MAP = "token_map"
 
 
-def read_token_map(tensors: Mapping[str, Tensor], said: Said) -> dict[str, Tensor]:
-    """The tensors with a `token_map` [D] for what a file has: EAGLE-3's `d2t`, or `t2d`, or what our config lists.
+def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[str, Tensor]:
+    """The tensors with a `token_map` [D], from EAGLE-3's `d2t` or `t2d` or the list in our section of the config.
 
-    d2t [D] are offsets: draft token i is the target's i + d2t[i]. t2d [V] is true for the target's tokens that are in
-    it; it stays, for its length is the vocabulary. Raises ValueError where the two differ.
+    d2t [D] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] is true for the target's tokens in
+    the draft vocabulary; it stays, because its length is V. Raises ValueError if they are malformed or differ.
     """
     found = dict(tensors)
-    listed = section(said, OWN).get(MAP)
+    listed = section(config, OWN).get(MAP)
     if listed is not None:
         if not isinstance(listed, list) or not all(type(token) is int for token in listed):
             raise ValueError(f"its config's {MAP} must be a list of tokens")
@@ -48,15 +48,15 @@ def write_offsets(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": token_map - torch.arange(len(token_map), device=token_map.device), "t2d": mask}
 
 
-def order_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
-    """Bring the token map into ascending order, and the matrices' rows into its own.
+def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
+    """Sort the token map, and the rows of the output matrices with it, in place.
 
-    vLLM lets a matrix have a row for each of the target's tokens; the map then says which are used. Raises ValueError
-    where the map is none.
+    vLLM allows a matrix with a row for each of the target's tokens; the rows outside the map are dropped.
+    Raises ValueError if the map is not a list of different tokens.
     """
     tokens = states.pop(MAP)
-    whole = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
-    if not whole or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+    valid = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
+    if not valid or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
     tokens, order = tokens.long().sort()
     for name, rows in states.items():

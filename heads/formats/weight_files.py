@@ -1,4 +1,4 @@
-"""The files that heads' weights are published in: found in a folder, and read without running anything in them."""
+"""Weight files of published heads: found in a folder, and read without running code from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = ".index.json"
-# In order: a head's own file comes before the whole model that may lie beside it.
+# In this order: a head's own file comes before a whole model in the same folder.
 NAMES = (
     "medusa_lm_head.safetensors",
     "medusa_lm_head.pt",
@@ -29,7 +29,7 @@ NAMES = (
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The file that holds the weights, or the shards that it lists. Raises ValueError where there is none."""
+    """The weight file, or the shards that an index lists. Raises ValueError if there is none or a shard is missing."""
     found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if found is None:
         raise ValueError(f"it holds none of {', '.join(NAMES)}")
@@ -37,41 +37,42 @@ def find_weights(folder: Path) -> list[Path]:
         return [found]
     listed = read_json(found).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise ValueError(f"{found.name} has no weight_map that says where its tensors are")
+        raise ValueError(f"{found.name} has no weight_map from tensors to files")
     names = sorted({str(name) for name in listed.values()})
     if missing := [name for name in names if Path(name).name != name or not (folder / name).is_file()]:
-        raise ValueError(f"{found.name} lists files that are not there: {', '.join(missing)}")
+        raise ValueError(f"{found.name} lists files that do not exist: {', '.join(missing)}")
     return [folder / name for name in names]
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors by name, on the CPU, and what a safetensors file says beside them.
+    """All tensors by name, on the CPU, and the metadata of safetensors files.
 
-    The tensors are views of the files, so what is not used is never read; copy what is kept.
+    The tensors are memory-mapped, so unused ones are never read; copy what you keep. Raises ValueError as
+    `find_weights` does, and if a file is damaged or holds more than tensors.
     """
     tensors: dict[str, Tensor] = {}
-    notes: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for path in find_weights(folder):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:
                     tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                    notes |= file.metadata() or {}
+                    metadata |= file.metadata() or {}
             else:
                 tensors |= _unpickle(path)
-        except pickle.UnpicklingError as error:  # its own text tells how to run what is in the file
+        except pickle.UnpicklingError as error:  # torch's own text explains how to run the pickle's code
             raise ValueError(f"{path.name} is damaged, or holds more than tensors, which is not read") from error
-        except Exception as error:  # whatever the readers of three formats make of a damaged file
+        except Exception as error:  # three formats' readers raise many types for a damaged file
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{path.name} is damaged or cut short: {reason or type(error).__name__}") from error
-    for name, kept in notes.items():  # a layer that stands twice in a network is written once, as safetensors notes
-        if kept in tensors:
-            tensors.setdefault(name, tensors[kept])
-    return tensors, notes
+    for name, original in metadata.items():  # safetensors stores a shared tensor once and lists its other names here
+        if original in tensors:
+            tensors.setdefault(name, tensors[original])
+    return tensors, metadata
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises ValueError where it holds none."""
+    """A JSON file's object. Raises ValueError if it is not JSON or not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
