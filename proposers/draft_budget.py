@@ -29,6 +29,19 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
     return worth.index(max(worth))
 
 
+def grow_while_worth(tokens: Sequence[float], times: Sequence[float], rate: float) -> int:
+    """As `choose_fastest`, but stop at the first option that is not worth it, whatever comes after.
+
+    An option is worth it if it would be with all those up to some later one being as good, because many sizes may
+    take the same time.
+    """
+    for index in range(len(tokens) - 1):
+        slope = min((time - times[index]) / more for more, time in enumerate(times[index + 1 :], start=1))
+        if tokens[index + 1] - tokens[index] <= rate * slope:
+            return index
+    return len(tokens) - 1
+
+
 class DraftBudget:
     """Chooses the tree sizes that yield most tokens per second in the long run.
 
@@ -123,26 +136,16 @@ class DraftBudget:
         """Take in how long it took to draft so many levels."""
         self._level_seconds = min(self._level_seconds, seconds / levels)
 
-    def choose_size(self, expected: Sequence[float], levels: int) -> int:
-        """The number of nodes for a tree with `levels` levels drafted, of which n nodes accept `expected[n - 1]`."""
-        costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
-        nodes = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
-        return self._take(nodes, expected[nodes - 1], levels * self.level_time)
+    def choose_size(self, expected: Sequence[float], levels: int, sampled: bool = False) -> int:
+        """The number of nodes for a tree of `levels` drafted levels, if n nodes accept `expected[n - 1]` tokens.
 
-    def choose_sampled_size(self, expected: Sequence[float], levels: int) -> int:
-        """As `choose_size`, but whether node n is kept depends on nothing that is expected of the nodes after it.
-
-        Greedy: stop at the first node that does not pay. A node pays if it would pay with all those up to some larger
-        size being as good, because many sizes may cost the same.
+        sampled: decide on each node by what is expected of it and of those before (`proposers.sampled_trees`).
         """
         costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
-        nodes = 1
-        while nodes < len(expected):
-            rise = min((cost - costs[nodes - 1]) / more for more, cost in enumerate(costs[nodes:], start=1))
-            if self.acceptance_ratio * (expected[nodes] - expected[nodes - 1]) <= self.rate * rise:
-                break
-            nodes += 1
-        return self._take(nodes, expected[nodes - 1], levels * self.level_time)
+        choose = grow_while_worth if sampled else choose_fastest
+        nodes = 1 + choose([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
+        self._take(nodes, expected[nodes - 1], levels * self.level_time)
+        return nodes
 
     def choose_levels(self, expected: Sequence[float], width: int, level_time: float) -> int:
         """The number of levels to draft, at least one, each of `width` nodes; n levels accept `expected[n - 1]`."""
@@ -151,8 +154,7 @@ class DraftBudget:
         self._take(1 + width * levels, expected[levels - 1], levels * level_time)
         return levels
 
-    def _take(self, nodes: int, expected: float, drafting_time: float) -> int:
+    def _take(self, nodes: int, expected: float, drafting_time: float) -> None:
         self.nodes, self._expected_last = nodes, expected
         self._steps = MEMORY * self._steps + 1
         self._time = MEMORY * self._time + self.cost(nodes) + drafting_time
-        return nodes

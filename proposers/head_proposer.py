@@ -26,7 +26,7 @@ from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
 from proposers.packed_head import PackedOutput, pack_head
 from proposers.sampled_trees import SampledTokens, renumber
-from proposers.tree_search import RANKS, Candidates, Drafter, ScoredDrafter, TopTokens, fill_tree, search
+from proposers.tree_search import RANKS, Candidates, Drafter, ScoredDrafter, fill_tree, search
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 
@@ -63,7 +63,7 @@ class HeadProposer(ABC):
         sampled: bool = False,
     ) -> None:
         self.head: Any = head
-        self.depth: int = self.head.depth if depth is None else depth  # levels of a tree at most
+        self.depth = head.config.heads if depth is None else depth  # levels of a tree at most
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
         if calibration is not None and depth is None and len(calibration.acceptance) != self.depth:
@@ -152,29 +152,21 @@ class HeadProposer(ABC):
             return candidates.tree(most)
         expected = candidates.expect_accepted(most)
         self.draft_budget.take_drafting_time(perf_counter() - begun, candidates.levels)
-        choose = self.draft_budget.choose_sampled_size if sampled else self.draft_budget.choose_size
-        return candidates.tree(choose(expected, candidates.levels))
+        return candidates.tree(self.draft_budget.choose_size(expected, candidates.levels, sampled))
 
     def _find_candidates(self, step: Step, roots: Tensor, most: int, sampled: bool) -> Candidates:
         # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
         levels = min(self.depth, most - 1, max(2, *step.room) - 1)
-        picker = SampledTokens(step) if sampled else TopTokens()
-        paths = ScoredDrafter(self.start_drafter(step, roots), picker, self.calibration, self.head.token_map)
+        sampler = SampledTokens(step) if sampled else None
+        drafter = ScoredDrafter(self.start_drafter(step, roots), self.head.token_map, self.calibration, sampler)
         if self.paths is None:
             depth_budget = self.draft_budget if self.adaptive and self.levelwise else None
-            candidates = search(roots, paths, levels, self.width, self.ranks, depth_budget)
-        else:
-            candidates = fill_tree(roots, paths, self._fix_tree(self.paths, levels, most, sampled, roots.device))
-        return picker.attach_q(candidates, self.head.token_map) if isinstance(picker, SampledTokens) else candidates
-
-    def _fix_tree(
-        self, paths: Sequence[Ranks], levels: int, most: int, sampled: bool, device: torch.device
-    ) -> FixedTree:
-        key = levels, most, sampled, device
+            return search(roots, drafter, levels, self.width, self.ranks, depth_budget)
+        key = levels, most, sampled, roots.device
         if key not in self._fixed_trees:
-            cut = cut_tree(renumber(paths) if sampled else paths, levels, self.head.draft_size, most - 1)
-            self._fixed_trees[key] = FixedTree.from_paths(cut, device)
-        return self._fixed_trees[key]
+            paths = cut_tree(renumber(self.paths) if sampled else self.paths, levels, self.head.draft_size, most - 1)
+            self._fixed_trees[key] = FixedTree.from_paths(paths, roots.device)
+        return fill_tree(roots, drafter, self._fixed_trees[key])
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """From tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""

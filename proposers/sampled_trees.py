@@ -12,7 +12,7 @@ a node is kept must not depend on the node's own token. These conditions ensure 
  3. Hence the n best nodes (ties: the earlier candidate first) are what a tree reaches that grows node by node, best
     first, and samples each token when its node is added. The next node, and which paths of a level are followed,
     depend only on tokens sampled before. Candidates that are left out count as never sampled.
- 4. If n is not given, growth stops at the first node that does not pay (`DraftBudget.choose_sampled_size`). That is
+ 4. If n is not given, growth stops at the first node that does not pay (`draft_budget.grow_while_worth`). That is
     known before the node's token is sampled. Choosing the best size of the finished tree would be biased.
  5. The number of levels is chosen from the first level's scores, which depend on no sampled token.
 
@@ -27,58 +27,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from decode import Step, Tree
+from decode import Step
 from decode.noise import DRAFT, inverse_cdf, keys, stream_uniforms
 from proposers.fixed_trees import Ranks
-from proposers.tree_search import Candidates
 
 GROUP = 256  # tokens whose probabilities are kept as one sum
 LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
-
-
-@dataclass(frozen=True)
-class SampledCandidates(Candidates):
-    """Sampled candidates with the distributions that they were sampled from.
-
-    samples: of each level, the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
-    """
-
-    samples: Sequence[tuple[Tensor, Tensor]] = ()
-    token_map: Tensor | None = None  # [D]: the target's token for each draft id; None: the same
-    vocabulary: int = 0  # V
-
-    def tree(self, nodes: int) -> Tree:
-        """The tree of the best `nodes` nodes, root included, with `q` over the target's vocabulary."""
-        numbers = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        numbered = Candidates(self.roots, numbers, self.parents, self.scores, self.levels, self.ordered)
-        tree = numbered.tree(nodes)
-        chosen = tree.tokens[:, 1:]  # [B, N - 1]: the candidates that became nodes
-        tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
-        q = self._lay_out_q(chosen)
-        if self.levels == numbers.shape[1]:  # one node a level is a chain, which has a better rejection rule
-            return Tree.chain_of(tokens, tree.sizes, q)
-        return replace(tree, tokens=tokens, q=q)
-
-    def _lay_out_q(self, chosen: Tensor) -> Tensor:
-        """q [B, N, V] of each node's children; zero after nodes whose path was not followed."""
-        batch, width = chosen.shape[0], chosen.shape[1] + 1
-        place = torch.full((batch, self.tokens.shape[1] + 1), width, device=chosen.device)  # candidate -> its node
-        place.scatter_(1, chosen, torch.arange(1, width, device=chosen.device).expand_as(chosen))
-        place[:, -1] = 0  # the root, which candidates call -1
-        rows = torch.arange(batch, device=chosen.device)[:, None, None]
-        first = self.samples[0][1]
-        columns = torch.arange(first.shape[2], device=chosen.device) if self.token_map is None else self.token_map
-        laid_out = first.new_zeros(batch, width + 1, self.vocabulary)  # the last place: candidates left out
-        for owners, q in self.samples:
-            nodes = place.gather(1, owners % place.shape[1])  # [B, W]
-            laid_out[rows, nodes[:, :, None], columns] = q
-        return laid_out[:, :width]
 
 
 class SampledTokens:
@@ -87,18 +46,20 @@ class SampledTokens:
     A row's samples depend on the seed, its request id and its length, not on the other rows.
     """
 
-    sampled: ClassVar[bool] = True
-
     def __init__(self, step: Step) -> None:
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
         rows = zip(step.request_ids, step.sequences, strict=True)
         table = [[(self.sampling.seed, request_id, len(sequence), DRAFT)] for request_id, sequence in rows]
         self._seeds, self._used = keys(table, step.target.device)[:, 0], 0
+        # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
         self._samples: list[tuple[Tensor, Tensor]] = []
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Sampled draft ids and, as condition 2 has it, the log-probabilities of the R most likely ones."""
+        """Draft ids [B, W, R] sampled after the paths, and for condition 2 the R highest log-probabilities there.
+
+        logits [B, W, D], or [B, 1, D] if all paths have the same. places [B, W]: the candidates at the paths' ends.
+        """
         q = self.sampling.probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
         ranks = min(ranks, q.shape[2])
         log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
@@ -107,11 +68,22 @@ class SampledTokens:
         ids = sample_without_replacement(q.flatten(0, 1), self._next_uniforms(places, ranks).flatten(0, 1))
         return ids.unflatten(0, places.shape), log_q
 
-    def attach_q(self, candidates: Candidates, token_map: Tensor | None) -> SampledCandidates:
-        """The candidates that were picked here, with their distributions."""
-        return SampledCandidates(
-            **vars(candidates), samples=self._samples, token_map=token_map, vocabulary=self.vocabulary
-        )
+    def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
+        """q [B, N, V] of each node's children; zero after nodes whose path was not followed.
+
+        chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
+        """
+        batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
+        place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
+        place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
+        place[:, -1] = 0  # the root, which candidates call -1
+        rows = torch.arange(batch, device=device)[:, None, None]
+        first = self._samples[0][1]
+        tokens = torch.arange(first.shape[2], device=device) if token_map is None else token_map
+        laid_out = first.new_zeros(batch, nodes + 1, self.vocabulary)  # the last place: candidates left out
+        for owners, q in self._samples:
+            laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
+        return laid_out[:, :nodes]
 
     def _next_uniforms(self, places: Tensor, ranks: int) -> Tensor:
         """Two new uniforms for each sample, [B, W, R, 2]."""

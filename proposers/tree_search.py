@@ -6,7 +6,7 @@ Shapes: B rows, W paths that are followed further, R ranks (next tokens of a pat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from decode import Tree
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import FixedTree
+from proposers.sampled_trees import SampledTokens
 
 RANKS = 10  # most likely next tokens of a path that become candidates
 
@@ -34,51 +35,25 @@ class Drafter(Protocol):
         ...
 
 
-class TokenPicker(Protocol):
-    """Picks the next tokens of paths."""
-
-    sampled: ClassVar[bool]
-
-    def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft ids [B, W, R] of the next tokens and the log-probabilities [B, W, R] that rank them.
-
-        logits [B, W, D] or [B, 1, D]. places [B, W]: the candidates that the paths end at, -1 for the root. The results
-        are [B, 1, R] if all paths have the same tokens.
-        """
-        ...
-
-
-class TopTokens:
-    """Picks the most likely tokens."""
-
-    sampled: ClassVar[bool] = False
-
-    def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        return top_tokens(logits, ranks)
-
-
 @dataclass(frozen=True)
 class ScoredDrafter:
-    """A drafter, how its tokens are picked, and how they are scored.
+    """A drafter, how its tokens are chosen, and how they are scored."""
 
-    A score is the calibrated log-probability that a whole path is right.
-    """
-
-    drafter: Drafter
-    picker: TokenPicker
-    calibration: Calibration | None  # None: the head's own probabilities
-    token_map: Tensor | None  # [D]: the target's token for each draft id; None: the same
+    inner: Drafter
+    token_map: Tensor | None = None  # [D]: the target's token for each draft id; None: the same
+    calibration: Calibration | None = None  # None: the head's own probabilities
+    sampler: SampledTokens | None = None  # None: the most likely tokens
 
     def next_tokens(self, level: int, ranks: int, scores: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens of the paths and the scores of the longer paths, [B, W, R] each.
 
-        scores, places [B, W]: of the paths.
+        scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
         """
-        path = scores[:, :, None]
-        ids, log_p = self.picker.pick(self.drafter.logits(level), ranks, places)
+        path, logits = scores[:, :, None], self.inner.logits(level)
+        ids, log_p = self.sampler.pick(logits, ranks, places) if self.sampler else top_tokens(logits, ranks)
         if self.calibration is not None:
             log_p = self.calibration.log_probabilities(level, log_p, path)
-        if self.picker.sampled:
+        if self.sampler:
             log_p = keep_order(log_p)
         longer = path + log_p
         return (ids if self.token_map is None else self.token_map[ids]).expand_as(longer), longer
@@ -93,6 +68,7 @@ def keep_order(log_p: Tensor) -> Tensor:
 class Candidates:
     """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
 
+    scores: the log-probabilities that whole paths are right.
     ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
     """
 
@@ -101,6 +77,7 @@ class Candidates:
     parents: Tensor  # [B, M] long
     scores: Tensor  # [B, M] float32
     levels: int
+    drafter: ScoredDrafter
     ordered: bool = False
 
     def expect_accepted(self, nodes: int) -> list[float]:
@@ -110,11 +87,24 @@ class Candidates:
         return (torch.cat([best.new_zeros(1), accepted]) / len(self.roots)).tolist()  # synchronizes a GPU
 
     def tree(self, nodes: int) -> Tree:
-        """The tree of the best `nodes` nodes, root included."""
+        """The tree of the best `nodes` nodes, root included. Sampled trees carry `q`."""
+        sampler = self.drafter.sampler
+        if sampler is None:
+            return self._pick_tree(self.tokens, nodes)
+        numbers = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        tree = self._pick_tree(numbers, nodes)
+        chosen = tree.tokens[:, 1:]  # [B, N - 1]: the candidates that became nodes
+        tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
+        q = sampler.lay_out_q(chosen, self.tokens.shape[1], self.drafter.token_map)
+        if self.levels == numbers.shape[1]:  # one node a level is a chain, which has a better rejection rule
+            return Tree.chain_of(tokens, tree.sizes, q)
+        return replace(tree, tokens=tokens, q=q)
+
+    def _pick_tree(self, tokens: Tensor, nodes: int) -> Tree:
         if not self.ordered:
-            tree = Tree.best_first(self.roots, self.tokens, self.parents, self.scores, nodes)
+            tree = Tree.best_first(self.roots, tokens, self.parents, self.scores, nodes)
             return replace(tree, height=min(tree.height, self.levels))
-        tokens, parents, scores = (part[:, : nodes - 1] for part in (self.tokens, self.parents, self.scores))
+        tokens, parents, scores = (part[:, : nodes - 1] for part in (tokens, self.parents, self.scores))
         zeros = torch.zeros_like(self.roots[:, None])
         return Tree(
             tokens=torch.cat([self.roots[:, None], tokens], dim=1),
@@ -127,7 +117,7 @@ class Candidates:
 
 def search(
     roots: Tensor,
-    paths: ScoredDrafter,
+    drafter: ScoredDrafter,
     levels: int,
     width: int,
     ranks: int = RANKS,
@@ -142,7 +132,7 @@ def search(
     places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
-        tokens, longer = paths.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
+        tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         parents = places[:, :, None].expand_as(longer)
         order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
         scores, index = order.values[:, :width], order.indices[:, :width]
@@ -152,31 +142,31 @@ def search(
             break
         if budget is not None:
             expected = scores
-            if paths.picker.sampled:  # only the first level's scores depend on no sampled token (`sampled_trees`)
+            if drafter.sampler:  # only the first level's scores depend on no sampled token (`sampled_trees`)
                 if len(found) == 1:
                     first = scores.logsumexp(dim=1, keepdim=True).clamp(max=0)
                 expected = first * len(found)  # as if each level were as likely to be right as the first
             if not budget.is_worth_a_level(float(expected.exp().sum()) / len(roots)):
                 break
-        paths.drafter.extend(index // longer.shape[2], found[-1][0].gather(1, index))
+        drafter.inner.extend(index // longer.shape[2], found[-1][0].gather(1, index))
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, parents, scores, len(found))
+    return Candidates(roots, tokens, parents, scores, len(found), drafter)
 
 
-def fill_tree(roots: Tensor, paths: ScoredDrafter, tree: FixedTree) -> Candidates:
+def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
     """The tokens at the ranks that a fixed tree names, whatever their scores. roots [B]."""
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
     places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor]] = []
     for depth, level in enumerate(tree.levels):
-        ranked, longer = paths.next_tokens(depth, level.ranks_needed, scores, places)  # [B, W, R]
+        ranked, longer = drafter.next_tokens(depth, level.ranks_needed, scores, places)  # [B, W, R]
         found.append((ranked[:, level.parents, level.ranks], longer[:, level.parents, level.ranks]))
         tokens, scores = (part[:, level.followed] for part in found[-1])  # [B, W]
         places = level.places.expand_as(tokens)
         if depth + 1 < len(tree.levels):
-            paths.drafter.extend(level.followed_parents.expand_as(tokens), tokens)
+            drafter.inner.extend(level.followed_parents.expand_as(tokens), tokens)
     tokens, scores = (torch.cat(parts, dim=1)[:, tree.order] for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, tree.parents.expand_as(tokens), scores, len(tree.levels), ordered=True)
+    return Candidates(roots, tokens, tree.parents.expand_as(tokens), scores, len(tree.levels), drafter, ordered=True)
 
 
 def top_tokens(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

@@ -119,9 +119,9 @@ def test_auto_takes_pretrained_heads_for_the_default_model_only(
 def test_depth_and_width_are_for_eagle_heads(target: Target, heads: Path) -> None:
     proposer: Any = load_proposer(heads / "eagle3", target, depth=4, width=2)
     assert (proposer.depth, proposer.width) == (4, 2)
-    with pytest.raises(ValueError, match=r"depth and width can be chosen for eagle, eagle3; .* is of kind medusa"):
+    with pytest.raises(ValueError, match="medusa has no option depth, width; it has head, tree, nodes, sampled"):
         load_proposer(heads / "medusa", target, depth=4, width=2)
-    with pytest.raises(ValueError, match=r"^width can be chosen for eagle, eagle3; .* is of kind hydra"):
+    with pytest.raises(ValueError, match="hydra has no option width"):
         load_proposer(heads / "hydra", target, width=2)
 
 
@@ -170,7 +170,7 @@ def test_auto_takes_the_best_pretrained_head_or_ngram(
         ("oak", {}, "unknown proposer 'oak'; choose from none, ngram, draft, medusa, hydra, eagle, eagle3, auto or"),
         ("none", {"nodes": 3}, "none has no option nodes; it has none"),
         ("ngram", {"head": "x", "sampled": True}, "ngram has no option head, sampled"),
-        ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, depth, width, sampled"),
+        ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, sampled, depth, width"),
         ("medusa", {"width": 3}, "medusa has no option width; it has head, tree, nodes, sampled"),
         ("auto", {"nodes": 3}, "auto has no option nodes; it has head"),
         ("medusa", {}, r"is for the default model \(.*this target's is 3\); .*head=\"FOLDER\""),

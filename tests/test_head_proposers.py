@@ -15,7 +15,7 @@ from decode.models.cost_curve import CostCurve
 from proposers import HydraProposer, MedusaProposer, head_proposer
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
-from proposers.tree_search import RANKS, Candidates, ScoredDrafter, TopTokens, search
+from proposers.tree_search import RANKS, Candidates, ScoredDrafter, search
 from tests.drafting import Paths, Recorder, list_paths, make_head
 from tests.models import tiny
 
@@ -77,7 +77,7 @@ class MadeUpDrafter:
 
 def search_all_levels(drafter: MadeUpDrafter, roots: list[int], width: int) -> Candidates:
     """The candidates of 3 levels."""
-    paths = ScoredDrafter(drafter, TopTokens(), None, 100 + torch.arange(drafter.vocabulary))
+    paths = ScoredDrafter(drafter, 100 + torch.arange(drafter.vocabulary))
     return search(torch.tensor(roots), paths, 3, width)
 
 
