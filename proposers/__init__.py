@@ -12,14 +12,14 @@ from proposers.ngram import NGramProposer
 PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftProposer, **HEAD_PROPOSERS}
 
 __all__ = [
-    "PROPOSERS",
     "HEAD_PROPOSERS",
+    "PROPOSERS",
     "DraftProposer",
     "EagleProposer",
+    "HeadProposer",
     "HydraProposer",
     "MedusaProposer",
     "NGramProposer",
-    "HeadProposer",
     "load_best",
     "load_proposer",
 ]

@@ -1,6 +1,6 @@
-"""What a head is worth, as measured on held-out text: how often each rank is right, and how far to trust its word.
+"""Calibration: how often a head's ranked tokens are right, and how to read its probabilities.
 
-Shapes: K heads, R ranks, B rows, W paths.
+Measured on held-out text by `proposers.measure_head`. Shapes: K heads, R ranks, B rows, W paths.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from proposers.fixed_trees import Ranks
 
 FILE = "calibration.json"  # in the head's folder
 LARGEST = 256  # nodes of the largest best tree
-CERTAIN = -1e-6  # log-probabilities are taken for at most this: the log-odds of 1 are infinite
+CERTAIN = -1e-6  # upper limit of log-probabilities: the log-odds of 1 are infinite
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A head's record; of an EAGLE head, which has no heads, level by level.
+    """What was measured of a head. For an EAGLE head, level takes the place of head.
 
-    acceptance [K][R]: the chance that head i's guess of rank r is right where the true tokens before it were each
-    among the R likeliest of their heads, so that a tree can hold them: conditional on the path, not marginal.
-    confidence [K][3]: (a, b, c) such that a guess of head i with log-probability l, on a path whose chance is believed
-    to be e^s, is right with the log-odds a + b logit(l) + c s (Platt, 1999; c because a Medusa head does not know the
-    path: its guesses behind an unlikely one are worse than it says).
-    positions [K]: the places where the head was tried.
+    acceptance [K][R]: the probability that head i's token of rank r is right, given that the true tokens before it
+    were each among the R most likely of their heads. So it is conditional on the path, not marginal.
+    confidence [K][3]: (a, b, c). A token of head i with log-probability l, on a path with log-probability s, is right
+    with the log-odds a + b logit(l) + c s (Platt scaling, 1999). c is for Medusa, whose heads do not see the path:
+    after an unlikely path they are worse than their probabilities.
+    positions [K]: the number of positions that each head was tried at.
+
+    Raises ValueError for sizes that do not match and for numbers out of range.
     """
 
     acceptance: tuple[tuple[float, ...], ...]
@@ -50,62 +52,62 @@ class Calibration:
             )
         if len({len(row) for row in self.acceptance}) > 1 or not self.acceptance[0]:
             raise ValueError("the rows of acceptance must have the same number of ranks, at least one")
-        if not all(0 <= chance <= 1 for row in self.acceptance for chance in row):
+        if not all(0 <= p <= 1 for row in self.acceptance for p in row):
             raise ValueError("acceptance must lie between 0 and 1")
         if not all(len(row) == 3 and all(map(math.isfinite, row)) for row in self.confidence):
             raise ValueError("each row of confidence must be three finite numbers")
 
-    def trust(self, level: int, sure: Tensor, before: Tensor) -> Tensor:
-        """The log of the chance that guesses of head `level` are right, [B, W, R], where what is before them is.
+    def log_probabilities(self, level: int, log_q: Tensor, path: Tensor) -> Tensor:
+        """Calibrated log-probabilities [B, W, R] that tokens of a level are right, given that their paths are.
 
-        sure: their log-probabilities; before [B, W, 1]: the scores of the paths before them. A level behind those that
-        were measured is taken for the last of them.
+        log_q: the head's own log-probabilities; path [B, W, 1]: those of the paths before. Levels deeper than those
+        measured are read like the deepest.
         """
         shift, slope, doubt = self.confidence[min(level, len(self.confidence) - 1)]
-        return torch.nn.functional.logsigmoid(shift + slope * log_odds(sure) + doubt * before)
+        return torch.nn.functional.logsigmoid(shift + slope * log_odds(log_q) + doubt * path)
 
     def best_tree(self, nodes: int) -> tuple[Ranks, ...]:
-        """The paths of the tree of `nodes` nodes, root included, that has most tokens accepted on average.
+        """The paths of the tree of `nodes` nodes, root included, with the highest expected acceptance.
 
-        The first n - 1 of them are the best tree of n nodes. Exact where a path's chance is the product of its ranks':
-        no path is likelier than its beginning, so the likeliest nodes are a tree.
+        Its first n - 1 paths are the best tree of n nodes. Exact if a path's probability is the product of its ranks':
+        no path is more likely than its beginning, so the most likely nodes form a tree.
         """
-        return tuple(path for path, _ in islice(self._likeliest(), nodes - 1))
+        return tuple(path for path, _ in islice(self._most_likely_paths(), nodes - 1))
 
     def expect_tau(self, nodes: int) -> list[float]:
-        """The tokens a step, bonus token included, to be expected of the best trees of 1, 2, ... `nodes` nodes."""
+        """The tau to be expected of the best trees of 1, 2, ... `nodes` nodes."""
         taus = [1.0]
-        for _, chance in islice(self._likeliest(), nodes - 1):
-            taus.append(taus[-1] + chance)
+        for _, p in islice(self._most_likely_paths(), nodes - 1):
+            taus.append(taus[-1] + p)
         return taus
 
-    def _likeliest(self) -> Iterator[tuple[Ranks, float]]:
-        """All paths, the likeliest first, with their chances; of equal ones first the shorter, then the lower rank."""
+    def _most_likely_paths(self) -> Iterator[tuple[Ranks, float]]:
+        """All paths with their probabilities, the most likely first; of equals the shorter, then the lower rank."""
         orders = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in self.acceptance]
 
-        def put(above: Ranks, chance: float, place: int) -> None:
-            if len(above) < len(orders) and place < len(orders[len(above)]):
-                path = (*above, orders[len(above)][place])
-                own = chance * self.acceptance[len(above)][path[-1]]
-                heapq.heappush(heap, (-own, len(path), path, above, chance, place))
+        def push(parent: Ranks, p: float, place: int) -> None:
+            if len(parent) < len(orders) and place < len(orders[len(parent)]):
+                path = (*parent, orders[len(parent)][place])
+                own = p * self.acceptance[len(parent)][path[-1]]
+                heapq.heappush(heap, (-own, len(path), path, parent, p, place))
 
         heap: list[tuple[float, int, Ranks, Ranks, float, int]] = []
-        put((), 1.0, 0)
+        push((), 1.0, 0)
         while heap:
-            negative, _, path, above, chance, place = heapq.heappop(heap)
+            negative, _, path, parent, p, place = heapq.heappop(heap)
             yield path, -negative
-            put(above, chance, place + 1)
-            put(path, -negative, 0)
+            push(parent, p, place + 1)
+            push(path, -negative, 0)
 
     def save(self, folder: Path | str) -> None:
-        """Write it into the head's folder, whole or not at all. The best trees are written down for other readers."""
+        """Write it into the head's folder, atomically. The best trees are written for other programs."""
         tree, taus = self.best_tree(LARGEST), self.expect_tau(LARGEST)
         content = asdict(self) | {"best_tree": tree, "expected_tau": [round(tau, 4) for tau in taus]}
         write_aside(Path(folder) / FILE, lambda file: file.write(json.dumps(content).encode()))
 
 
 def load_calibration(folder: Path | str) -> Calibration | None:
-    """The calibration in a head's folder, None where there is none. Raises ValueError for one that cannot be right."""
+    """The calibration in a head's folder, or None. Raises ValueError if the file is damaged."""
     path = Path(folder) / FILE
     if not path.exists():
         return None
@@ -118,15 +120,10 @@ def load_calibration(folder: Path | str) -> Calibration | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is no calibration ({reason}); make it anew with scripts/calibrate.py") from error
+        raise ValueError(f"{path} is no calibration ({reason}); write a new one with scripts/calibrate.py") from error
 
 
-def log_odds(sure: Tensor) -> Tensor:
-    """Of log-probabilities."""
-    sure = sure.clamp(max=CERTAIN)
-    return sure - torch.log(-torch.expm1(sure))
-
-
-def trust_blindly(level: int, sure: Tensor, before: Tensor) -> Tensor:
-    """A head's own log-probabilities, where nothing was measured."""
-    return sure
+def log_odds(log_p: Tensor) -> Tensor:
+    """The log-odds of log-probabilities."""
+    log_p = log_p.clamp(max=CERTAIN)
+    return log_p - torch.log(-torch.expm1(log_p))

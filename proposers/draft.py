@@ -1,6 +1,6 @@
-"""A small draft model with its own KV cache, run through the same target code.
+"""A small draft model with its own KV cache, run through the same code as the target.
 
-After Leviathan et al. 2023 and Chen et al. 2023. Shapes: B rows, W beam width, V vocabulary.
+After Leviathan et al. (2023) and Chen et al. (2023). Shapes: B rows, W beam width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from transformers import PretrainedConfig
 
 from decode import Session, Step, Target, Tree
 from decode.noise import DRAFT, inverse_cdf, uniforms
+from proposers.draft_budget import DraftBudget
 
-NODE_COST = 0.05  # of a target pass: what looking at one more guess adds
 LONGEST = 16
-RETRY = 8  # steps between two tries, where a guess does not pay
+MEMORY = 0.95  # weight of the acceptance before, per step
 
 
 class DraftProposer:
-    """Drafts what a smaller model would say next.
+    """Drafts with a smaller model.
 
-    draft: the small model; same tokenizer as the target. width 1 drafts a chain; a larger one a tree with the `width`
-    likeliest paths at each depth, fewer where the budget has no room for so many. sampled: draw a chain at random from
-    the draft's own law (at the run's temperature, top-k, top-p), which the target accepts more of when it samples
-    itself. length: tokens ahead; None adapts it to what was accepted and to how much smaller the draft is.
+    draft: the small model; it must share the target's vocabulary and tokenizer.
+    width: 1 drafts a chain; more a tree with the `width` most likely paths at each depth, as far as the budget allows.
+    sampled: sample a chain from the draft model, at the run's temperature, top-k and top-p. A sampling target accepts
+    more of it, and a seed gives another text than without a proposer.
+    length: tokens ahead; None adapts it to the acceptance so far, the size of the draft model and the target's cost
+    curve.
 
-    Raises ValueError where draft and target do not share a vocabulary, or `sampled` is asked of a tree.
+    Raises ValueError for sizes below 1, for a sampled tree, and, in its first step, for another vocabulary.
     """
 
     layers: Sequence[int] = ()
@@ -40,8 +42,14 @@ class DraftProposer:
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
         self.draft, self.width, self.sampled, self.length = draft, width, sampled, length
-        self.acceptance = Acceptance()
+        self.draft_budget = DraftBudget()
+        self._accepted, self._tried = 2.4, 4.0  # decayed counts of draft tokens; a token counts if its parent was right
         self._session: Session
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether drafts are sized by the target's cost curve."""
+        return self.length is None
 
     def check(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary."""
@@ -51,115 +59,101 @@ class DraftProposer:
                 f"{target.vocabulary}; a draft must share the target's tokenizer"
             )
         if self.width > target.vocabulary:
-            raise ValueError(f"width is {self.width}, more than the {target.vocabulary} tokens that there are")
+            raise ValueError(f"width is {self.width}, more than the {target.vocabulary} tokens of the vocabulary")
         ours, theirs = self.draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None and ours is not theirs and ours.get_vocab() != theirs.get_vocab():
             raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")
 
+    def propose(self, step: Step, budget: int) -> Tree:
+        self._observe(step)
+        width = self._last_width = min(self.width, max(budget - 1, 1))
+        longest = min((budget - 1) // width, max(step.room) - 1, self.length or LONGEST)
+        levels = self._last_levels = self._choose_levels(longest, width) if self.adaptive else longest
+        roots = torch.tensor(step.bonus, device=self.draft.device)[:, None]  # [B, 1]
+        if levels == 0:
+            return Tree.chain_of(roots, torch.ones_like(roots[:, 0]))
+        # The draft model has not read the bonus token, nor accepted tokens of the deepest level.
+        unread = zip(step.sequences, self._session.lengths, strict=True)
+        logits, _ = self._session.extend([sequence[length:] for sequence, length in unread])
+        return self._sample(step, roots, logits, levels) if self.sampled else self._search(roots, logits, levels, width)
+
     def _observe(self, step: Step) -> None:
-        self.step = step
+        """Learn from the last draft, and bring the draft model's cache to the accepted tokens."""
         if step.is_prefill:
             self.check(step.target)
-            self.cost = count_weights(self.draft.config) / count_weights(step.target.config)
+        if self.adaptive:
+            self.draft_budget.observe(step)
+        if step.is_prefill:
+            self._level_time = count_weights(self.draft.config) / count_weights(step.target.config)
             self._session = self.draft.open(len(step.request_ids))
-            self._drafted, self._wide = 0, self.width
             return
         if len(step.kept) < len(self._session.lengths):
             self._session.select(step.kept)
-        known = (self._drafted - 1) * self._wide  # the deepest guesses never went through the draft
-        self._session.keep([[node - 1 for node in path[1:] if node - 1 < known] for path in step.path])
-        for path in step.path:
-            self.acceptance.learn(len(path) - 1, self._drafted)
+        read = (self._last_levels - 1) * self._last_width  # the deepest level never went through the draft model
+        self._session.keep([[node - 1 for node in path[1:] if node - 1 < read] for path in step.path])
+        for path in step.path if self._last_levels else ():
+            self._accepted = MEMORY * self._accepted + len(path) - 1
+            self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
 
-    def propose(self, step: Step, budget: int) -> Tree:
-        self._observe(step)
-        self._wide = min(self.width, max(budget - 1, 1))
-        longest = min((budget - 1) // self._wide, max(self.step.room) - 1, self.length or LONGEST)
-        self._drafted = longest if self.length else self.acceptance.best_length(longest, self.cost + NODE_COST)
-        roots = Tree.chain([[root] for root in self.step.bonus]).to(self.draft.device).tokens
-        if self._drafted == 0:
-            return Tree.chain_of(roots, torch.ones_like(roots[:, 0]))
-        # The draft's cache lacks the bonus token and what was accepted without having gone through the draft.
-        pending = zip(self.step.sequences, self._session.lengths, strict=True)
-        logits, _ = self._session.extend([sequence[length:] for sequence, length in pending])
-        return self._sample(roots, logits) if self.sampled else self._search(roots, logits)
+    def _choose_levels(self, longest: int, width: int) -> int:
+        """The levels with most tokens per second, if each token is accepted with the same probability after its parent
+        (Leviathan et al., theorem 3.8). None while drafting does not pay."""
+        if longest == 0 or self.draft_budget.is_backing_off():
+            self.draft_budget.skip()
+            return 0
+        rate = self._accepted / self._tried
+        expected = list(accumulate(rate**level for level in range(1, longest + 1)))
+        return self.draft_budget.choose_levels(expected, width, self._level_time)
 
-    def _search(self, roots: Tensor, logits: Tensor) -> Tree:
-        """The likeliest paths at each depth; a beam search that keeps what it passed."""
-        width, batch = self._wide, len(roots)
+    def _search(self, roots: Tensor, logits: Tensor, levels: int, width: int) -> Tree:
+        """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
+        batch = len(roots)
         tokens, parents, scores = roots[:, :0], roots[:, :0], roots[:, :0].float()
         beam, logits = torch.zeros(batch, 1, device=roots.device), logits[:, None]
         sizes = torch.ones_like(roots[:, 0])
-        for level in range(self._drafted):
+        for level in range(levels):
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
             above = index // width + (level - 1) * width if level else torch.full_like(index, -1)
             tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, index)], dim=1)
             parents, scores = torch.cat([parents, above], dim=1), torch.cat([scores, beam], dim=1)
-            if level + 1 < self._drafted:
+            if level + 1 < levels:
                 grown = Tree(tokens, parents, sizes * tokens.shape[1], height=level)
                 logits = self._session.verify(grown, start=level * width).logits
-        root = torch.full_like(roots, -1)
         return Tree(
             tokens=torch.cat([roots, tokens], dim=1),
-            parents=torch.cat([root, parents + 1], dim=1),
+            parents=torch.cat([torch.full_like(roots, -1), parents + 1], dim=1),
             sizes=sizes * (1 + tokens.shape[1]),
-            height=self._drafted,
+            height=levels,
             scores=torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1),
         )
 
-    def _sample(self, roots: Tensor, logits: Tensor) -> Tree:
-        """A chain drawn from the draft's own law, with that law for the verifier."""
-        sampling = replace(self.step.sampling, processors=())  # any law will do that the draws really come from
-        tokens, laws, sizes = roots, [], torch.ones_like(roots[:, 0])
-        for level in range(self._drafted):
-            laws.append(sampling.probabilities(logits))
-            # Keyed by where the draft starts, too: the verdict on this draft depends on guesses that it then rejects.
+    def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
+        """A chain sampled from the draft model, with its distributions for the verifier."""
+        sampling = replace(step.sampling, processors=())  # q may be any distribution that the tokens are sampled from
+        tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
+        for level in range(levels):
+            qs.append(sampling.probabilities(logits))
+            # The key has the draft's start, too: acceptance depends on draft tokens that it then rejects.
             table = [
-                [(sampling.seed, row, len(sequence), DRAFT, level)]
-                for row, sequence in zip(self.step.request_ids, self.step.sequences, strict=True)
+                [(sampling.seed, request_id, len(sequence), DRAFT, level)]
+                for request_id, sequence in zip(step.request_ids, step.sequences, strict=True)
             ]
-            drawn = inverse_cdf(laws[-1], uniforms(table, roots.device)[:, 0])
-            tokens = torch.cat([tokens, drawn[:, None]], dim=1)
-            if level + 1 < self._drafted:
+            sampled = inverse_cdf(qs[-1], uniforms(table, roots.device)[:, 0])
+            tokens = torch.cat([tokens, sampled[:, None]], dim=1)
+            if level + 1 < levels:
                 grown = Tree.chain_of(tokens[:, 1:], sizes * (level + 1))
                 logits = self._session.verify(grown, start=level).logits[:, 0]
-        laws.append(torch.zeros_like(laws[0]))  # nothing was drawn after the last guess
-        return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(laws, dim=1))
-
-
-class Acceptance:
-    """The chance that a guess is accepted once the one before it was, lately."""
-
-    def __init__(self) -> None:
-        self.hits, self.trials = 2.4, 4.0
-        self.paused = 0
-
-    def learn(self, accepted: int, drafted: int) -> None:
-        """One draft of `drafted` tokens of which `accepted` held."""
-        if drafted:
-            self.hits = 0.95 * self.hits + accepted
-            self.trials = 0.95 * self.trials + min(accepted + 1, drafted)
-
-    def best_length(self, longest: int, cost: float) -> int:
-        """The length with most tokens a second when each guess costs `cost` target passes (Leviathan, theorem 3.8).
-
-        Where even one guess does not pay, none is made, but for one now and then to see whether that has changed.
-        """
-        rate = self.hits / self.trials
-        gains = accumulate((rate**length for length in range(1, longest + 1)), initial=1.0)
-        speeds = [gain / (1 + cost * length) for length, gain in enumerate(gains)]
-        best = speeds.index(max(speeds))
-        self.paused = 0 if best else (self.paused + 1) % RETRY
-        return best if best or self.paused else min(1, longest)
+        qs.append(torch.zeros_like(qs[0]))  # nothing was sampled after the last token
+        return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(qs, dim=1))
 
 
 def count_weights(config: PretrainedConfig) -> int:
-    """About how many weights a pass reads, from the shapes in a config: packed layers no longer show theirs.
+    """About how many weights a pass reads, by the sizes in a config: packed layers do not show theirs.
 
-    Attention, an MLP (a gated one where its size is given) and the output matrix; of a mixture, one expert.
+    Attention, an MLP (gated if its size is given) and the output matrix; of a mixture, one expert.
     """
-    shape = config.to_dict()  # attributes that differ from layer to layer raise when they are read
+    shape = config.to_dict()  # reading attributes that differ from layer to layer raises
     hidden, heads = config.hidden_size, config.num_attention_heads
     shared = shape.get("num_key_value_heads") or heads
     size = shape.get("head_dim") or hidden // heads

@@ -1,7 +1,8 @@
-"""How many nodes to draft, and whether to draft at all: learned from what was accepted and from the time it took.
+"""The draft budget: how many nodes to draft, and whether to draft at all.
 
-Time is counted in target passes over a single node, which is what plain decoding spends on a token. Tokens are a
-row's, on average over the rows of a batch.
+It weighs the tokens that a tree is expected to bring against the time that it takes, and learns from every step.
+Time is counted in target passes over a single node, so plain decoding makes one token per unit of time. Tokens are
+those of one row, on average over the batch.
 """
 
 from __future__ import annotations
@@ -9,118 +10,151 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-MEMORY = 0.97  # of what was learned, what is kept a step
-TRUST = 2.0  # tokens that a head's own confidences count for: few, so that drafts that do not pay end after a few
-RESTS = (4, 8, 16, 32, 64)  # steps without a draft, where drafts do not pay
+from decode import Step
+
+MEMORY = 0.97  # weight of what was learned before, per step
+CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
+BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
 
-class Pace:
-    """Chooses what brings most tokens a second in the long run.
+def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float | None = None) -> int:
+    """The index of the option that yields most tokens per unit of time; of equals the first.
 
-    A step of some time is worth its tokens less rate x time, where rate is the speed that steps have on average: time
-    spent here is missing there (the rule of renewal rewards; most tokens a second for each step by itself would be
-    too much where guesses are poor and too little where they are good).
+    tokens, times: of the step, with each option. rate: tokens per unit of time over all steps. With a rate, a step is
+    worth its tokens minus rate x time, because time spent now is missing later (renewal-reward theorem). This drafts
+    more where drafts are good and less where they are poor. None maximizes the ratio in this step alone.
+    """
+    options = list(zip(tokens, times, strict=True))
+    worth = [token / time if rate is None else token - rate * time for token, time in options]
+    return worth.index(max(worth))
 
-    hopes: the tau that trees of 1, 2, ... nodes should have on average.
+
+def grow_while_worth(tokens: Sequence[float], times: Sequence[float], rate: float) -> int:
+    """As `choose_fastest`, but stop at the first option that is not worth it, whatever comes after.
+
+    An option is worth it if it would be with all those up to some later one being as good, because many sizes may
+    take the same time.
+    """
+    for index in range(len(tokens) - 1):
+        slope = min((time - times[index]) / more for more, time in enumerate(times[index + 1 :], start=1))
+        if tokens[index + 1] - tokens[index] <= rate * slope:
+            return index
+    return len(tokens) - 1
+
+
+class DraftBudget:
+    """Chooses the tree sizes that yield most tokens per second in the long run.
+
+    expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned.
     """
 
-    def __init__(self, hopes: Sequence[float] = (1.0, inf)) -> None:
-        self.hopes = hopes
-        self.cost: Callable[[int], float] = float  # until a text begins
-        self.accepted = self.expected = 0.0  # tokens of drafts, lately
-        self.steps = self.time = 1.0  # with drafts, lately
+    def __init__(self, expected_tau: Sequence[float] = (1.0, inf)) -> None:
+        self.expected_tau = expected_tau
+        self.cost: Callable[[int], float] = float  # until the first batch begins
         self.nodes = 1  # of the last tree
-        self._hoped: float | None = None  # tokens expected of it; None: it was no draft
-        self._hopeful = True
-        self._rest, self._rests = 0, 0
+        self._batch_size = 0
+        self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
+        # Decayed sums over the steps with drafts.
+        self._accepted = self._expected = 0.0
+        self._steps = self._time = 1.0
+        self._promising = True
+        self._backoff, self._failures = 0, 0
         self._level_seconds = self._pass_seconds = inf  # the shortest seen: other work on the machine only adds
 
     @property
-    def factor(self) -> float:
-        """How many tokens are accepted for each that was expected."""
-        return (TRUST + self.accepted) / (TRUST + self.expected)
+    def acceptance_ratio(self) -> float:
+        """Tokens accepted for each that was expected."""
+        return (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
 
     @property
     def rate(self) -> float:
-        """Tokens a unit of time in steps with drafts. What they accept varies more than what is expected of them."""
-        return (self.steps + self.factor * self.expected) / self.time
+        """Tokens per unit of time; at least 1, because plain decoding is always possible."""
+        return max(self._drafting_rate, 1.0)
+
+    @property
+    def _drafting_rate(self) -> float:
+        """In steps with drafts. Expected tokens are used because accepted ones vary more."""
+        return (self._steps + self.acceptance_ratio * self._expected) / self._time
 
     @property
     def level_time(self) -> float:
-        """What drafting one level takes; 0 until it is known."""
+        """The time of drafting one level; 0 until it is known."""
         known = max(self._level_seconds, self._pass_seconds) < inf
         return self._level_seconds / self._pass_seconds if known else 0.0
 
-    def begin(self, cost: Callable[[int], float], anew: bool = True) -> None:
-        """Another number of rows, for which a pass over n nodes takes cost(n) passes over one; `anew`: other texts.
+    def observe(self, step: Step) -> None:
+        """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
+        if not step.is_prefill:
+            self.learn(sum(len(path) - 1 for path in step.path) / len(step.path), step.seconds)
+        if step.is_prefill or len(step.request_ids) != self._batch_size:
+            self._batch_size = len(step.request_ids)
+            self.begin(step.target.cost_curve(self._batch_size), new_texts=step.is_prefill)
 
-        A first try runs over the whole prompts. Where the calibration gives no hope, as in large batches on a CPU, it
-        is made late. What does not pay in a large batch may pay in a smaller one.
+    def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
+        """Start with another batch size, at which a pass over n nodes takes `cost(n)`.
+
+        The first draft of a batch reads the whole prompts. Where `expected_tau` promises no gain, as in large batches
+        on a CPU, it is made late. What does not pay in a large batch may pay in a smaller one.
         """
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
-        hopeful = any(tau > cost(nodes) for nodes, tau in enumerate(self.hopes[1:], start=2))
-        if anew or hopeful > self._hopeful:
-            self._hopeful = hopeful
-            self._rests, self._rest = (0, 0) if hopeful else (len(RESTS), RESTS[-1])
+        promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
+        if new_texts or promising > self._promising:
+            self._promising = promising
+            self._failures, self._backoff = (0, 0) if promising else (len(BACKOFF), BACKOFF[-1])
 
-    def rests(self) -> bool:
-        """Whether to draft nothing in this step. To be asked once a step."""
-        if self._rest == 0:
+    def learn(self, accepted: float, seconds: float) -> None:
+        """Take in how many tokens of the last tree were accepted and how long the target took for it."""
+        self._pass_seconds = min(self._pass_seconds, seconds / self.cost(self.nodes))
+        if self._expected_last is None:
+            return
+        self._accepted = MEMORY * self._accepted + accepted
+        self._expected = MEMORY * self._expected + self._expected_last
+        if self._drafting_rate >= 1:
+            self._failures = 0
+        else:
+            self._backoff = BACKOFF[min(self._failures, len(BACKOFF) - 1)]
+            self._failures += 1
+
+    def is_backing_off(self) -> bool:
+        """Whether to draft nothing in this step. Call it once a step."""
+        if self._backoff == 0:
             return False
-        self._rest -= 1
+        self._backoff -= 1
         self.skip()
         return True
 
     def skip(self) -> None:
-        """Take note that the tree of this step is the root alone."""
-        self.nodes, self._hoped = 1, None
+        """Take in that this step's tree is the root alone."""
+        self.nodes, self._expected_last = 1, None
 
-    def pays(self, chance: float) -> bool:
-        """Whether one more level pays, where that is the chance that a guess before it is right."""
-        return self.factor * chance > max(self.rate, 1.0) * self.level_time
+    def is_worth_a_level(self, p: float) -> bool:
+        """Whether to draft one more level, if `p` is the probability that the tree so far is right to its end."""
+        return self.acceptance_ratio * p > self.rate * self.level_time
 
-    def choose(self, gains: Sequence[float], levels: int) -> int:
-        """The number of nodes: `gains[n - 1]` are the accepted tokens expected of n nodes."""
-        rate = max(self.rate, 1.0)  # plain decoding can be had in any case
-        worth = [self.factor * gain - rate * self.cost(nodes) for nodes, gain in enumerate(gains, start=1)]
-        return self._take(1 + worth.index(max(worth)), gains, levels)
+    def take_drafting_time(self, seconds: float, levels: int) -> None:
+        """Take in how long it took to draft so many levels."""
+        self._level_seconds = min(self._level_seconds, seconds / levels)
 
-    def grow(self, gains: Sequence[float], levels: int) -> int:
-        """The number of nodes, where nothing may be known of those after a node when that is decided on.
+    def choose_size(self, expected: Sequence[float], levels: int, sampled: bool = False) -> int:
+        """The number of nodes for a tree of `levels` drafted levels, if n nodes accept `expected[n - 1]` tokens.
 
-        The first that does not pay is left out, and all after it. One pays that would if those up to some larger tree
-        were as good: many sizes may cost the same.
+        sampled: decide on each node by what is expected of it and of those before (`proposers.sampled_trees`).
         """
-        rate = max(self.rate, 1.0)
-        costs = [self.cost(nodes) for nodes in range(1, len(gains) + 1)]
-        nodes = 1
-        while nodes < len(gains):
-            rise = min((more - costs[nodes - 1]) / step for step, more in enumerate(costs[nodes:], start=1))
-            if self.factor * (gains[nodes] - gains[nodes - 1]) <= rate * rise:
-                break
-            nodes += 1
-        return self._take(nodes, gains, levels)
-
-    def _take(self, nodes: int, gains: Sequence[float], levels: int) -> int:
-        self.nodes, self._hoped = nodes, gains[nodes - 1]
-        self.steps = MEMORY * self.steps + 1
-        self.time = MEMORY * self.time + self.cost(nodes) + levels * self.level_time
+        costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
+        choose = grow_while_worth if sampled else choose_fastest
+        nodes = 1 + choose([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
+        self._take(nodes, expected[nodes - 1], levels * self.level_time)
         return nodes
 
-    def learn(self, accepted: float, seconds: float) -> None:
-        """How many tokens of the last tree were accepted, and how long the target took for it."""
-        self._pass_seconds = min(self._pass_seconds, seconds / self.cost(self.nodes))
-        if self._hoped is None:
-            return
-        self.accepted = MEMORY * self.accepted + accepted
-        self.expected = MEMORY * self.expected + self._hoped
-        if self.rate >= 1:
-            self._rests = 0
-        else:
-            self._rest = RESTS[min(self._rests, len(RESTS) - 1)]
-            self._rests += 1
+    def choose_levels(self, expected: Sequence[float], width: int, level_time: float) -> int:
+        """The number of levels to draft, at least one, each of `width` nodes; n levels accept `expected[n - 1]`."""
+        costs = [self.cost(1 + width * level) + level * level_time for level in range(1, len(expected) + 1)]
+        levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
+        self._take(1 + width * levels, expected[levels - 1], levels * level_time)
+        return levels
 
-    def clock(self, seconds: float, levels: int) -> None:
-        """How long it took to draft so many levels."""
-        self._level_seconds = min(self._level_seconds, seconds / levels)
+    def _take(self, nodes: int, expected: float, drafting_time: float) -> None:
+        self.nodes, self._expected_last = nodes, expected
+        self._steps = MEMORY * self._steps + 1
+        self._time = MEMORY * self._time + self.cost(nodes) + drafting_time

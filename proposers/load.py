@@ -1,4 +1,4 @@
-"""Proposers from folders of trained heads."""
+"""Load a proposer by its name or from a trained head's folder."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from decode import Target, stream
+from decode import PlainProposer, Proposer, Target, stream
 from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.models.loading import first_layers
+from heads import PRETRAINED
 from heads.checkpoint import load_head
 from heads.formats.layout import Head
 from proposers.calibration import Calibration, load_calibration
+from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.fixed_trees import Ranks
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.medusa import MedusaProposer
+from proposers.ngram import NGramProposer
 
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "medusa": MedusaProposer,
@@ -27,46 +32,106 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in HEAD_PROPOSERS.items() if proposer is EagleProposer)
+_TRAINED, _SHAPE = ("head", "tree", "nodes", "sampled"), ("depth", "width")
+OPTIONS = {  # of `load_proposer`, by the proposer's name
+    "none": (),
+    "ngram": (),
+    "draft": ("draft_model", "sampled", *_SHAPE),
+    **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
+    "auto": ("head",),
+}
+NAMES = tuple(OPTIONS)
+DRAFT_LAYERS = 8  # of the target, where no draft model is named
 COMPARED = 64  # nodes of the largest tree by which heads are compared
-TRIAL, STEPS = 16, 8  # tokens of the prompt on which they are timed; steps timed
+TRIAL_TOKENS, TRIAL_STEPS = 16, 8  # of the prompt and the answer by which they are timed
 
 
 def load_proposer(
-    folder: Path | str,
+    name: str | Path,
     target: Target,
-    kind: str | None = None,
     *,
-    tree: str | Sequence[Ranks] = "dynamic",
+    head: str | Path | None = None,
+    draft_model: Target | str | Path | None = None,
+    tree: str | Sequence[Ranks] | None = None,
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
     sampled: bool = False,
-) -> HeadProposer:
-    """The proposer of the head in a folder, with its calibration where there is one, ready for this target.
+) -> Proposer:
+    """A proposer that is ready for this target.
 
-    kind: a key of `HEAD_PROPOSERS`, where it must be that. tree, nodes, sampled: as in `HeadProposer`. depth, width: as in
-    `EagleProposer`, for its heads only; None leaves them at its defaults. Raises ValueError for a head of another kind
-    or for another target, and for a folder that is not a head's.
+    name: one of `NAMES`, or the folder of a head. "auto" takes the pretrained head that should be fastest, or
+    "ngram" if none fits.
+    head: a trained head's folder; None takes the default model's pretrained head of that kind.
+    draft_model: for "draft", a target, or a folder or hub id to load; None takes the target's own first layers.
+    tree, nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
+
+    Raises ValueError for an unknown name, an option that the proposer does not have, and a head of another kind or for
+    another target.
     """
-    head = load_draft_head(folder, target)
-    if kind is not None and head.kind != kind:
-        raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
-    shape = {name: value for name, value in {"depth": depth, "width": width}.items() if value is not None}
-    if shape and head.kind not in EAGLES:
+    if isinstance(name, Path) or name not in NAMES:
+        if head is not None or not Path(name).is_dir():
+            raise ValueError(f"unknown proposer {str(name)!r}; choose from {', '.join(NAMES)} or name a head's folder")
+        name, head = "auto", name
+    options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
+    options = {key: value for key, value in options.items() if value is not None}
+    given = {key for key, value in {"head": head, "draft_model": draft_model}.items() if value is not None} | {*options}
+    if name in HEAD_PROPOSERS or (name == "auto" and head is not None):
+        folder = PRETRAINED / name if head is None else Path(head)
+        if name != "auto":
+            _check_options(name, given)
+        trained = _load_head(name, folder, target)
+        _check_options(trained.kind, given)
+        make: Callable[..., HeadProposer] = HEAD_PROPOSERS[trained.kind]
+        return make(trained, calibration=load_calibration(folder), **options).prepare(target)
+    _check_options(name, given)
+    if name == "draft":
+        return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
+    if name == "auto":
+        return load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS)) or NGramProposer()
+    return PlainProposer() if name == "none" else NGramProposer()
+
+
+def _check_options(kind: str, given: set[str]) -> None:
+    """Raise ValueError if an option does not exist for this kind of proposer."""
+    if unknown := sorted(given - {*OPTIONS[kind]}):
+        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS[kind]) or 'none'}")
+
+
+def _load_head(name: str, folder: Path, target: Target) -> Head:
+    """The head in a folder, checked against the target and, unless the name is "auto", its kind."""
+    try:
+        head = load_draft_head(folder, target)
+        HEAD_PROPOSERS[head.kind](head).check(target)
+    except ValueError as error:
+        if folder.parent != PRETRAINED:
+            raise
         raise ValueError(
-            f"{' and '.join(shape)} can be chosen for {', '.join(EAGLES)}; the head in {folder} is of kind {head.kind}"
-        )
-    make: Callable[..., HeadProposer] = HEAD_PROPOSERS[head.kind]
-    calibration = load_calibration(folder)
-    return make(head, tree=tree, nodes=nodes, sampled=sampled, calibration=calibration, **shape).prepare(target)
+            f"the pretrained {name} head is for the default model ({error}); pass a head that was trained for this "
+            'target: head="FOLDER"'
+        ) from error
+    if name not in (head.kind, "auto"):
+        raise ValueError(f"the head in {folder} is of kind {head.kind}, not {name}")
+    return head
+
+
+def _load_draft_proposer(
+    target: Target, model: Target | str | Path | None, length: int | None, width: int, sampled: bool
+) -> DraftProposer:
+    if model is None:
+        model = Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
+    elif not isinstance(model, Target):
+        model = Target.load(str(model), dtype=target.dtype, device=str(target.device))
+    proposer = DraftProposer(model, width=width, sampled=sampled, length=length)
+    proposer.check(target)
+    return proposer
 
 
 def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | None:
-    """The proposer of the head in the folders that should be fastest with this target; None where none fits.
+    """The head proposer that should be fastest with this target; None if no head in the folders fits.
 
-    Should: by the tau that its calibration expects and by the time that its steps take on this device, which is tried
-    where there is a choice. Those without a calibration come last. Raises ValueError for a head that fits and whose
-    calibration is damaged.
+    Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Heads
+    without a calibration come last. Raises ValueError if a head fits and its calibration is damaged.
     """
     fitting: list[tuple[HeadProposer, Calibration | None]] = []
     for folder in folders:
@@ -83,7 +148,7 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
 
 
 def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> float:
-    """Tokens a second to be expected of one text, in the tree that pays most on average; 0 without a calibration."""
+    """Tokens per second to be expected for one text with the best tree on average; 0 without a calibration."""
     if calibration is None:
         return 0.0
     cost = target.cost_curve()
@@ -94,22 +159,19 @@ def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibratio
 
 
 def time_step(target: Target, proposer: HeadProposer) -> float:
-    """The seconds that a step takes: the shortest of a few, since other work on the machine only adds."""
-    prompt = [place % target.vocabulary for place in range(min(TRIAL, target.context // 2))]
+    """The seconds that a step takes: the shortest of a few, because other work on the machine only adds."""
+    prompt = [place % target.vocabulary for place in range(min(TRIAL_TOKENS, target.context // 2))]
     chunks = stream(target, [prompt], proposer, stop_ids=(), text=False)
-    tried = islice(chunks, 1, 1 + STEPS)  # the first is the prompt's
-    return min((chunk.stats.seconds.total for chunk in tried), default=inf)
+    steps = islice(chunks, 1, 1 + TRIAL_STEPS)  # the first is the prefill
+    return min((chunk.stats.seconds.total for chunk in steps), default=inf)
 
 
 def load_draft_head(folder: Path | str, target: Target) -> Head:
-    """The head in a folder, in the number format that it should draft in for this target. Errors as in `load_head`."""
-    return load_head(folder, choose_dtype(target), target.vocabulary, target.config.num_hidden_layers)
+    """The head in a folder, in the dtype in which it should draft for this target. Errors as in `load_head`.
 
-
-def choose_dtype(target: Target) -> torch.dtype:
-    """The number format to draft in: the target's, but bfloat16 for float32 on a CPU that is fast in it.
-
-    A draft takes as long there as its weights take to be read.
+    Drafting takes as long as reading the weights. So it is bfloat16 for a float32 target on a CPU with fast bfloat16,
+    else the target's dtype.
     """
-    halves = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
-    return torch.bfloat16 if halves else target.dtype
+    halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
+    dtype = torch.bfloat16 if halve else target.dtype
+    return load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)

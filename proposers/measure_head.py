@@ -1,6 +1,6 @@
-"""Measuring a head on text that it was not trained on: what its guesses were, beside what the target said.
+"""Measuring a head on held-out text: its drafts compared with the target's own tokens.
 
-Shapes: P positions, K heads, R ranks, H hidden size.
+Shapes: P positions, K heads, R ranks, F feature width, H hidden size.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ import torch
 from torch import Tensor
 
 from decode import Target
+from heads import LayerCache
 from proposers.calibration import Calibration, log_odds
+from proposers.eagle import EagleDrafter, EagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.tree_search import RANKS, rank_tokens
+from proposers.hydra import HydraDrafter, HydraProposer
+from proposers.medusa import MedusaDrafter
+from proposers.tree_search import RANKS, Drafter, top_tokens
 
-PRIOR = 3.0  # how strongly a head's own word is believed before it was measured, in outcomes
-TOGETHER = 64  # positions that are tried together: an EAGLE head needs what it looks back on for each of them
-START = (0.0, 1.0, 0.0)  # the head's own word
+PRIOR = 3.0  # outcomes that the head's own probabilities count for
+CHUNK = 64  # positions that are tried together: an EAGLE head needs a copy of its cache for each
+UNCALIBRATED = (0.0, 1.0, 0.0)  # the head's own probabilities
 
 
 @dataclass(frozen=True)
 class Trials:
-    """What the heads said at many positions, along the text that followed there."""
+    """What the heads drafted at many positions, along the text that followed there."""
 
-    sure: Tensor  # [P, K, R] log-probabilities, the likeliest guess first
-    right: Tensor  # [P, K, R] bool: the guess was the next token
-    known: Tensor  # [P, K] bool: the text goes on so far
+    log_q: Tensor  # [P, K, R] log-probabilities, the most likely token first
+    right: Tensor  # [P, K, R] bool: it was the text's next token
+    known: Tensor  # [P, K] bool: the text is long enough to tell
 
     @classmethod
     def join(cls, parts: Iterable[Trials]) -> Trials:
-        """All of them together. Raises ValueError where there are none."""
-        columns = list(zip(*((part.sure, part.right, part.known) for part in parts), strict=True))
+        """All of them together. Raises ValueError if there are none."""
+        columns = list(zip(*((part.log_q, part.right, part.known) for part in parts), strict=True))
         if not columns or not sum(len(part) for part in columns[0]):
             raise ValueError("there is no position to measure at: every answer ended with its first token")
         return cls(*(torch.cat(column) for column in columns))
 
     @property
     def reached(self) -> Tensor:
-        """Where a head's guess counts, [P, K] bool: those before it had the true tokens among their ranks."""
+        """Where a head's tokens count, [P, K] bool: the heads before had the true tokens among their ranks."""
         found = self.right.any(dim=2)
         before = torch.cat([torch.ones_like(found[:, :1]), found[:, :-1]], dim=1)
         return self.known & before.cumprod(dim=1).bool()
@@ -47,66 +51,86 @@ class Trials:
 
 @torch.no_grad()
 def try_head(target: Target, proposer: HeadProposer, prompt: Sequence[int], answer: Sequence[int]) -> Trials:
-    """What the heads say at each position of an answer that the target gave.
+    """What the heads draft at each position of an answer of the target.
 
-    Each is asked along the true text, on the target's own features: there a tree is that has grown right so far.
+    Each head drafts after the true text, on the target's features: as in a tree that is right so far.
     """
     tokens = [*prompt, *answer]
     _, features = target.open(1, proposer.layers).extend([tokens])
     assert features is not None
     text = torch.tensor(tokens, device=target.device)
-    first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; what follows it is the root
-    parts = [(begin, min(begin + TOGETHER, last)) for begin in range(first, last, TOGETHER)]
+    first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; the root follows it
+    parts = [(begin, min(begin + CHUNK, last)) for begin in range(first, last, CHUNK)]
     return Trials.join(_try_part(target, proposer, features, text, *part) for part in parts)
 
 
 def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int) -> Trials:
-    guesses = proposer.rehearse(features, text, begin, end, target)
+    drafter = _start_along_text(target, proposer, features.to(proposer.dtype), text, begin, end)
     padded = torch.cat([text, text.new_full((proposer.depth,), -1)])
-    sure, right, known = [], [], []
+    log_q, right, known = [], [], []
     for level in range(proposer.depth):
         truth = padded[begin + 2 + level : end + 2 + level, None]  # [P, 1]
-        drafted, chances = rank_tokens(guesses.logits(level), RANKS)
-        sure.append(chances[:, 0])
-        right.append(guesses.tokens(drafted[:, 0]) == truth)
+        ids, likely = top_tokens(drafter.logits(level), RANKS)  # [P, 1, R]
+        log_q.append(likely[:, 0])
+        right.append(proposer.head.tokens(ids[:, 0]) == truth)
         known.append(truth[:, 0] >= 0)
         if level + 1 < proposer.depth:
-            guesses.follow(torch.zeros_like(truth), truth.clamp(min=0))
-    return Trials(*(torch.stack(parts, dim=1).cpu() for parts in (sure, right, known)))
+            drafter.extend(torch.zeros_like(truth), truth.clamp(min=0))
+    return Trials(*(torch.stack(parts, dim=1).cpu() for parts in (log_q, right, known)))
+
+
+def _start_along_text(
+    target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int
+) -> Drafter:
+    """A drafter with a row for each position from `begin` to `end - 1`, as if the text ended there with its root.
+
+    features [1, T, F]: the target's; text [T]. The root is the token after the position.
+    """
+    head, embed = proposer.head, proposer.embedding(target)
+    if isinstance(proposer, EagleProposer):
+        cache, fused = LayerCache(1), head.fuse(features[:, :end])
+        states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), context=cache)
+        cache.keep([end])
+        cache.select([0] * (end - begin))
+        cache.crop(range(begin + 1, end + 1))
+        return EagleDrafter(head, states[0, begin:end], cache, embed)
+    if isinstance(proposer, HydraProposer):
+        return HydraDrafter(head, head.contextualize(features)[0, begin:end], text[begin + 1 : end + 1], embed)
+    return MedusaDrafter(head, features[0, begin:end])
 
 
 def calibrate(trials: Trials) -> Calibration:
-    """How often each rank was right, and the most likely confidences (`Calibration` says of what)."""
+    """How often each rank was right, and the confidences with the highest likelihood (see `Calibration`)."""
     reached = trials.reached
     counts = reached.sum(dim=0)  # [K]
     right = trials.right & reached[:, :, None]
     acceptance = right.sum(dim=0) / counts[:, None].clamp(min=1)
-    before = torch.zeros(len(reached), dtype=torch.float64)  # the score of the true path so far
+    path = torch.zeros(len(reached), dtype=torch.float64)  # the score of the true path so far
     confidence = []
     for level in range(reached.shape[1]):
         here = reached[:, level]
-        odds = log_odds(trials.sure[here, level].double())  # [P, R]
-        inputs = torch.stack([torch.ones_like(odds), odds, before[here, None].expand_as(odds)], dim=2)
+        odds = log_odds(trials.log_q[here, level].double())  # [P, R]
+        inputs = torch.stack([torch.ones_like(odds), odds, path[here, None].expand_as(odds)], dim=2)
         weights = fit_logistic(inputs.flatten(0, 1), right[here, level].flatten())
         confidence.append(tuple(weights.tolist()))
         scores = torch.nn.functional.logsigmoid(inputs @ weights)
-        before[here] += scores.where(right[here, level], 0).sum(dim=1)
+        path[here] += scores.where(right[here, level], 0).sum(dim=1)
     return Calibration(tuple(map(tuple, acceptance.tolist())), tuple(confidence), tuple(counts.tolist()))
 
 
 def fit_logistic(inputs: Tensor, outcomes: Tensor) -> Tensor:
-    """The weights [3] with which sigmoid(inputs @ weights) makes the outcomes likeliest; inputs [N, 3].
+    """The weights [3] for which sigmoid(inputs @ weights) predicts the outcomes best; inputs [N, 3].
 
-    Maximum likelihood, held by a weak prior to the head's own word: few outcomes must not make for certainty.
+    Maximum likelihood with a weak prior for the head's own probabilities: few outcomes must not give certainty.
     """
-    start = torch.tensor(START, dtype=inputs.dtype)
+    start = torch.tensor(UNCALIBRATED, dtype=inputs.dtype)
     weights = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        misfit = torch.nn.functional.binary_cross_entropy_with_logits(inputs @ weights, outcomes.to(inputs.dtype))
-        value = misfit + PRIOR / len(inputs) * ((weights - start) ** 2).sum()
+        error = torch.nn.functional.binary_cross_entropy_with_logits(inputs @ weights, outcomes.to(inputs.dtype))
+        value = error + PRIOR / len(inputs) * ((weights - start) ** 2).sum()
         value.backward()
         return value
 

@@ -1,46 +1,40 @@
-"""Heads made fast on a CPU, as `decode.cpu.acceleration` does it for models.
-
-Shapes: D draft vocabulary, H hidden size.
-"""
+"""A head with packed linear layers, which are faster on a CPU (`decode.cpu.packed_linear`)."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, pack_layers
 from heads.vocabulary import VocabularyHead
 
-Head = TypeVar("Head", bound=VocabularyHead)
-Logits: TypeAlias = Callable[[Tensor, int], Tensor]  # states [..., H] of a head, and its number, to logits [..., D]
 
+def pack_head(head: VocabularyHead) -> Any:
+    """A copy of the head with packed layers, for inference only. The head itself stays as it is.
 
-def pack_head(head: Head) -> tuple[Head, Logits]:
-    """A copy of the head with packed layers, for inference only, and what takes the place of its `logits`.
-
-    Tensors that cannot be packed are shared with the head, which stays as it is.
+    Tensors that cannot be packed are shared with the head.
     """
     tensors = [*head.parameters(), *head.buffers()]
-    packed = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
-    readout = Readout(head, packed.normalise)
+    packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
+    packed.logits = PackedOutput(head, packed.normalise)
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
-            delattr(packed, name)  # the readout has it
+            delattr(packed, name)  # the packed output layer replaces it
     pack_layers(packed)
-    return packed, readout
+    return packed
 
 
-class Readout:
-    """A head's logits, by matrices that are packed where there is a kernel for it."""
+class PackedOutput:
+    """A head's `logits`, with output layers that are packed where there is a kernel for it."""
 
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
         self.normalise, self.device = normalise, next(head.parameters()).device
-        several = head.config.heads if head.output == "own" else 1
-        layers = [make_linear(*head.output_layer(index)) for index in range(several)]
-        self.matrices = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
+        count = head.config.heads if head.output == "own" else 1
+        layers = [make_linear(*head.output_layer(index)) for index in range(count)]
+        self.layers = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
 
-    def __call__(self, states: Tensor, index: int) -> Tensor:
-        return self.matrices[index % len(self.matrices)](self.normalise(states))
+    def __call__(self, states: Tensor, index: int = 0) -> Tensor:
+        return self.layers[index % len(self.layers)](self.normalise(states))

@@ -1,174 +1,130 @@
-"""Drafts whose tokens a head draws at random, from its own law, in trees of which no shape was chosen by a token in it.
+"""Trees of sampled tokens. Their shape does not depend on the sampled values, so rejection stays unbiased.
 
-For sampling: where the head's law is close to the target's, its draws are accepted more often than its likeliest tokens
-are (Leviathan et al. 2023; trees of draws without replacement: Jeon et al., "RSD", 2024). What makes any verdict of
-`decode.rejection` exact is that given all that was drawn before it, each token has the law that the draft reports:
-whether a node is kept must not hang on its own token. Here that holds because
+Where a head's distribution is close to the target's, its samples are accepted more often than its most likely tokens
+(Leviathan et al. 2023; trees sampled without replacement: Jeon et al., "RSD", 2024). The rules of `decode.rejection`
+are exact if each token, given all tokens sampled before it, has the probabilities `q` that the tree reports. So whether
+a node is kept must not depend on the node's own token. These conditions ensure it:
 
- 1. all paths draw for themselves, in order, without replacement;
- 2. the score of the j-th draw behind a path is that path's score and the chance of the j-th likeliest token there. So
-    it hangs on the tokens above the node alone, and no node has a higher one than its parent or an elder sibling;
- 3. hence a draft of the n best scores, ties to the earlier candidate, is one that grew node by node, the best first,
-    each drawn when its turn came: what is grown next, which paths of a level are followed included, hangs on the tokens
-    of better nodes, and those are drawn. Candidates that fall behind are as good as not drawn;
- 4. where n was not given, growth ends at the first node that does not pay (`Pace.grow`), which is known before it is
-    drawn, and not where the whole draft turned out to be worth most;
- 5. how deep to draft is decided by the first level's scores, which hang on no draw at all.
+ 1. Every path samples its own next tokens, in order, without replacement.
+ 2. The score of a path's j-th sample is computed from the path's score and the probability of its j-th most likely
+    token, not of the token sampled. So it depends only on the tokens above the node. No node scores above its parent or
+    an earlier sibling.
+ 3. Hence the n best nodes (ties: the earlier candidate first) are what a tree reaches that grows node by node, best
+    first, and samples each token when its node is added. The next node, and which paths of a level are followed,
+    depend only on tokens sampled before. Candidates that are left out count as never sampled.
+ 4. If n is not given, growth stops at the first node that does not pay (`draft_budget.grow_while_worth`). That is
+    known before the node's token is sampled. Choosing the best size of the finished tree would be biased.
+ 5. The number of levels is chosen from the first level's scores, which depend on no sampled token.
 
-A fixed tree's first n nodes need none of 2 and 3; 4 holds for them as it stands. Nor do rows of a batch that share n
-break the rule: each has its i-th node at the same time, and the next is known for all.
+The first n nodes of a fixed tree need neither 2 nor 3. They need 4. The rows of a batch may share n: each row has its
+i-th node at the same time, and the next one is known for all.
 
-Shapes: B rows, W paths followed at a level, R ranks (draws behind a path), M candidates, N nodes, D draft vocabulary,
-V the target's vocabulary.
+Shapes: B rows, W paths followed at a level, R ranks (samples per path), M candidates, N nodes, D draft vocabulary,
+V the target's vocabulary, P paths of all rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from decode import Step, Tree
+from decode import Step
 from decode.noise import DRAFT, inverse_cdf, keys, stream_uniforms
 from proposers.fixed_trees import Ranks
-from proposers.tree_search import Candidates, Confidence
 
-GROUP = 256  # tokens whose mass is kept as one sum
-LEAST = -80.0  # log-probability that stands for none: of an infinite one, calibrations make what is not a number
+GROUP = 256  # tokens whose probabilities are kept as one sum
+LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
 
 
-@dataclass(frozen=True)
-class DrawnCandidates(Candidates):
-    """Candidates that were drawn, with the laws that they were drawn from.
+class SampledTokens:
+    """Samples the next tokens of one step's paths, at the run's temperature, top-k, top-p and min-p.
 
-    Of each level, the candidates [B, W] whose next tokens were drawn there (-1: the root), and the laws [B, W, D].
+    A row's samples depend on the seed, its request id and its length, not on the other rows.
     """
-
-    drawn: Sequence[tuple[Tensor, Tensor]] = ()
-    ids: Tensor | None = None  # [D] the target's ids of draft ids
-    vocabulary: int = 0  # V
-
-    def tree(self, nodes: int) -> Tree:
-        """The best `nodes` nodes, root included, with their laws over the target's vocabulary."""
-        numbers = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        tree = replace(self._plain(), tokens=numbers).tree(nodes)
-        chosen = tree.tokens[:, 1:]  # [B, N - 1]: which candidate became a node
-        tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
-        q = self._lay_out(chosen)
-        if self.levels == numbers.shape[1]:  # a node a level is a chain, and that has a better rule
-            return Tree.chain_of(tokens, tree.sizes, q)
-        return replace(tree, tokens=tokens, q=q)
-
-    def _plain(self) -> Candidates:
-        return Candidates(self.roots, self.tokens, self.parents, self.scores, self.levels, self.ordered)
-
-    def _lay_out(self, chosen: Tensor) -> Tensor:
-        """The law behind each node, [B, N, V]; zero behind those that no path was followed from."""
-        assert self.ids is not None
-        batch, width = chosen.shape[0], chosen.shape[1] + 1
-        place = torch.full((batch, self.tokens.shape[1] + 1), width, device=chosen.device)  # candidate -> its node
-        place.scatter_(1, chosen, torch.arange(1, width, device=chosen.device).expand_as(chosen))
-        place[:, -1] = 0  # the root, which candidates call -1
-        rows = torch.arange(batch, device=chosen.device)[:, None, None]
-        # The last place takes the laws of what was left out.
-        q = self.drawn[0][1].new_zeros(batch, width + 1, self.vocabulary)
-        for owners, laws in self.drawn:
-            nodes = place.gather(1, owners % place.shape[1])  # [B, W]
-            q[rows, nodes[:, :, None], self.ids] = laws
-        return q[:, :width]
-
-
-class Draws:
-    """One step's draws: a row's hang on the seed, its number and its length, not on the rows beside it."""
 
     def __init__(self, step: Step) -> None:
-        # Processors look at a text, and any law will do that the draws really come from.
+        # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
         rows = zip(step.request_ids, step.sequences, strict=True)
-        table = [[(self.sampling.seed, row, len(sequence), DRAFT)] for row, sequence in rows]
+        table = [[(self.sampling.seed, request_id, len(sequence), DRAFT)] for request_id, sequence in rows]
         self._seeds, self._used = keys(table, step.target.device)[:, 0], 0
-        self._drawn: list[tuple[Tensor, Tensor]] = []
+        # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
+        self._samples: list[tuple[Tensor, Tensor]] = []
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft ids [B, W, R] drawn behind candidates at `places` [B, W], and the R highest log-probabilities there.
+        """Draft ids [B, W, R] sampled after the paths, and for condition 2 the R highest log-probabilities there.
 
-        logits [B, W, D], or [B, 1, D] where all paths have the same.
+        logits [B, W, D], or [B, 1, D] if all paths have the same. places [B, W]: the candidates at the paths' ends.
         """
-        laws = self.sampling.probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-        ranks = min(ranks, laws.shape[2])
-        sure = laws.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
-        laws = laws.expand(-1, places.shape[1], -1)
-        self._drawn.append((places, laws))
-        drawn = draw_in_turn(laws.flatten(0, 1), self._throw(places, ranks).flatten(0, 1))
-        return drawn.unflatten(0, places.shape), sure
+        q = self.sampling.probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+        ranks = min(ranks, q.shape[2])
+        log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
+        q = q.expand(-1, places.shape[1], -1)  # [B, W, D]
+        self._samples.append((places, q))
+        ids = sample_without_replacement(q.flatten(0, 1), self._next_uniforms(places, ranks).flatten(0, 1))
+        return ids.unflatten(0, places.shape), log_q
 
-    def attach(self, candidates: Candidates, tokens: Callable[[Tensor], Tensor]) -> DrawnCandidates:
-        """The candidates that were picked here, with their laws; `tokens` makes the target's ids of draft ids."""
-        ids = tokens(torch.arange(self._drawn[0][1].shape[2], device=candidates.roots.device))
-        return DrawnCandidates(**vars(candidates), drawn=self._drawn, ids=ids, vocabulary=self.vocabulary)
+    def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
+        """q [B, N, V] of each node's children; zero after nodes whose path was not followed.
 
-    def _throw(self, places: Tensor, ranks: int) -> Tensor:
-        """Two new numbers for each draw, [B, W, R, 2]."""
+        chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
+        """
+        batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
+        place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
+        place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
+        place[:, -1] = 0  # the root, which candidates call -1
+        rows = torch.arange(batch, device=device)[:, None, None]
+        first = self._samples[0][1]
+        tokens = torch.arange(first.shape[2], device=device) if token_map is None else token_map
+        laid_out = first.new_zeros(batch, nodes + 1, self.vocabulary)  # the last place: candidates left out
+        for owners, q in self._samples:
+            laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
+        return laid_out[:, :nodes]
+
+    def _next_uniforms(self, places: Tensor, ranks: int) -> Tensor:
+        """Two new uniforms for each sample, [B, W, R, 2]."""
         size = places.shape[1] * ranks * 2
-        numbers = torch.arange(self._used, self._used + size, device=places.device)
+        indices = torch.arange(self._used, self._used + size, device=places.device)
         self._used += size
-        return stream_uniforms(self._seeds, numbers).view(*places.shape, ranks, 2)
+        return stream_uniforms(self._seeds, indices).view(*places.shape, ranks, 2)
 
 
-def draw_in_turn(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [P, R] drawn without replacement from each of P laws, in the order drawn.
+def sample_without_replacement(q: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [P, R] sampled in order, without replacement, from each of P distributions.
 
-    laws [P, D], float64, at least 0 and not all 0; uniforms [P, R, 2] in [0, 1), float64. Tokens are found by groups,
-    as `sample_siblings` needs noise for every token, and a running sum over all would be made for every draw. What was
-    drawn is set to zero and its group summed anew: a sum less what was drawn would keep a rounding error in place of
-    nothing. Once a law is used up the rest are tokens that it cannot give any more, which no rule offers.
+    q [P, D], float64, at least 0 and not all 0; uniforms [P, R, 2] in [0, 1), float64. Each sample is found by its
+    group's sum first: a running sum over all tokens for every sample would be slow. A sampled token's probability is
+    set to zero and its group is summed again, because a subtraction would leave a rounding error. Once all tokens
+    with a probability are used up, the rest of the result has probability 0, and no rejection rule accepts it.
     """
-    size = laws.shape[1]
-    groups = laws.new_zeros(len(laws), -(-size // GROUP), GROUP)  # [P, G, GROUP]
-    groups.flatten(1)[:, :size] = laws
-    masses = groups.sum(dim=2)  # [P, G]
-    each, drawn = torch.arange(len(laws), device=laws.device), []
-    for turn in range(uniforms.shape[1]):
-        group = inverse_cdf(masses, uniforms[:, turn, 0]).clamp(max=groups.shape[1] - 1)
-        inside = groups[each, group]  # [P, GROUP]
-        token = inverse_cdf(inside, uniforms[:, turn, 1]).clamp(max=GROUP - 1)
-        inside[each, token] = 0
-        groups[each, group], masses[each, group] = inside, inside.sum(dim=1)
-        drawn.append((group * GROUP + token).clamp(max=size - 1))
-    return torch.stack(drawn, dim=1)
-
-
-def foresee(pays: Callable[[Tensor], bool]) -> Callable[[Tensor], bool]:
-    """Whether one more level pays, as `pays` says, but asked with what the first level's scores make expect of each.
-
-    As if all were as likely to be right as the first is: its scores [B, W] alone are known before anything is drawn.
-    """
-    asked: list[Tensor] = []
-
-    def ask(scores: Tensor) -> bool:
-        asked.append(scores.logsumexp(dim=1, keepdim=True).clamp(max=0) if not asked else asked[0])
-        return pays(asked[0] * len(asked))
-
-    return ask
-
-
-def keep_order(confidence: Confidence) -> Confidence:
-    """The same, but no later draw with more confidence than an earlier one: it could be kept without that."""
-    return lambda level, sure, before: confidence(level, sure, before).cummin(dim=2).values
+    size = q.shape[1]
+    groups = q.new_zeros(len(q), -(-size // GROUP), GROUP)  # [P, G, GROUP]
+    groups.flatten(1)[:, :size] = q
+    sums = groups.sum(dim=2)  # [P, G]
+    paths, sampled = torch.arange(len(q), device=q.device), []
+    for rank in range(uniforms.shape[1]):
+        group = inverse_cdf(sums, uniforms[:, rank, 0]).clamp(max=groups.shape[1] - 1)
+        inside = groups[paths, group]  # [P, GROUP]
+        token = inverse_cdf(inside, uniforms[:, rank, 1]).clamp(max=GROUP - 1)
+        inside[paths, token] = 0
+        groups[paths, group], sums[paths, group] = inside, inside.sum(dim=1)
+        sampled.append((group * GROUP + token).clamp(max=size - 1))
+    return torch.stack(sampled, dim=1)
 
 
 def renumber(paths: Sequence[Ranks]) -> tuple[Ranks, ...]:
-    """The same tree with the children of each node numbered in the order in which they are listed.
+    """The same tree with each node's children numbered in the order in which they are listed.
 
-    A tree of ranks may name the third without the second, but there is no third draw without a second.
+    A tree of ranks may have the third child without the second, but there is no third sample without a second.
     """
     names: dict[Ranks, Ranks] = {(): ()}
     children = Counter[Ranks]()
     for path in paths:
-        above = names[path[:-1]]
-        names[path] = (*above, children[above])
-        children[above] += 1
+        parent = names[path[:-1]]
+        names[path] = (*parent, children[parent])
+        children[parent] += 1
     return tuple(names[path] for path in paths)

@@ -1,53 +1,75 @@
-"""Candidates for a draft tree: found level by level by what a head is sure of, or laid out as a fixed tree says.
+"""Draft trees from a drafter: a best-first search level by level, or the tokens of a fixed tree.
 
-Shapes: B rows, W paths that are followed further, R ranks (a path's likeliest next tokens), M candidates, D draft
-vocabulary.
+Shapes: B rows, W paths that are followed further, R ranks (next tokens of a path), M candidates, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decode import Tree
-from proposers.fixed_trees import Shape
+from proposers.calibration import Calibration
+from proposers.draft_budget import DraftBudget
+from proposers.fixed_trees import FixedTree
+from proposers.sampled_trees import SampledTokens
 
-# From a level, log-probabilities [B, W, R] of the likeliest tokens and the scores [B, W, 1] of the paths before them
-# to the log of the chance that each is right where its path is: at most 0.
-Confidence: TypeAlias = Callable[[int, Tensor, Tensor], Tensor]
-# From logits [B, W, D] ([B, 1, D] where all paths have the same), a number of ranks and where the W paths end among the
-# candidates, [B, W], -1 at the root, to the draft ids [B, W, R] that are tried behind each and their log-probabilities.
-Pick: TypeAlias = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]
-RANKS = 10  # likeliest next tokens of a path that may become nodes
+RANKS = 10  # most likely next tokens of a path that become candidates
 
 
-class Guesses(Protocol):
-    """What a head says of the next tokens of one step, level by level."""
+class Drafter(Protocol):
+    """A head that drafts one step, level by level."""
 
     def logits(self, level: int) -> Tensor:
-        """Of the token behind each path last followed, [B, W, D]; [B, 1, D] at first, behind the root, and where all
-        paths have the same."""
+        """For the token after each path, [B, W, D]. The only path at level 0 is the root.
+
+        [B, 1, D] if all paths have the same.
+        """
         ...
 
-    def tokens(self, drafted: Tensor) -> Tensor:
-        """The target's ids of draft ids."""
-        ...
-
-    def follow(self, origin: Tensor, tokens: Tensor) -> None:
-        """Go on with W paths: each is the one at `origin` [B, W] among those before, and its next token [B, W]."""
+    def extend(self, parents: Tensor, tokens: Tensor) -> None:
+        """Replace the paths by W others: each is the path `parents` [B, W] and its next token [B, W]."""
         ...
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """More nodes than a tree is made of: node j guesses `tokens[j]` after candidate `parents[j]`, or the root (-1).
+class ScoredDrafter:
+    """A drafter, how its tokens are chosen, and how they are scored."""
 
-    `scores` are logs of the chance that the whole path is right. `ordered`: the first n candidates are the best n (a
-    fixed tree); otherwise the likeliest are.
+    inner: Drafter
+    token_map: Tensor | None = None  # [D]: the target's token for each draft id; None: the same
+    calibration: Calibration | None = None  # None: the head's own probabilities
+    sampler: SampledTokens | None = None  # None: the most likely tokens
+
+    def next_tokens(self, level: int, ranks: int, scores: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The next tokens of the paths and the scores of the longer paths, [B, W, R] each.
+
+        scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
+        """
+        path, logits = scores[:, :, None], self.inner.logits(level)
+        ids, log_p = self.sampler.pick(logits, ranks, places) if self.sampler else top_tokens(logits, ranks)
+        if self.calibration is not None:
+            log_p = self.calibration.log_probabilities(level, log_p, path)
+        if self.sampler:
+            log_p = keep_order(log_p)
+        longer = path + log_p
+        return (ids if self.token_map is None else self.token_map[ids]).expand_as(longer), longer
+
+
+def keep_order(log_p: Tensor) -> Tensor:
+    """Limit each rank's score to that of the rank before it. Calibration may have reversed their order."""
+    return log_p.cummin(dim=2).values
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
+
+    scores: the log-probabilities that whole paths are right.
+    ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
     """
 
     roots: Tensor  # [B] long
@@ -55,92 +77,100 @@ class Candidates:
     parents: Tensor  # [B, M] long
     scores: Tensor  # [B, M] float32
     levels: int
+    drafter: ScoredDrafter
     ordered: bool = False
 
-    def gains(self, nodes: int) -> Tensor:
-        """The tokens that a tree of 1, 2, ... nodes (root included) should have accepted, all rows together."""
+    def expect_accepted(self, nodes: int) -> list[float]:
+        """The tokens that trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows."""
         best = self.scores if self.ordered else self.scores.topk(min(nodes - 1, self.scores.shape[1]), dim=1).values
-        return torch.cat([best.new_zeros(1), best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)])
+        accepted = best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)
+        return (torch.cat([best.new_zeros(1), accepted]) / len(self.roots)).tolist()  # synchronizes a GPU
 
     def tree(self, nodes: int) -> Tree:
-        """The best `nodes` nodes, root included."""
+        """The tree of the best `nodes` nodes, root included. Sampled trees carry `q`."""
+        sampler = self.drafter.sampler
+        if sampler is None:
+            return self._pick_tree(self.tokens, nodes)
+        numbers = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        tree = self._pick_tree(numbers, nodes)
+        chosen = tree.tokens[:, 1:]  # [B, N - 1]: the candidates that became nodes
+        tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
+        q = sampler.lay_out_q(chosen, self.tokens.shape[1], self.drafter.token_map)
+        if self.levels == numbers.shape[1]:  # one node a level is a chain, which has a better rejection rule
+            return Tree.chain_of(tokens, tree.sizes, q)
+        return replace(tree, tokens=tokens, q=q)
+
+    def _pick_tree(self, tokens: Tensor, nodes: int) -> Tree:
         if not self.ordered:
-            tree = Tree.best_first(self.roots, self.tokens, self.parents, self.scores, nodes)
+            tree = Tree.best_first(self.roots, tokens, self.parents, self.scores, nodes)
             return replace(tree, height=min(tree.height, self.levels))
-        tokens, parents, scores = (part[:, : nodes - 1] for part in (self.tokens, self.parents, self.scores))
-        first = torch.zeros_like(self.roots[:, None])
+        tokens, parents, scores = (part[:, : nodes - 1] for part in (tokens, self.parents, self.scores))
+        zeros = torch.zeros_like(self.roots[:, None])
         return Tree(
             tokens=torch.cat([self.roots[:, None], tokens], dim=1),
-            parents=torch.cat([first - 1, parents + 1], dim=1),
+            parents=torch.cat([zeros - 1, parents + 1], dim=1),
             sizes=torch.full_like(self.roots, 1 + tokens.shape[1]),
             height=min(self.levels, tokens.shape[1]),
-            scores=torch.cat([first, scores], dim=1),
+            scores=torch.cat([zeros, scores], dim=1),
         )
-
-
-def pick_likeliest(logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The `Pick` of drafts without chance: what is likeliest hangs on no place."""
-    return rank_tokens(logits, ranks)
 
 
 def search(
     roots: Tensor,
-    guesses: Guesses,
+    drafter: ScoredDrafter,
     levels: int,
     width: int,
-    confidence: Confidence,
-    pays: Callable[[Tensor], bool],
     ranks: int = RANKS,
-    pick: Pick = pick_likeliest,
+    budget: DraftBudget | None = None,
 ) -> Candidates:
-    """Best-first search in waves: at each level the `width` likeliest paths get `ranks` next tokens by `pick`.
+    """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
-    All of these become candidates, not only those that are followed (EAGLE-2, section 4.2). It ends after `levels`, or
-    where, given the scores [B, W] of the paths to be followed, one more level no longer `pays`. roots [B].
+    All of these become candidates, not only those that are followed further (EAGLE-2, section 4.2). The search ends
+    after `levels`, or earlier where the budget says that one more level is not worth it. roots [B].
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
-    places = torch.full_like(roots[:, None], -1)  # [B, W]: where the paths followed end among the candidates
+    places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     while True:
-        drafted, sure = pick(guesses.logits(len(found)), ranks, places)  # [B, W, R], or [B, 1, R] for all paths
-        before = scores[:, :, None]
-        reached = before + confidence(len(found), sure, before)  # [B, W, R]
-        tokens = guesses.tokens(drafted).expand_as(reached).flatten(1)
-        parents = places[:, :, None].expand_as(reached).flatten(1)
-        order = torch.sort(reached.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
+        tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
+        parents = places[:, :, None].expand_as(longer)
+        order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
         scores, index = order.values[:, :width], order.indices[:, :width]
         places = index + sum(part.shape[1] for part, _, _ in found)
-        found.append((tokens, parents, reached.flatten(1)))
-        if len(found) == levels or not pays(scores):
+        found.append((tokens.flatten(1), parents.flatten(1), longer.flatten(1)))
+        if len(found) == levels:
             break
-        guesses.follow(index // reached.shape[2], tokens.gather(1, index))
+        if budget is not None:
+            expected = scores
+            if drafter.sampler:  # only the first level's scores depend on no sampled token (`sampled_trees`)
+                if len(found) == 1:
+                    first = scores.logsumexp(dim=1, keepdim=True).clamp(max=0)
+                expected = first * len(found)  # as if each level were as likely to be right as the first
+            if not budget.is_worth_a_level(float(expected.exp().sum()) / len(roots)):
+                break
+        drafter.inner.extend(index // longer.shape[2], found[-1][0].gather(1, index))
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, parents, scores, len(found))
+    return Candidates(roots, tokens, parents, scores, len(found), drafter)
 
 
-def fill_shape(
-    roots: Tensor, guesses: Guesses, shape: Shape, confidence: Confidence, pick: Pick = pick_likeliest
-) -> Candidates:
-    """The tokens of a fixed tree: those with the ranks that it names, whatever their chances. roots [B]."""
-    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W] of the paths followed
-    places = torch.full_like(roots[:, None], -1)  # [B, W]: where they end among the candidates
+def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
+    """The tokens at the ranks that a fixed tree names, whatever their scores. roots [B]."""
+    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
+    places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor]] = []
-    for index, level in enumerate(shape.levels):
-        drafted, sure = pick(guesses.logits(index), level.most, places)
-        before = scores[:, :, None]
-        reached = before + confidence(index, sure, before)  # [B, W, R]
-        drafted = guesses.tokens(drafted).expand_as(reached)
-        found.append((drafted[:, level.above, level.ranks], reached[:, level.above, level.ranks]))
-        tokens, scores = (part[:, level.followed] for part in found[-1])
+    for depth, level in enumerate(tree.levels):
+        ranked, longer = drafter.next_tokens(depth, level.ranks_needed, scores, places)  # [B, W, R]
+        found.append((ranked[:, level.parents, level.ranks], longer[:, level.parents, level.ranks]))
+        tokens, scores = (part[:, level.followed] for part in found[-1])  # [B, W]
         places = level.places.expand_as(tokens)
-        if index + 1 < len(shape.levels):
-            guesses.follow(level.origin.expand_as(tokens), tokens)
-    tokens, scores = (torch.cat(parts, dim=1)[:, shape.order] for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, shape.parents.expand_as(tokens), scores, len(shape.levels), ordered=True)
+        if depth + 1 < len(tree.levels):
+            drafter.inner.extend(level.followed_parents.expand_as(tokens), tokens)
+    tokens, scores = (torch.cat(parts, dim=1)[:, tree.order] for parts in zip(*found, strict=True))
+    return Candidates(roots, tokens, tree.parents.expand_as(tokens), scores, len(tree.levels), drafter, ordered=True)
 
 
-def rank_tokens(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The likeliest draft ids [B, W, R] and their log-probabilities in float32, likeliest first."""
+def top_tokens(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The most likely draft ids [B, W, R] and their log-probabilities in float32, most likely first."""
     logits = logits.float()
     best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
     return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0)

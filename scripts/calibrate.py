@@ -1,16 +1,15 @@
-"""Measure how often a trained head is right, and save that in its folder, where drafting looks for it."""
+"""Measure how often a trained head's draft tokens are accepted, and save that in its folder for drafting."""
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from tqdm import tqdm
 
@@ -21,38 +20,35 @@ from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.load import load_draft_head
 from proposers.measure_head import Trials, calibrate, try_head
-from scripts.bench_files import check_writable
-from scripts.bench_plot import check_plot
-from scripts.calibrate_plot import draw_calibration
-from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
-from scripts.prompts import read_prompts
+from scripts.shared.command import Parser, at_least, check_plot, failing_clearly
+from scripts.shared.options import ModelOptions, add_model_options, load_target
+from scripts.shared.plot import COLOURS, save_figure
+from scripts.shared.prompts import read_prompts
 
 EPILOG = """\
-The model answers the prompts greedily, and the head is asked at each position of its answers. Take prompts that the
-head was not trained on.
+The model answers the prompts greedily, and the head drafts at each position of its answers. Use prompts that the head
+was not trained on.
 
-Written to DIR/calibration.json: acceptance (of each head, how often its guess of rank 0, 1, ... is right where the
-guesses before it are), confidence (how its own probabilities are to be read), best_tree (the first n - 1 paths are the
-best tree of n nodes), expected_tau (of these trees, by nodes).
+Written to DIR/calibration.json: acceptance (for each head, how often its draft token of rank 0, 1, ... is accepted if
+its ancestors are), confidence (how to map its own probabilities to acceptance), best_tree (the first n - 1 paths are
+the best tree of n nodes), expected_tau (of these trees, by number of nodes).
 """
-SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes
+SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        check_devices(args)
+        model = ModelOptions.from_args(args)
         find_folder(args.head)
-        if args.plot is not None:
-            check_writable(args.plot, "--plot")
-            check_plot(args.plot)
+        check_plot(args.plot)
         prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
-        target = load_target(args)
+        target = load_target(model)
         head = load_draft_head(args.head, target)
         proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
-        parts = list(measure(target, proposer, prompts, args))
-        calibration = calibrate(Trials.join(parts))
+        trials = list(measure(target, proposer, prompts, args.max_new_tokens))
+        calibration = calibrate(Trials.join(trials))
         print(describe(calibration))
         calibration.save(args.head)
         if args.plot is not None:
@@ -61,33 +57,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="calibrate.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="calibrate.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("--head", type=Path, required=True, metavar="DIR", help="the head's folder")
     parser.add_argument(
         "--prompt-file",
         required=True,
         metavar="FILE",
-        help='prompts: a .jsonl file with "prompt" or "turns" in each line, of which the first is asked',
+        help='prompts: a .jsonl file with "prompt" or "turns" in each line; only the first turn is used',
     )
-    parser.add_argument("--limit", type=at_least(1), metavar="N", help="take the first N prompts only")
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     parser.add_argument("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: a .png or .svg file")
     add_model_options(parser)
     return parser
 
 
-def measure(
-    target: Target, proposer: HeadProposer, prompts: Sequence[str], args: argparse.Namespace
-) -> Iterator[Trials]:
-    """What the heads said along the target's own answers."""
+def measure(target: Target, proposer: HeadProposer, prompts: Sequence[str], max_new_tokens: int) -> Iterator[Trials]:
+    """The head's drafts along the target's own answer to each prompt."""
     encoded = [encode(prompt, target.tokenizer, None) for prompt in prompts]
-    settings = {"batch_size": 1, "max_new_tokens": args.max_new_tokens, "text": False}
+    settings = {"batch_size": 1, "max_new_tokens": max_new_tokens, "text": False}
     answers = (chunk.answer for chunk in stream(target, encoded, NGramProposer(), **settings) if chunk.answer)
     for answer in tqdm(answers, total=len(encoded), unit="answer", disable=None):
         if len(answer.tokens) > 1:
@@ -95,20 +83,39 @@ def measure(
 
 
 def describe(calibration: Calibration) -> str:
-    """The acceptance by head and rank, and what trees of some sizes are worth."""
+    """Tables of the acceptance by head and rank, and of the expected tau by tree size."""
     ranks = range(len(calibration.acceptance[0]))
     lines = [
         "| head | positions |" + "".join(f" rank {rank} |" for rank in ranks),
         "|-----:|----------:|" + "-------:|" * len(ranks),
     ]
     for number, (row, positions) in enumerate(zip(calibration.acceptance, calibration.positions, strict=True), start=1):
-        lines.append(f"| {number:4} | {positions:9} |" + "".join(f" {chance:6.1%} |" for chance in row))
+        lines.append(f"| {number:4} | {positions:9} |" + "".join(f" {share:6.1%} |" for share in row))
     taus = calibration.expect_tau(max(SHOWN))
     lines += ["", "| nodes | expected tau | deepest |", "|------:|-------------:|--------:|"]
     for nodes in (size for size in SHOWN if size <= len(taus)):
         deepest = max(map(len, calibration.best_tree(nodes)))
         lines.append(f"| {nodes:5} | {taus[nodes - 1]:12.2f} | {deepest:7} |")
     return "\n".join(lines)
+
+
+def draw_calibration(calibration: Calibration, title: str, path: Path) -> None:
+    """Draw the acceptance by head and rank, and the expected tau by tree size."""
+    with save_figure(path, 8, 3.4, font_size=9.5) as figure:
+        left, right = figure.subplots(ncols=2)
+        for number, row in enumerate(calibration.acceptance, start=1):
+            colour = COLOURS[(number - 1) % len(COLOURS)]
+            left.plot(range(len(row)), row, "o-", color=colour, markersize=4, label=f"{number + 1} tokens ahead")
+        left.set(xlabel="rank of the draft token", ylabel="accepted, if its ancestors are", ylim=(0, None))
+        left.legend(frameon=False)
+        taus = calibration.expect_tau(max(SHOWN))
+        right.plot(range(1, len(taus) + 1), taus, color=COLOURS[1])
+        right.set(xlabel="nodes of the best tree", ylabel="expected tau", xlim=(1, None), ylim=(1, None))
+        for axes in (left, right):
+            axes.grid(color="#DDDDDD", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -16,11 +15,12 @@ if __name__ == "__main__":
 
 from decode.models.loading import DTYPES
 from proposers import HEAD_PROPOSERS
-from scripts.options import Parser, failing_clearly, load_target
 from scripts.serving_rules.commands import ENGINES, write_commands
 from scripts.serving_rules.folder import Engine, error, read_folder
 from scripts.serving_rules.report import SOURCES, Report, describe_report, find_faults
 from scripts.serving_rules.trial import load_trial_proposer, run_trial
+from scripts.shared.command import Parser, failing_clearly
+from scripts.shared.options import ModelOptions, load_target
 
 EPILOG = f"""\
 Each line of the result is a finding: its level (error, warning or note), its engine, its name, and what to do. The
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG, formatter_class=layout, allow_abbrev=False)
+    parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
     parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="report an error if the head is of another kind")
@@ -79,8 +78,7 @@ def check(options: CheckOptions) -> Report:
     except ValueError as fault:  # nothing is left to check, so the model is not loaded
         findings = [error("both", "damaged-folder", str(fault))]
         return Report(str(options.folder), options.model, None, findings, {})
-    model = {"model": options.model, "dtype": options.dtype, "device": options.device, "device_map": None}
-    target = load_target(argparse.Namespace(**model, accelerate="packed"))
+    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate="packed"))
     findings = find_faults(folder, target, options.kind)
     proposer, reasons = load_trial_proposer(options.folder, target)
     if not any(finding.engine == "draftless" for finding in findings):

@@ -1,8 +1,7 @@
-"""See speculative decoding at work: an answer streams in, then plain and speculative decoding stand side by side."""
+"""See speculative decoding at work: an answer streams in, then the methods are compared in a table."""
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import sys
@@ -10,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,14 +19,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode import Proposer, Target, generate, stream
 from decode.models.default_model import default_model
 from decode.text import encode
-from proposers import HeadProposer
-from scripts.options import AUTO, DRAFT_LAYERS, Parser, failing_clearly, load_target, make_proposer
-from scripts.painting import paints, show
+from proposers import HeadProposer, load_proposer
+from proposers.load import DRAFT_LAYERS
+from scripts.shared.command import Parser, check_writable, failing_clearly
+from scripts.shared.options import ModelOptions, load_target
+from scripts.shared.terminal import colour_pieces, format_chunk, has_colour
+from scripts.shared.terminal_picture import draw_terminal
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
 METHODS = ("none", "ngram", "draft")  # and the best head
-OPTIONS = ("model", "dtype", "device", "device_map", "compile", "draft_model", "head")  # all left at their defaults
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "
     "winter. The lighthouse was lit by oil until 1932, when it was given electric light. Its last keeper, Anna "
@@ -37,48 +38,55 @@ PROMPTS = (
     "A farmer has 12 hens. Each hen lays 5 eggs a week. How many eggs does the farmer have after 4 weeks?",
 )
 NOTES = f"""\
-tau: new tokens per forward pass of the model. none: this project's own loop without guessing; against hf it shows what
-packed weights and the KV cache bring, the others against it show what guessing brings. ngram: guesses from the text
-itself. draft: the model's own first {DRAFT_LAYERS} of 30 layers, for want of a small sibling; it shows the mechanism
-and is no speed-up. The last line, where it is none of these, is a head that was trained for this model."""
+tau: tokens per forward pass of the model. hf: Hugging Face's generate. none: this project's plain decoding; compared
+with hf it shows the speed of the engine, and the other lines compared with it show the speed of speculation. ngram:
+draft tokens copied from the text itself. draft: the model's own first {DRAFT_LAYERS} of 30 layers, for lack of a small
+sibling; it shows the mechanism and is not faster. Any other last line: a head that was trained for this model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="demo.py", description=__doc__)
-    parser.parse_args(argv)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write answer and table as an SVG picture")
+    args = parser.parse_args(argv)
     with failing_clearly(parser):
-        options = argparse.Namespace(**dict.fromkeys(OPTIONS))
+        check_writable(args.svg, "--svg")
         print("loading the model", file=sys.stderr)
-        target = load_target(options)
+        target = load_target(ModelOptions())
         target.warm_up()
-        proposers = choose_proposers(target, options)
-        best = [*proposers][-1]
+        proposers = choose_proposers(target)
+        best = list(proposers)[-1]
         print(f"\n> {PROMPTS[0]}\n")
+        pieces: list[tuple[str, int | None]] = [(f"> {PROMPTS[0]}\n\n", None)]
         for chunk in stream(target, PROMPTS[:1], proposers[best], max_new_tokens=MAX_NEW_TOKENS):
-            print(show(chunk, paints(sys.stdout)), end="", flush=True)
-        print("\n" + f"(coloured: guessed by {best} and accepted)\n" * paints(sys.stdout))
+            print(format_chunk(chunk, has_colour(sys.stdout)), end="", flush=True)
+            pieces += colour_pieces(chunk)
+        caption = f"(coloured: draft tokens of {best}, accepted by the model)\n"
+        print("\n" + caption * has_colour(sys.stdout))
         print("comparing with Hugging Face's generate", file=sys.stderr)
         stock = AutoModelForCausalLM.from_pretrained(str(default_model()), dtype=target.dtype).to(target.device)
-        print(compare(target, stock, proposers))
+        table = compare(target, stock, proposers)
+        print(f"{table}\n\n{NOTES}")
+        if args.svg is not None:
+            draw_terminal([*pieces, (f"\n\n{caption}\n{table}", None)], args.svg)
 
 
-def choose_proposers(target: Target, options: argparse.Namespace) -> dict[str, Proposer]:
-    """What is compared, by name: `METHODS` and, last, what is best for this model, which may be one of them."""
-    proposers = {name: make_proposer(name, target, options) for name in METHODS}
-    best = make_proposer(AUTO, target, options)
+def choose_proposers(target: Target) -> dict[str, Proposer]:
+    """The compared proposers by name: `METHODS` and, last, the best one for this model, which may be one of them."""
+    proposers = {name: load_proposer(name, target) for name in METHODS}
+    best = load_proposer("auto", target)
     name = best.head.kind if isinstance(best, HeadProposer) else "ngram"
     proposers.pop(name, None)
     return {**proposers, name: best}
 
 
 def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Proposer]) -> str:
-    """A table of the methods on `PROMPTS`, in turns; texts are compared with those of transformers' own generate."""
+    """A table of speeds on `PROMPTS`, and whether the tokens are those of transformers' generate."""
     prompts = [encode(prompt, target.tokenizer, chat=True) for prompt in PROMPTS]
     runs: dict[str, Callable[[], tuple[list[list[int]], float]]] = {"hf": lambda: run_stock(stock, prompts)}
     for name, proposer in proposers.items():
         runs[name] = lambda proposer=proposer: run_ours(target, prompts, proposer)
     texts, taus = {}, {}
-    run_stock(stock, prompts[:1])  # a first pass is a slow one; ours have made theirs
+    run_stock(stock, prompts[:1])  # the first call is slow; ours are warm already
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -90,7 +98,7 @@ def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Prop
     for name in runs:
         same = "yes" if texts[name] == texts["hf"] else "no"
         lines.append(f"{name:8}{taus[name]:7.2f}{speeds[name]:10.1f}{speeds[name] / speeds['hf']:11.2f}x   {same}")
-    return "\n".join([*lines, "", NOTES])
+    return "\n".join(lines)
 
 
 def run_ours(target: Target, prompts: list[list[int]], proposer: Proposer) -> tuple[list[list[int]], float]:
@@ -101,14 +109,14 @@ def run_ours(target: Target, prompts: list[list[int]], proposer: Proposer) -> tu
 
 
 def run_stock(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """The same from transformers' generate; it makes one token a pass."""
+    """The tokens of transformers' greedy generate, and its tau: 1."""
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        spoken = model.generate(
+        output = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW_TOKENS, do_sample=False
         )
-        texts.append(spoken[0, len(prompt) :].tolist())
+        texts.append(output[0, len(prompt) :].tolist())
     return texts, 1.0
 
 

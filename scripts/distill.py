@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 import torch
 from tqdm import tqdm
@@ -21,11 +20,11 @@ from tqdm import tqdm
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.default_model import NAME
-from scripts.bench_files import check_writable
 from scripts.distillation.answering import answer_jobs, group_jobs
 from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, check_temperature, read_jobs
-from scripts.options import Parser, add_model_options, at_least, check_devices, failing_clearly, load_target
+from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
+from scripts.shared.options import ModelOptions, Options, add_model_options, load_target
 
 EPILOG = """\
 PROMPTS is a .jsonl file. Each line has one of these: "prompt"; "turns", questions to ask one after the other;
@@ -49,35 +48,35 @@ after an interruption some answers can differ (rarely in float32 too).
 
 
 @dataclass(frozen=True)
-class DistillOptions:
-    """The command line of distill.py. `model`: the options of the model."""
+class DistillOptions(Options):
+    """The command line of distill.py. Raises ValueError if an option is out of range or --out cannot be written."""
 
+    model: ModelOptions
     prompts: list[str]
     out: Path
-    temperatures: list[float]
+    temperature: list[float]
     max_new_tokens: int
     seed: int
     batch_size: int
-    model: Any
+
+    def __post_init__(self) -> None:
+        check_writable(self.out, "--out")
+        for value in self.temperature:
+            check_temperature(value, "--temperature")
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that answers depend on."""
-        return {
-            "model": self.model.model or NAME,
-            "dtype": self.model.dtype,
-            "temperature": self.temperatures,
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-        }
+        depending = {name: getattr(self, name) for name in ("temperature", "max_new_tokens", "seed")}
+        return {"model": self.model.model or NAME, "dtype": self.model.dtype, **depending}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        options = read_options(args)
-        jobs = read_jobs(options.prompts, options.temperatures)
+        options = DistillOptions.from_args(args, model=choose_dtype(ModelOptions.from_args(args)))
+        jobs = read_jobs(options.prompts, options.temperature)
         answers = AnswersFile(options.out, options.settings)
         missing = answers.list_missing(jobs)
         if missing:
@@ -89,13 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="distill.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="distill.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="answers are appended here, one a line")
     add_model_options(parser)
@@ -110,17 +103,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_options(args: argparse.Namespace) -> DistillOptions:
-    """Raises ValueError if options exclude each other, are out of range, or --out cannot be written."""
-    check_devices(args)
-    check_writable(args.out, "--out")
-    on_cpu = args.device == "cpu" or (args.device is None and args.device_map is None and not torch.cuda.is_available())
-    if args.dtype is None and on_cpu and is_fast_in_bfloat16(torch.device("cpu")):
-        args.dtype = "bfloat16"
-    temperatures = [check_temperature(value, "--temperature") for value in args.temperature]
-    return DistillOptions(
-        args.prompts, args.out, temperatures, args.max_new_tokens, args.seed, args.batch_size, model=args
-    )
+def choose_dtype(model: ModelOptions) -> ModelOptions:
+    """The options with bfloat16 for a CPU that is fast in it, unless a format was given."""
+    anywhere = model.device is None and model.device_map is None and not torch.cuda.is_available()
+    fast = (model.device == "cpu" or anywhere) and is_fast_in_bfloat16(torch.device("cpu"))
+    return replace(model, dtype="bfloat16") if model.dtype is None and fast else model
 
 
 def check_chat(jobs: Sequence[Job], target: Target) -> None:

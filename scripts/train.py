@@ -9,23 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 import torch
 
 from heads.checkpoint import save_head
 from scripts.head_training.options import TrainOptions, make_parser
-from scripts.head_training.plan import print_plan
-from scripts.head_training.plot import plot_training
-from scripts.head_training.setup import describe_settings, fill_cache, get_head, load_data, load_model, make_accelerator
-from scripts.head_training.validation import Validator
-from scripts.options import failing_clearly
+from scripts.head_training.report import plot_training, print_plan
+from scripts.head_training.setup import describe_settings, fill_cache, get_head, load_model_and_data, make_accelerator
+from scripts.head_training.validation import validate
+from scripts.shared.command import failing_clearly
 from training.checkpoint import load_checkpoint
 from training.factory import make_objective
 from training.feature_cache import BatchLoader
-from training.medusa2 import add_adapters
+from training.medusa2 import Adapters, Medusa2Objective, save_adapted
+from training.schedule import Schedule
 from training.teacher import Teacher
 from training.trainer import Trainer
 
@@ -37,26 +37,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = TrainOptions(**vars(args))
         options.check_files()
         accelerator, options = make_accelerator(options)
-        target = load_model(options)
-        schedule, dataset = options.schedule, load_data(options, target)
+        target, dataset = load_model_and_data(options)
         head = get_head(options, target, dataset)
         objective: Any = make_objective(head, target, **options.objective)
-        teacher, save_best = Teacher(target, head.features), partial(save_head, head, options.out, torch.bfloat16)
+        teacher, adapters = Teacher(target, head.features), None
         if options.joint:
-            folder = options.out / "model"
-            objective, teacher, save_best = add_adapters(
-                target, objective, options.lora_rank, options.seed, folder, save_best
-            )
-        validate = Validator(target, head, dataset.prompts)
+            torch.manual_seed(options.seed)
+            adapters = Adapters(target.model, options.lora_rank)
+            objective = Medusa2Objective(target, adapters, objective)
+            teacher = objective.teacher
         if options.plan:
-            print_plan(objective, dataset, schedule, BatchLoader(dataset.examples, teacher))
+            print_plan(objective, dataset, options.take(Schedule), BatchLoader(dataset.examples, teacher))
             return
+
+        def save_best() -> None:
+            if adapters is not None:
+                save_adapted(target, adapters, options.out / "model")
+            save_head(head, options.out, torch.bfloat16)
+
         settings = describe_settings(options, target, head)
         state = load_checkpoint(options.out, settings) if options.resume else None
         options.out.mkdir(parents=True, exist_ok=True)
-        load_batch = BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator))
         trainer = Trainer(
-            objective, dataset, load_batch, validate, save_best, schedule, options.out, accelerator, settings
+            objective,
+            dataset,
+            BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator)),
+            partial(validate, target, head, dataset.prompts),
+            save_best,
+            options.take(Schedule),
+            options.out,
+            accelerator,
+            settings,
         )
         steps = trainer.run(state, begin_with_best=options.init is not None and not options.joint)
         if accelerator.is_main_process:

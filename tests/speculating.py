@@ -1,4 +1,4 @@
-"""transformers' `generate` with `speculate` in it, as its tests call it."""
+"""A batch of prompts, and transformers' `generate` with `speculate`."""
 
 from __future__ import annotations
 

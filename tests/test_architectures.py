@@ -1,4 +1,4 @@
-"""Every architecture: greedy text token for token that of transformers' `generate`, or a refusal that says why."""
+"""For every architecture: the greedy tokens of transformers' `generate`, or a refusal with the reason."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SEVERAL_STATES = ["gemma3n_text"]  # of each token, in all layers but the last
 class OracleTree:
     """Drafts random trees: wrong branches, and paths that follow the known answer for a random while.
 
-    So every step accepts another length by another route, and what it keeps lies scattered in the cache.
+    Steps accept paths of different lengths and shapes, scattered over the cache.
     """
 
     layers: Sequence[int] = ()
@@ -128,7 +128,7 @@ class OracleTree:
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture with some prompts, longer and shorter than its window, and what transformers answers."""
+    """An architecture with prompts longer and shorter than its window, and transformers' answers."""
 
     name: str
     target: Target
@@ -164,7 +164,7 @@ def build_case(name: str) -> Case:
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_greedy_text_is_that_of_transformers(name: str, proposer: str) -> None:
+def test_greedy_tokens_are_those_of_transformers(name: str, proposer: str) -> None:
     case = build_case(name)
     for batch_size, count in ((1, 1), (4, 4)):
         made = generate(
@@ -202,15 +202,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_a_tree_is_refused_by_name(name: str) -> None:
+def test_an_architecture_that_cannot_verify_trees_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{REFUSED[name]}"):
         Target(tiny(name))
 
 
-def test_attention_that_takes_no_mask_is_refused_by_name() -> None:
+def test_attention_without_tree_masks_is_refused() -> None:
     model = tiny("llama")
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="'flex_attention' takes no mask of a tree"):
+    with pytest.raises(ValueError, match="'flex_attention' takes no tree mask"):
         Target(model)
 
 
@@ -241,11 +241,11 @@ def test_the_self_test_catches_wrong_masks(mistake: str, dtype: torch.dtype, mon
 
 @pytest.mark.parametrize("node", range(5))
 def test_the_self_test_catches_one_wrong_bit(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node of the tree sees another that it should not, or doesn't see its ancestor."""
+    """One node of the tree attends to another that it should not, or not to its ancestor."""
 
     def spoil(*args: Any) -> Tensor:
         masks = tree_masks(*args)
-        if masks.shape[2] == 5:  # a tree of the self-test, behind its prompt
+        if masks.shape[2] == 5:  # a tree of the self-test, after its prompt
             slot = int(args[1]) + (2 if node == 3 else 3)
             masks[0, 0, node, slot] = -1e9 if masks[0, 0, node, slot] == 0 else 0
         return masks
@@ -271,12 +271,12 @@ def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
         raise RuntimeError("no kernel for this mask\nand a long trace")
 
     model.forward = fail
-    with pytest.raises(ValueError, match=r"^llama cannot be verified as a tree: .* no kernel for this mask$"):
+    with pytest.raises(ValueError, match=r"^llama cannot verify a tree: .* no kernel for this mask$"):
         Target(model)
 
 
-def test_windows_are_those_that_the_code_applies() -> None:
-    """Some configurations carry the window of the model that they were copied from."""
+def test_windows_are_those_that_the_model_applies() -> None:
+    """Some configurations have a window that the model's code ignores."""
     with pytest.raises(ValueError, match="llama has no windows, but its configuration has sliding_window=8; set"):
         Target(tiny("llama", sliding_window=WINDOW))
     with pytest.raises(ValueError, match="mistral has layers with different windows"):
@@ -286,7 +286,7 @@ def test_windows_are_those_that_the_code_applies() -> None:
     assert Target(tiny("mistral", sliding_window=None)).windows == {"full_attention": AttentionWindow()}
 
 
-def test_the_context_ends_where_positions_stop_to_be_independent() -> None:
+def test_the_context_ends_where_logits_depend_on_more_than_the_path() -> None:
     assert Target(tiny("llama")).context == CONTEXT
     assert Target(tiny("phi3 longrope")).context == 64
     assert StockModel(tiny("llama4_text", max_position_embeddings=1 << 20)).context < 8192
@@ -294,7 +294,7 @@ def test_the_context_ends_where_positions_stop_to_be_independent() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "phi3 longrope"])
 def test_answers_fill_the_context_to_its_end(name: str) -> None:
-    """Trees reach beyond it, in slots and in depth."""
+    """Trees extend past the context, in slots and in depth."""
     target = Target(tiny(name, max_position_embeddings=40, original_max_position_embeddings=40))
     prompts = [list(range(3, 3 + length)) for length in (20, 30)]
     answers = [
@@ -320,7 +320,7 @@ def test_features_are_the_hidden_states_of_transformers(name: str) -> None:
     ids = torch.tensor([[*prompt, root, right, last]])
     states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer] for layer in layers], dim=-1)
-    # Their code computes softmax or rotary angles in float32, whatever the model's number format.
+    # These models compute softmax or rotary angles in float32, whatever their dtype.
     atol = 1e-5 if name.endswith(" eager") or name in ("gemma2", "deepseek_v2") else 1e-9
     torch.testing.assert_close(torch.cat([first, second[:, [0, 2, 3]]], dim=1), expected, rtol=0, atol=atol)
 

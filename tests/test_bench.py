@@ -1,8 +1,10 @@
-"""The bench: what it measures of which question, how that becomes rows, and how a run that was cut off goes on."""
+"""bench.py: measuring questions, rows with intervals, and continuing an interrupted run."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -14,11 +16,14 @@ import torch
 from decode import Target, generate
 from decode.models import cost_curve
 from proposers import HEAD_PROPOSERS, PROPOSERS
-from scripts import bench, bench_plot
-from scripts.bench_conversation import Conversation
-from scripts.bench_methods import PEERS
-from scripts.bench_questions import Question, form_groups, load_questions, take_evenly
-from scripts.bench_rows import format_tables, make_rows
+from scripts import bench
+from scripts.benchmark import files
+from scripts.benchmark.conversation import Conversation
+from scripts.benchmark.files import find_commit
+from scripts.benchmark.methods import PEERS
+from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
+from scripts.benchmark.rows import make_rows
+from scripts.benchmark.tables import format_tables
 from training.data import has_looped
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -31,6 +36,7 @@ ROW = (
     *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops", "loops"),
     *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "parts", "identical", "largest_gap"),
     *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
+    *("speedup_vs_none_interval", "speedup_vs_hf_interval"),
 )
 
 
@@ -38,7 +44,7 @@ ROW = (
 def run(
     save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any] | None]:
-    """Run the bench on the questions with a tiny model; what it wrote with `--json`, if that was asked for."""
+    """Run bench.py on the questions with a tiny model; returns what it wrote with `--json`, if given."""
     target = save_model(num_hidden_layers=3)
     draft = save_model(num_hidden_layers=1, seed=1)
     questions = tmp_path_factory.mktemp("questions") / "few.jsonl"
@@ -55,7 +61,7 @@ def run(
 
 @pytest.fixture(autouse=True, scope="module")
 def hurry() -> Iterator[None]:
-    """One thread is the fastest for tiny models, and costs are measured in one round: no test here depends on them."""
+    """One thread is fastest for tiny models, and costs are measured in one round: no test here depends on them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +72,7 @@ def hurry() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one run with everything left its report."""
+    """The folder with the report of one run with all methods."""
     folder = tmp_path_factory.mktemp("report")
     run("--repeats", "2", json_file=folder / "all.json")
     return folder
@@ -90,13 +96,13 @@ def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -
     assert counts == {"writing": (1, 2), "math": (1, 2), "qa": (2, 2), "mt_bench": (2, 4), "all": (4, 6)}
 
 
-def test_everyone_says_what_the_plain_loop_says(report: dict[str, Any]) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -> None:
     assert {row["identical"] for row in report["rows"]} == {1.0}
     assert report["differences"] == []
     assert {row["largest_gap"] for row in report["rows"]} == {None}
 
 
-def test_rows_are_the_sums_of_the_records(report: dict[str, Any]) -> None:
+def test_rows_sum_up_the_records(report: dict[str, Any]) -> None:
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     for method, row in rows.items():
         turns = [[turn["methods"][method] for turn in record["turns"]] for record in report["records"]]
@@ -113,7 +119,7 @@ def test_rows_are_the_sums_of_the_records(report: dict[str, Any]) -> None:
         assert all(len(turn["seconds"]) == 2 for question in turns for turn in question)
 
 
-def test_passes_are_counted_alike(report: dict[str, Any]) -> None:
+def test_forward_passes_are_counted_the_same_way(report: dict[str, Any]) -> None:
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     assert rows["none"]["tau"] == rows["hf"]["tau"] == 1.0  # the prompt's pass is a step for both
     assert rows["hf-prompt-lookup"]["tau"] > 1
@@ -124,7 +130,7 @@ def test_passes_are_counted_alike(report: dict[str, Any]) -> None:
     assert rows["hf"]["parts"] is None
 
 
-def test_answers_and_conversations_are_the_loops_own(
+def test_conversations_continue_with_the_answers_of_plain_decoding(
     report: dict[str, Any], run: Any, save_model: Callable[..., Path]
 ) -> None:
     target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
@@ -135,7 +141,7 @@ def test_answers_and_conversations_are_the_loops_own(
             (answer,) = generate(target, [prompt], max_new_tokens=20)
             assert turn["prompt_tokens"] == [len(prompt)]
             assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
-            talk.said += [text, answer.text]
+            talk.texts += [text, answer.text]
 
 
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
@@ -158,6 +164,7 @@ def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, An
     assert set(machine) == known
     assert (machine["dtype"], machine["threads"], machine["compiled"]) == ("float64", 1, False)
     assert report["settings"]["questions"] == "few.jsonl"
+    assert report["settings"]["commit"] == find_commit()
 
 
 def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +174,32 @@ def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pyt
     assert "| none " in shown and "| mt_bench " in shown
 
 
+def test_a_report_of_an_earlier_version_is_shown_with_intervals(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = json.loads(json.dumps(report))
+    old["settings"] = {key: value for key, value in old["settings"].items() if key not in ("commit", "accelerate")}
+    old["settings"] |= {"prepare": True, "compile": None}
+    old["rows"] = [{key: row[key] for key in row if not key.endswith("_interval")} for row in old["rows"]]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    bench.main(["--from", str(tmp_path / "old.json")])
+    assert capsys.readouterr().out.strip() == format_tables(report["rows"])
+
+
+def test_the_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    assert find_commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert find_commit() == commit
+    (tmp_path / "file").write_text("2")
+    assert find_commit() == commit + "-dirty"
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
@@ -174,15 +207,15 @@ def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / f"speed{suffix}").stat().st_size > 1000
 
 
-def test_plot_without_matplotlib_is_refused_first(
+def test_a_plot_without_matplotlib_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = refusal(["--questions", "none.jsonl", "--plot", str(tmp_path / "speed.png")], capsys)
     assert 'pip install "draftless[plot]"' in message
 
 
-def test_a_run_that_was_cut_off_goes_on(
+def test_an_interrupted_run_continues(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[int | str] = []
@@ -210,7 +243,7 @@ def test_a_run_that_was_cut_off_goes_on(
     assert ended.value.code == 2
     assert "was begun with seed 0, not 7" in capsys.readouterr().err
     report = run(*options, json_file=tmp_path / "out.json")
-    assert "going on behind 3 of 4 questions" in capsys.readouterr().err
+    assert "continuing after 3 of 4 questions" in capsys.readouterr().err
     assert asked == [number for record in report["records"] for number in record["questions"]] == [81, 111, 321, 322]
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     assert {row["method"] for row in report["rows"]} == {"none", "ngram"}
@@ -228,10 +261,10 @@ def test_sampled_batches(run: Any, tmp_path: Path) -> None:
     options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--accelerate", "off"]
     report = run(*options, "--temperature", "0.8", json_file=tmp_path / "out.json")
     assert [record["questions"] for record in report["records"]] == [[81], [111], [321, 322]]
-    assert {row["identical"] for row in report["rows"]} == {1.0}  # the same seed, the same text
+    assert {row["identical"] for row in report["rows"]} == {1.0}  # same seed, same text
 
 
-def test_peers_that_sample_are_compared_in_speed_only(run: Any, tmp_path: Path) -> None:
+def test_sampling_peers_are_compared_in_speed_only(run: Any, tmp_path: Path) -> None:
     options = ["--methods", "none", "--peers", "hf-prompt-lookup", "--limit", "1", "--repeats", "1"]
     report = run(*options, "--temperature", "1", json_file=tmp_path / "out.json")
     found = {row["method"]: row["identical"] for row in report["rows"]}
@@ -244,18 +277,17 @@ def test_differences_are_reported_with_their_gap(
     original = bench.measure_group
 
     def spoil(methods: dict[str, Any], *rest: Any) -> Any:
-        class Spoiled:
-            def open(self) -> Any:
-                ask = methods["ngram"].open()
+        def open_spoiled() -> Any:
+            ask = methods["ngram"]()
 
-                def wrong(*inputs: Any) -> Any:
-                    measured = ask(*inputs)
-                    measured.answers[0][3] = 5
-                    return measured
+            def wrong(*inputs: Any) -> Any:
+                measured = ask(*inputs)
+                measured.answers[0][3] = 5
+                return measured
 
-                return wrong
+            return wrong
 
-        return original({**methods, "ngram": Spoiled()}, *rest)
+        return original({**methods, "ngram": open_spoiled}, *rest)
 
     monkeypatch.setattr(bench, "measure_group", spoil)
     options = ["--methods", "ngram", "--peers", "", "--limit", "2", "--repeats", "1"]
@@ -271,7 +303,7 @@ def test_differences_are_reported_with_their_gap(
     assert "0% (gap " in capsys.readouterr().out
 
 
-def test_loops_are_recognised() -> None:
+def test_repetition_is_recognised() -> None:
     varied = list(range(60))
     assert not has_looped(varied)
     assert not has_looped([7] * 59)
@@ -281,7 +313,7 @@ def test_loops_are_recognised() -> None:
     assert not has_looped([*[7] * 80, 8])
 
 
-def test_rows_take_medians_and_leave_loops_out() -> None:
+def test_rows_take_medians_over_repeats() -> None:
     def entry(tokens: int, steps: int, seconds: list[float], loop: bool) -> dict[str, Any]:
         parts = {"proposer": 1.0, "target": 6.0, "accept": 2.0, "rest": 1.0}
         measured = {"tokens": [tokens], "steps": [steps], "nodes": [8], "loops": [loop], "seconds": seconds}
@@ -312,7 +344,38 @@ def test_rows_take_medians_and_leave_loops_out() -> None:
     assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
 
 
-def test_limit_keeps_the_balance_of_the_tasks() -> None:
+def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A record for each question: 10 tokens in the seconds of each method."""
+    entry = {"tokens": [10], "steps": [10], "nodes": None, "loops": [False], "same": [True], "parts": None}
+    records = []
+    for number, row in enumerate(zip(*seconds.values(), strict=True)):
+        methods = {name: entry | {"seconds": [value]} for name, value in zip(seconds, row, strict=True)}
+        turns = [{"questions": [number], "methods": methods}]
+        records.append({"category": "qa", "questions": [number], "turns": turns})
+    return records
+
+
+def test_intervals_are_bootstrapped_over_questions() -> None:
+    records = make_records({"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20})
+    rows = {
+        row["method"]: row for row in make_rows(records, [], ["none", "steady", "mixed"]) if row["category"] == "qa"
+    }
+    assert rows["none"]["speedup_vs_none_interval"] == [1.0, 1.0]
+    assert rows["steady"]["speedup_vs_none_interval"] == [2.0, 2.0]
+    assert {row["speedup_vs_hf_interval"] for row in rows.values()} == {None}
+    low, high = rows["mixed"]["speedup_vs_none_interval"]
+    # Seconds per question have mean 0.625 and deviation 0.375; 1.96 standard errors of 40 questions are 0.116.
+    assert (low, high) == (pytest.approx(1 / (0.625 + 0.116), rel=0.02), pytest.approx(1 / (0.625 - 0.116), rel=0.02))
+    assert rows == {row["method"]: row for row in make_rows(records, [], list(rows)) if row["category"] == "qa"}
+    assert "1.60x [1." in format_tables(list(make_rows(records, [], list(rows))))
+
+
+def test_one_question_has_no_interval() -> None:
+    rows = make_rows(make_records({"none": [1.0], "fast": [0.5]}), [], ["none", "fast"])
+    assert {row["speedup_vs_none_interval"] for row in rows} == {None}
+
+
+def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
     counts = {"writing": 5, "roleplay": 5, "stem": 5, "translation": 9, "qa": 1}
     questions = [Question(f"{name} {n}", name, ("?",)) for name, count in counts.items() for n in range(count)]
     taken = [question.id for question in take_evenly(questions, 9)]
@@ -323,7 +386,7 @@ def test_limit_keeps_the_balance_of_the_tasks() -> None:
     assert all(len({question.category for question in group}) == 1 for group in groups)
 
 
-def test_without_a_chat_template_texts_stand_below_each_other(save_model: Callable[..., Path]) -> None:
+def test_without_a_chat_template_texts_are_separated_by_empty_lines(save_model: Callable[..., Path]) -> None:
     target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
     assert target.tokenizer is not None
     target.tokenizer.chat_template = None
@@ -380,18 +443,20 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "load_ours", lambda *inputs: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(bench, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
     (tmp_path / "good.jsonl").write_text(GOOD)
     assert message in refusal(["--questions", str(tmp_path / "good.jsonl"), *options], capsys)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
-def test_what_is_no_report_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_report_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out.json").write_text(content)
     assert "out.json is not" in refusal(["--from", str(tmp_path / "out.json")], capsys)
 
 
-def test_prompts_that_leave_no_room_are_refused(
+def test_prompts_that_fill_the_context_are_refused(
     save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
@@ -399,7 +464,7 @@ def test_prompts_that_leave_no_room_are_refused(
     assert "question 9 has 305 tokens; the model's context of 256" in refusal(options, capsys)
 
 
-def test_a_second_turn_has_the_room_that_is_left_or_is_left_out(
+def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
     save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = [["long " * 47, "more"], ["long " * 44, "more"]]
@@ -416,7 +481,7 @@ def test_a_second_turn_has_the_room_that_is_left_or_is_left_out(
 
 
 def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the bench ends with."""
+    """The error message, in one line."""
     with pytest.raises(SystemExit) as ended:
         bench.main(options)
     assert ended.value.code == 2

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decode import Target
+from decode import PlainProposer, Target
 from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
 from proposers import NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
-from scripts import options
+from scripts.shared.options import ModelOptions, ProposerOptions, make_proposer
 from tests.drafting import make_head
 from tests.models import tiny
 
@@ -85,41 +85,100 @@ def test_heads_are_tried_with_as_many_nodes_as_pay(
 
 def test_timing_a_step_leaves_the_proposer_as_it_was(target: Target, heads: Path) -> None:
     proposer = load_proposer(heads / "medusa", target)
-    pace = proposer.pace
+    draft_budget = proposer.draft_budget
     calibration = Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     assert 0 < load.expect_speed(target, proposer, calibration) < load.inf
-    assert (proposer.nodes, proposer.paths) == (None, None) and proposer.pace is pace
+    assert (proposer.nodes, proposer.paths) == (None, None) and proposer.draft_budget is draft_budget
     assert load.expect_speed(target, proposer, None) == 0
 
 
 def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -> None:
     calibrate_by_hand(heads / "medusa", 0.3)
     proposer: Any = load_best(target, [heads / "medusa"])
-    assert proposer.confidence.__self__ == load_calibration(heads / "medusa")
+    assert proposer.calibration == load_calibration(heads / "medusa")
 
 
 def test_auto_takes_pretrained_heads_for_the_default_model_only(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
-    monkeypatch.setattr(options, "PRETRAINED", heads)
+    monkeypatch.setattr(load, "PRETRAINED", heads)
     monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)
 
     def choose(model: str | None, head: Path | None) -> Any:
-        return options.make_proposer("auto", target, argparse.Namespace(model=model, head=head))
+        return make_proposer(ProposerOptions("auto", head=head and str(head)), target, ModelOptions(model))
 
     assert choose(None, None).head.kind == "hydra"
     assert isinstance(choose("target", None), NGramProposer)
     assert choose("target", heads / "eagle3").head.kind == choose(None, heads / "eagle3").head.kind == "eagle3"
-    monkeypatch.setattr(options, "PRETRAINED", heads / "none yet")
+    monkeypatch.setattr(load, "PRETRAINED", heads / "none yet")
     assert isinstance(choose(None, None), NGramProposer)
 
 
 def test_depth_and_width_are_for_eagle_heads(target: Target, heads: Path) -> None:
     proposer: Any = load_proposer(heads / "eagle3", target, depth=4, width=2)
     assert (proposer.depth, proposer.width) == (4, 2)
-    with pytest.raises(ValueError, match=r"depth and width can be chosen for eagle, eagle3; .* is of kind medusa"):
+    with pytest.raises(ValueError, match="medusa has no option depth, width; it has head, tree, nodes, sampled"):
         load_proposer(heads / "medusa", target, depth=4, width=2)
-    with pytest.raises(ValueError, match=r"^width can be chosen for eagle, eagle3; .* is of kind hydra"):
+    with pytest.raises(ValueError, match="hydra has no option width"):
         load_proposer(heads / "hydra", target, width=2)
+
+
+# ---- from a name to a proposer ----
+
+
+def test_a_name_gives_its_proposer(monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path) -> None:
+    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    assert type(load_proposer("none", target)) is PlainProposer
+    assert type(load_proposer("ngram", target)) is NGramProposer
+    for kind in ("medusa", "hydra", "eagle3"):
+        proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
+        assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
+    assert load_proposer("eagle3", target, head=heads / "eagle3", tree="static").paths is not None
+    assert load_proposer(str(heads / "hydra"), target).head.kind == "hydra"  # a folder in the place of a name
+
+
+def test_a_draft_model_is_given_loaded_or_cut_from_the_target(
+    monkeypatch: pytest.MonkeyPatch, target: Target, save_model: Callable[..., Path]
+) -> None:
+    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
+    assert load_proposer("draft", target).draft.config.num_hidden_layers == 1
+    proposer: Any = load_proposer("draft", target, draft_model=target, depth=3, width=2)
+    assert (proposer.draft, proposer.length, proposer.width) == (target, 3, 2)
+    loaded: Any = load_proposer("draft", target, draft_model=save_model(), sampled=True)
+    assert loaded.draft.dtype == target.dtype and loaded.sampled
+    with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
+        load_proposer("draft", target, draft_model=Target(tiny("llama", vocab_size=50)))
+
+
+def test_auto_takes_the_best_pretrained_head_or_ngram(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
+    calibrate_by_hand(heads / "hydra", 0.2)
+    assert load_proposer("auto", target).head.kind == "hydra"
+    assert load_proposer("auto", target, head=heads / "eagle3").head.kind == "eagle3"
+    assert isinstance(load_proposer("auto", Target(tiny("llama", num_hidden_layers=1))), NGramProposer)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("oak", {}, "unknown proposer 'oak'; choose from none, ngram, draft, medusa, hydra, eagle, eagle3, auto or"),
+        ("none", {"nodes": 3}, "none has no option nodes; it has none"),
+        ("ngram", {"head": "x", "sampled": True}, "ngram has no option head, sampled"),
+        ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, sampled, depth, width"),
+        ("medusa", {"width": 3}, "medusa has no option width; it has head, tree, nodes, sampled"),
+        ("auto", {"nodes": 3}, "auto has no option nodes; it has head"),
+        ("medusa", {}, r"is for the default model \(.*this target's is 3\); .*head=\"FOLDER\""),
+    ],
+)
+def test_bad_names_and_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, heads: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+    with pytest.raises(ValueError, match=message):
+        load_proposer(name, Target(tiny("llama", num_hidden_layers=3)), **options)

@@ -14,7 +14,7 @@ import torch
 
 from decode import Target
 from proposers import HydraProposer, MedusaProposer
-from proposers.calibration import FILE, Calibration, load_calibration, trust_blindly
+from proposers.calibration import FILE, Calibration, load_calibration
 from proposers.measure_head import Trials, calibrate, fit_logistic, try_head
 from tests.drafting import make_head
 from tests.models import tiny
@@ -75,7 +75,7 @@ def test_confidence_is_how_often_a_guess_is_right() -> None:
     generator = torch.Generator().manual_seed(0)
     sure = -3 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
     before = -2 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
-    truth = Calibration(((1.0,),), ((-0.7, 0.6, 0.5),), (1,)).trust(0, sure, before)
+    truth = Calibration(((1.0,),), ((-0.7, 0.6, 0.5),), (1,)).log_probabilities(0, sure, before)
     right = torch.rand(sure.shape, generator=generator, dtype=torch.float64) < truth.exp()
     odds = sure - torch.log1p(-sure.exp())
     weights = fit_logistic(torch.cat([torch.ones_like(odds), odds, before], dim=1), right[:, 0])
@@ -103,9 +103,9 @@ def test_doubt_takes_outcomes() -> None:
 def test_a_head_at_its_word() -> None:
     sure = torch.tensor([[[-0.5, -2.0, -1e-9, 0.0, -40.0]]])
     calibration = Calibration(((1.0,),), (PLAIN,), (1,))
-    expected = trust_blindly(0, sure, torch.zeros(1, 1, 1))
-    assert torch.allclose(calibration.trust(0, sure, torch.full((1, 1, 1), -3.0)), expected, atol=1e-5)
-    assert bool((GOOD.trust(0, sure, torch.zeros(1, 1, 1)) <= 0).all())
+    calibrated = calibration.log_probabilities(0, sure, torch.full((1, 1, 1), -3.0))
+    assert torch.allclose(calibrated, sure, atol=1e-5)
+    assert bool((GOOD.log_probabilities(0, sure, torch.zeros(1, 1, 1)) <= 0).all())
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
@@ -118,7 +118,7 @@ def test_heads_are_tried_along_the_text(target: Target, kind: str, size: int) ->
     prompt, answer = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]
     trials = try_head(target, proposer, prompt, answer)
     text = prompt + answer
-    assert trials.sure.shape == (5, 3, min(10, size))
+    assert trials.log_q.shape == (5, 3, min(10, size))
     for position in range(5):
         last = len(prompt) - 1 + position
         _, features = target.open(1, head.features).extend([text[: last + 1]])
@@ -130,7 +130,7 @@ def test_heads_are_tried_along_the_text(target: Target, kind: str, size: int) ->
                 embedded = target.model.get_input_embeddings()(torch.tensor(text + [0] * 3))
                 states = head(head.contextualize(features)[0, -1], embedded[last + 1 : last + 2 + level], level)
             best = head.logits(states, level).log_softmax(dim=-1).topk(min(10, size))
-            assert torch.allclose(trials.sure[position, level].double(), best.values, atol=1e-5)
+            assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
             known = last + 2 + level < len(text)
             assert bool(trials.known[position, level]) == known
             right = head.tokens(best.indices) == text[last + 2 + level] if known else torch.zeros(min(10, size)).bool()

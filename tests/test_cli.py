@@ -1,4 +1,4 @@
-"""The script `generate.py`: what it prints, and what it says of bad input."""
+"""generate.py: its output, and its error messages for bad input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import decode.cpu.compiled_model
 import decode.cpu.linear_kernels
 from decode import Chunk
 from scripts import generate
-from scripts.painting import paints
+from scripts.shared.terminal import has_colour
 from tests.models import needs_compiler, tiny
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
-GUESSERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
+DRAFTERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
 SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
 
 
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs the script's `main` in this process and the models' folder."""
+    """Runs `generate.main` in this process, in the models' folder."""
     monkeypatch.chdir(folder)
 
     def run(*arguments: str) -> Run:
@@ -119,11 +119,11 @@ def answer_with_transformers(folder: Path, prompts: Sequence[str], chat: bool) -
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("chat", [True, False])
 def test_json_has_the_answers_of_transformers(call: Call, folder: Path, name: str, size: int, chat: bool) -> None:
     option = "--chat" if chat else "--no-chat"
-    run = call(*TO_FILE, "--proposer", name, *GUESSERS[name], "--batch-size", str(size), option)
+    run = call(*TO_FILE, "--proposer", name, *DRAFTERS[name], "--batch-size", str(size), option)
     assert (run.status, run.err) == (0, "")
     assert [row["tokens"] for row in run.rows] == answer_with_transformers(folder / "target", PROMPTS, chat)
     assert [(row["index"], row["turn"]) for row in run.rows] == [(index, 0) for index in range(len(PROMPTS))]
@@ -138,10 +138,10 @@ def test_json_has_the_answers_of_transformers(call: Call, folder: Path, name: st
         assert len(row["tokens"]) >= row["steps"] + sum(row["accepted_by_depth"]) - 1
 
 
-@pytest.mark.parametrize("name", GUESSERS)
-def test_a_seed_gives_one_text_whatever_guesses_in_whatever_batch(call: Call, name: str) -> None:
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_seed_gives_the_same_text_with_any_proposer_and_batch_size(call: Call, name: str) -> None:
     expected = call(*TO_FILE, *SAMPLED, "--proposer", "none").rows
-    rows = call(*TO_FILE, *SAMPLED, "--proposer", name, *GUESSERS[name], "--batch-size", "3").rows
+    rows = call(*TO_FILE, *SAMPLED, "--proposer", name, *DRAFTERS[name], "--batch-size", "3").rows
     assert [row["text"] for row in rows] == [row["text"] for row in expected]
     others = call(*TO_FILE, *SAMPLED, "--seed", "6").rows
     assert [row["text"] for row in others] != [row["text"] for row in expected]
@@ -149,13 +149,13 @@ def test_a_seed_gives_one_text_whatever_guesses_in_whatever_batch(call: Call, na
 
 @pytest.mark.parametrize("size", ["1", "3"])
 @pytest.mark.parametrize("colour", [True, False])
-def test_the_streamed_text_is_that_of_the_json(
+def test_the_streamed_text_is_the_text_in_the_json(
     call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
 ) -> None:
-    # A draft that is the target guesses right, so there is much to be painted.
+    # The draft model is the target, so most draft tokens are accepted and coloured.
     settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target"]
     texts = [row["text"] for row in call(*settings).rows]
-    monkeypatch.setattr("scripts.generate.paints", lambda file: colour)
+    monkeypatch.setattr("scripts.generate.has_colour", lambda file: colour)
     run = call(*[part for part in settings if part != "--json"])
     assert run.status == 0
     assert (re.search(r"\033\[38;5;\d+m", run.out) is not None) == colour
@@ -171,7 +171,7 @@ def test_one_prompt_has_no_header(call: Call) -> None:
     assert run.out == expected[0]["text"] + "\n" and len(run.err.splitlines()) == 1
 
 
-def test_a_conversation_goes_on(call: Call, tmp_path: Path) -> None:
+def test_a_conversation_has_all_its_turns(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "turns.jsonl"
     file.write_text('{"turns": ["ab", "cd", "ef"]}\n\n{"prompt": "x"}\n{"turns": ["gh", "ij"]}\n')
     settings = [*BASE, "--prompt-file", str(file), "--max-new-tokens", "9", *SAMPLED]
@@ -194,7 +194,7 @@ def test_a_plain_text_file_is_one_prompt(call: Call, tmp_path: Path) -> None:
     assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
 
 
-def test_a_prompt_may_come_from_standard_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_can_come_from_standard_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
     tokens = call(*BASE, "--prompt-file", "-", "--json").rows[0]["tokens"]
     assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
@@ -212,10 +212,10 @@ def test_half_precision_and_a_device_map_work(call: Call) -> None:
 
 
 @needs_compiler
-def test_a_compiled_model_says_the_same(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_gives_the_same_tokens(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode.cpu.compiled_model, decode.cpu.linear_kernels):
-        monkeypatch.setattr(module, "FEW", 1)  # each number of tokens takes seconds
-    monkeypatch.setattr(decode.cpu.linear_kernels, "FEW_ALONE", 1)
+        monkeypatch.setattr(module, "MAX_LAYER_TOKENS", 1)  # each number of tokens takes seconds
+    monkeypatch.setattr(decode.cpu.linear_kernels, "MAX_LINEAR_TOKENS", 1)
     asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
     assert call(*asked, "--accelerate", "compiled").rows[0]["tokens"] == call(*asked).rows[0]["tokens"]
 
@@ -270,7 +270,7 @@ def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], m
     refuse(call(*BASE, *given, *arguments), message)
 
 
-def test_a_prompt_is_needed(call: Call) -> None:
+def test_a_prompt_is_required(call: Call) -> None:
     refuse(call(*BASE), "--prompt --prompt-file is required")
 
 
@@ -335,7 +335,7 @@ def test_a_conversation_that_outgrows_the_context_ends_alone(call: Call, tmp_pat
     assert [(row["index"], row["turn"]) for row in run.rows] == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_what_ended_is_not_lost_where_work_stops_early(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_answers_are_printed_if_the_run_stops_early(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = call(*TO_FILE).rows
     real = generate.stream
 
@@ -364,14 +364,14 @@ class Screen(io.StringIO):
         (io.StringIO(), {}, False),
     ],
 )
-def test_only_terminals_are_painted(
+def test_only_terminals_have_colour(
     monkeypatch: pytest.MonkeyPatch, file: io.StringIO, settings: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    assert paints(file) == expected
+    assert has_colour(file) == expected
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -403,7 +403,7 @@ def test_an_interrupt_leaves_whole_lines(folder: Path, long_run: list[str]) -> N
     assert 1 <= len(rows) < 100 and {len(row["tokens"]) for row in rows} == {200}
 
 
-def test_an_interrupt_during_the_imports_says_nothing(folder: Path, long_run: list[str]) -> None:
+def test_an_interrupt_during_the_imports_prints_nothing(folder: Path, long_run: list[str]) -> None:
     with start(folder, *long_run, "--json") as process:
         time.sleep(1)
         process.send_signal(signal.SIGINT)
@@ -411,7 +411,7 @@ def test_an_interrupt_during_the_imports_says_nothing(folder: Path, long_run: li
     assert process.returncode in (130, -signal.SIGINT) and err == ""
 
 
-def test_a_reader_that_leaves_ends_the_run(folder: Path, long_run: list[str]) -> None:
+def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
     with start(folder, *long_run) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()

@@ -1,4 +1,4 @@
-"""`speculate` inside transformers' own `generate`: its tokens and its settings."""
+"""`speculate` inside transformers' own `generate`: the same tokens, with all settings."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Tensor:
-    """What transformers makes of the batch, [3, 7 + NEW]."""
+    """transformers' own tokens for the batch, [3, 7 + NEW]."""
     return model.generate(BATCH, attention_mask=MASK, max_new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
 def make_proposers(model: PreTrainedModel) -> dict[str, Callable[[], Proposer]]:
-    """Deterministic ones: bad drafts, and the model as its own draft, which has all its guesses accepted."""
+    """Deterministic proposers: weak drafts, and the model as its own draft, with every draft token accepted."""
     itself, draft = Target(model), Target(tiny("llama", num_hidden_layers=1))
     return {
         "none": PlainProposer,
@@ -62,7 +62,7 @@ def proposer(request: pytest.FixtureRequest, make_proposers: dict[str, Callable[
 def assert_same(
     model: PreTrainedModel, proposer: Proposer | None, make: Callable[[], dict] = dict, ids: Tensor = BATCH
 ) -> Tensor:
-    """Compare with transformers' own decoding; `make` gives fresh settings for each, as some keep a state."""
+    """Compare with transformers' own decoding. `make` returns new settings for each: some have state."""
     mask = (ids != 0).long()
     expected = model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW, **make()})
     got = generate(model, ids, proposer, attention_mask=mask, **make())
@@ -104,11 +104,11 @@ def test_a_generation_config(model: PreTrainedModel) -> None:
     assert got.tolist() == model.generate(BATCH, attention_mask=MASK, generation_config=config).tolist()
 
 
-def test_padding_is_inferred_without_a_mask(model: PreTrainedModel) -> None:
+def test_padding_is_found_without_a_mask(model: PreTrainedModel) -> None:
     assert generate(model, BATCH).tolist() == model.generate(BATCH, max_new_tokens=NEW).tolist()
 
 
-def test_it_ends_where_the_context_does(model: PreTrainedModel) -> None:
+def test_it_ends_at_the_context_length(model: PreTrainedModel) -> None:
     ids = torch.full((1, CONTEXT - 5), 7)
     assert generate(model, ids, NGramProposer()).shape == (1, CONTEXT)
     with pytest.raises(ValueError, match="leaves no room"):
@@ -119,7 +119,7 @@ def test_it_ends_where_the_context_does(model: PreTrainedModel) -> None:
 
 
 class Shift(LogitsProcessor):
-    """Depends on the length of what it sees, on the first token (padding) and on the last."""
+    """Depends on the length, on the first token (padding) and on the last."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         weight = (input_ids[:, :1] + 3 * input_ids[:, -1:] + input_ids.shape[1]) % 7
@@ -127,7 +127,7 @@ class Shift(LogitsProcessor):
 
 
 def allow(row: int, tokens: Tensor) -> list[int]:
-    """Each row of the batch has a language of its own, whose words must not be asked about after a break of it."""
+    """Each row of the batch allows other tokens. It fails for a prefix with tokens that were not allowed."""
     new = tokens.tolist()[BATCH.shape[1] :]
     assert all(token % 5 == (place + row) % 5 for place, token in enumerate(new))
     return [token for token in range(VOCABULARY) if token % 5 == (len(new) + row) % 5]
@@ -153,14 +153,14 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_processors_see_what_transformers_shows_them(
+def test_processors_have_the_same_effect_as_in_transformers(
     model: PreTrainedModel, plain: Tensor, proposer: Proposer, name: str
 ) -> None:
     got = assert_same(model, proposer, lambda: PROCESSORS[name])
     assert got.tolist() != plain.tolist()
 
 
-def test_an_allowed_list_with_drafts_drawn_at_random(model: PreTrainedModel) -> None:
+def test_allowed_tokens_with_sampled_drafts(model: PreTrainedModel) -> None:
     draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=4)
     assert_same(model, draft, lambda: {"prefix_allowed_tokens_fn": allow})
     got = generate(model, BATCH, draft, attention_mask=MASK, prefix_allowed_tokens_fn=allow, do_sample=True)
@@ -168,8 +168,8 @@ def test_an_allowed_list_with_drafts_drawn_at_random(model: PreTrainedModel) -> 
         allow(row, tokens)
 
 
-def test_processors_are_asked_about_the_text_and_nothing_else(model: PreTrainedModel, proposer: Proposer) -> None:
-    """Not about guesses that were rejected, nor beyond the end of a row: a grammar may know no answer there."""
+def test_processors_see_prefixes_of_the_text_only(model: PreTrainedModel, proposer: Proposer) -> None:
+    """No rejected draft tokens, and nothing after the end of a row: a grammar may fail there."""
     asked: list[list[int]] = []
 
     class Watch(LogitsProcessor):
@@ -191,7 +191,7 @@ def test_processors_are_asked_about_the_text_and_nothing_else(model: PreTrainedM
 
 
 class SumReached(StoppingCriteria):
-    """Ends a row by what is in it, its padding included; and writes down what it was asked."""
+    """Ends a row by the sum of its tokens, padding included. Records its inputs."""
 
     def __init__(self, remainder: int) -> None:
         self.remainder = remainder
@@ -203,9 +203,7 @@ class SumReached(StoppingCriteria):
 
 
 @pytest.mark.parametrize("remainder", range(4))
-def test_criteria_are_asked_after_each_token_of_each_row(
-    model: PreTrainedModel, proposer: Proposer, remainder: int
-) -> None:
+def test_criteria_see_each_prefix_of_each_row_once(model: PreTrainedModel, proposer: Proposer, remainder: int) -> None:
     expected = SumReached(remainder), SumReached(remainder)
     got = SumReached(remainder), SumReached(remainder)
     pairs = zip(expected, got, (PROMPT, BATCH), strict=True)
@@ -320,7 +318,7 @@ SAMPLED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SAMPLED)
 @pytest.mark.parametrize("sampled", [False, True])
-def test_samples_follow_transformers_law(model: PreTrainedModel, settings: dict, sampled: bool) -> None:
+def test_samples_follow_transformers_distribution(model: PreTrainedModel, settings: dict, sampled: bool) -> None:
     settings = {"do_sample": True, "max_new_tokens": 2, **settings}
     draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=sampled, length=1)
     torch.manual_seed(7)
@@ -328,28 +326,28 @@ def test_samples_follow_transformers_law(model: PreTrainedModel, settings: dict,
     got = generate(model, PROMPT, draft, num_return_sequences=rows, **settings)
     assert got.shape == (rows, PROMPT.shape[1] + 2)
     first = Counter(got[:, -2].tolist())
-    likeliest = first.most_common(1)[0][0]
-    second = Counter(got[got[:, -2] == likeliest][:, -1].tolist())
-    prompts = PROMPT, torch.cat([PROMPT, torch.tensor([[likeliest]])], dim=1)
+    most_likely = first.most_common(1)[0][0]
+    second = Counter(got[got[:, -2] == most_likely][:, -1].tolist())
+    prompts = PROMPT, torch.cat([PROMPT, torch.tensor([[most_likely]])], dim=1)
     for ids, counts in zip(prompts, (first, second), strict=True):
-        # transformers' law, from its own scores
+        # transformers' own probabilities, from its scores
         scores = model.generate(
             ids, **{**settings, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
         )
-        law = scores.scores[0][0].double().softmax(-1)
+        p = scores.scores[0][0].double().softmax(-1)
         total = sum(counts.values())
         seen = torch.tensor([counts[token] for token in range(VOCABULARY)])
-        assert not bool(seen[law == 0].any())
-        common = law * total >= 5
+        assert not bool(seen[p == 0].any())
+        common = p * total >= 5
         cells = torch.cat([seen[common], seen[~common].sum()[None]])
-        expected = torch.cat([law[common], law[~common].sum()[None]]) * total
+        expected = torch.cat([p[common], p[~common].sum()[None]]) * total
         chi = float(((cells - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum())
         freedom = int((expected > 0).sum()) - 1
         assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
 
 
 class Counting:
-    """Writes down its budget; shows that `nodes` and a proposer reach the loop."""
+    """Records its budget."""
 
     layers = ()
 

@@ -1,4 +1,4 @@
-"""What `speculate` remembers of a model, notices of its changes, and leaves as it was."""
+"""`speculate` tests a model once, notices its changes, and does not change it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
 
 
-def test_the_model_is_tested_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_tested_once_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = []
     monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target.model) or 0.0)
     for accelerate in ("off", "auto"):
@@ -29,7 +29,7 @@ def test_the_model_is_tested_once_and_forgotten(monkeypatch: pytest.MonkeyPatch)
         assert forgotten() is None
 
 
-def test_it_is_tested_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_model_is_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = []
     monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target) or 0.0)
     model = tiny("llama", dtype=torch.float32)
@@ -58,7 +58,7 @@ def test_a_packed_copy_follows_the_weights() -> None:
         assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.neg_()
-    model.model.layers[0].mlp.down_proj.weight.data += 1  # as merged adapters do, without a new version
+    model.model.layers[0].mlp.down_proj.weight.data += 1  # as merging adapters does, without a new version
     assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
     model.model.norm.weight = torch.nn.Parameter(torch.randn_like(model.model.norm.weight))
     assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
@@ -68,7 +68,7 @@ def test_a_packed_copy_follows_the_weights() -> None:
 def test_the_model_is_left_as_it_was(accelerate: str) -> None:
     model = tiny("llama", dtype=torch.float32)
 
-    def look() -> tuple:
+    def snapshot() -> tuple:
         modules = [
             (name, type(module), module.training, sorted(vars(module)), len(module._forward_hooks))
             for name, module in model.named_modules()
@@ -76,6 +76,6 @@ def test_the_model_is_left_as_it_was(accelerate: str) -> None:
         weights = [(name, weight.data_ptr(), weight.sum().item()) for name, weight in model.state_dict().items()]
         return modules, weights, model.config.to_dict(), model.config._attn_implementation
 
-    before = look()
+    before = snapshot()
     generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, accelerate=accelerate)
-    assert look() == before
+    assert snapshot() == before

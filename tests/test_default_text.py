@@ -1,4 +1,4 @@
-"""The default model in float32, prepared, says what transformers' own generate says, whoever guesses."""
+"""The accelerated default model generates the same tokens as transformers, with any proposer, in float32."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(request: pytest.FixtureRequest) -> list[str]:
-    """Six of our own, or 60 first turns spread over the file of `--questions`."""
+    """Six prompts, or the first turns of 60 questions spread over the file of `--questions`."""
     file = request.config.getoption("--questions")
     if file is None:
         return PROMPTS
@@ -41,7 +41,7 @@ def prompts(request: pytest.FixtureRequest) -> list[str]:
     return [questions[number * len(questions) // 60]["turns"][0] for number in range(60)]
 
 
-def test_greedy_answers_are_those_of_transformers(target: Target, prompts: list[str]) -> None:
+def test_greedy_tokens_are_those_of_transformers(target: Target, prompts: list[str]) -> None:
     stock = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
     draft = DraftProposer(Target(first_layers(target.model, 8), target.tokenizer))
     expected = None
@@ -50,12 +50,12 @@ def test_greedy_answers_are_those_of_transformers(target: Target, prompts: list[
             answers = generate(target, prompts, proposer, max_new_tokens=32, batch_size=batch_size)
             if expected is None:
                 starts = [torch.tensor([answer.prompt]) for answer in answers]
-                spoken = [stock.generate(start, max_new_tokens=32, do_sample=False) for start in starts]
-                expected = [ids[0, start.shape[1] :].tolist() for ids, start in zip(spoken, starts, strict=True)]
+                generated = [stock.generate(start, max_new_tokens=32, do_sample=False) for start in starts]
+                expected = [ids[0, start.shape[1] :].tolist() for ids, start in zip(generated, starts, strict=True)]
             assert [answer.tokens for answer in answers] == expected
 
 
-def test_same_seed_same_text(target: Target) -> None:
+def test_the_same_seed_gives_the_same_tokens(target: Target) -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
     plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=32, batch_size=1)
     for batch_size in (1, 4):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from decode import PlainProposer, Target
 from heads import save_head
-from proposers import DraftProposer, MedusaProposer, NGramProposer
-from scripts import demo, options
+from proposers import DraftProposer, MedusaProposer, NGramProposer, load
+from scripts import demo
+from scripts.shared.terminal_picture import COLUMNS, draw_terminal
 from tests.drafting import make_head
 
 
@@ -24,39 +25,44 @@ def target(save_model: Callable[..., Path]) -> Target:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
     monkeypatch.setattr(demo, "PROMPTS", ("ab ab ab", "one two"))
-    monkeypatch.setattr(options, "DRAFT_LAYERS", 1)
+    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
 
 
-def choose(target: Target) -> dict:
-    return demo.choose_proposers(target, argparse.Namespace(**dict.fromkeys(demo.OPTIONS)))
-
-
-def test_the_best_head_is_compared_with_what_needs_none(
+def test_the_best_head_is_compared_with_proposers_without_one(
     monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(options, "PRETRAINED", tmp_path)
-    proposers = choose(target)
-    assert list(map(type, proposers.values())) == [
-        PlainProposer,
-        DraftProposer,
-        NGramProposer,
-    ]  # the best is shown last
+    monkeypatch.setattr(load, "PRETRAINED", tmp_path)
+    proposers = demo.choose_proposers(target)
+    kinds = [type(proposer) for proposer in proposers.values()]
+    assert kinds == [PlainProposer, DraftProposer, NGramProposer]  # the best is last
     save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
-    proposers = choose(target)
+    proposers = demo.choose_proposers(target)
     assert list(proposers) == ["none", "ngram", "draft", "medusa"]
     assert isinstance(proposers["medusa"], MedusaProposer)
 
 
-def test_the_table_has_a_line_a_method(monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path) -> None:
-    monkeypatch.setattr(options, "PRETRAINED", tmp_path)
+def test_the_table_has_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", tmp_path)
     save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
-    table = demo.compare(target, target.model, choose(target)).splitlines()
-    rows = [line.split() for line in table[1 : table.index("")]]
+    table = demo.compare(target, target.model, demo.choose_proposers(target)).splitlines()
+    rows = [line.split() for line in table[1:]]
     assert [(row[0], row[-1]) for row in rows] == [(name, "yes") for name in ("hf", "none", "ngram", "draft", "medusa")]
     assert [float(row[1]) for row in rows[:2]] == [1.0, 1.0] and min(float(row[1]) for row in rows) >= 1.0
 
 
-def test_another_text_is_not_called_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_different_texts_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     monkeypatch.setattr(demo, "run_stock", lambda model, prompts: ([[1], [2]], 1.0))
     rows = demo.compare(target, target.model, {"none": PlainProposer()}).splitlines()[1:3]
     assert [row.split()[-1] for row in rows] == ["yes", "no"]
+
+
+def test_the_picture_has_wrapped_coloured_text(tmp_path: Path) -> None:
+    words = [("word " * 30 + "<end>\n", None), ("green", 114), ("x" * 100, 212)]
+    draw_terminal(words, tmp_path / "terminal.svg")
+    picture = ElementTree.parse(tmp_path / "terminal.svg").getroot()
+    texts = [(node.text, node.get("fill")) for node in picture if node.tag.endswith("text")]
+    assert all(len(text) <= COLUMNS for text, _ in texts)
+    assert texts[0] == (("word " * 17).strip(), texts[1][1])
+    assert texts[1][0] == ("word " * 13) + "<end>"
+    assert [texts[2], texts[3][1]] == [("green", "#87d787"), "#ff87d7"]
+    assert len(texts[3][0]) == COLUMNS - len("green") and len(texts[4][0]) == 100 - len(texts[3][0])

@@ -24,11 +24,11 @@ def test_heads_are_tried_along_the_text(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
 ) -> None:
     """Each position and level by itself, over the true features of the text before it and the true tokens behind."""
-    monkeypatch.setattr(measure_head, "TOGETHER", together)
+    monkeypatch.setattr(measure_head, "CHUNK", together)
     monkeypatch.setattr(measure_head, "RANKS", RANKS)
     proposer = make(kind, target, depth=DEPTH)
     trials = try_head(target, proposer, PROMPT, ANSWER)
-    assert trials.sure.shape == (5, DEPTH, RANKS)
+    assert trials.log_q.shape == (5, DEPTH, RANKS)
     text = PROMPT + ANSWER
     for position in range(5):
         root = len(PROMPT) + position
@@ -39,7 +39,7 @@ def test_heads_are_tried_along_the_text(
             if not known:
                 continue
             best = written.probabilities(text[root + 1 : root + 1 + level]).topk(RANKS)
-            assert torch.allclose(trials.sure[position, level].double(), best.values, atol=1e-5)
+            assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
             right = proposer.head.tokens(best.indices) == text[root + 1 + level]
             assert torch.equal(trials.right[position, level], right)
 

@@ -212,7 +212,7 @@ def test_a_head_of_another_kind_is_refused(tmp_path, kind, other):
     assert load_head(tmp_path).kind == kind
     target = Target(tiny("llama", hidden_size=HIDDEN, vocab_size=TINY))
     with pytest.raises(ValueError, match=f"is of kind {kind}, not {other}"):
-        load_proposer(tmp_path, target, other)
+        load_proposer(other, target, head=tmp_path)
 
 
 def test_a_token_map_of_strings_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from heads import save_head
 from proposers import EagleProposer, head_proposer, load_proposer
-from proposers.draft_budget import Pace
+from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED
 from tests.drafting import Paths, Recorder, make_head
 from tests.models import tiny
@@ -174,8 +174,8 @@ def test_nothing_is_missed_while_drafting_rests(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2, width=3)
     resting = iter([False, True, True, False, True] * 20)
-    monkeypatch.setattr(proposer.pace, "rests", lambda: next(resting))
-    monkeypatch.setattr(proposer.pace, "pays", lambda chance: True)
+    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(resting))
+    monkeypatch.setattr(proposer.draft_budget, "is_worth_a_level", lambda p: True)
     drafted = record(proposer, target, max_new_tokens=30).drafted
     drafts = {text: paths for text, paths in drafted.items() if len(paths) == 12}
     assert 8 < len(drafts) < len(drafted)
@@ -272,7 +272,7 @@ def test_trees_keep_to_depth_width_and_budget(target: Target, kind: str) -> None
 @pytest.mark.parametrize("kind", MAIN)
 def test_levels_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
-    monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 2)
+    monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == 1
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
     assert asked[0].height == 6  # a number of nodes that was asked for is given
@@ -302,5 +302,5 @@ def test_a_head_for_another_target_is_refused(target: Target, kind: str) -> None
 def test_folders_of_heads_draft(target: Target, kind: str, tmp_path: Any) -> None:
     proposer = make(kind, target, nodes=12)
     save_head(proposer.head, tmp_path)
-    loaded = load_proposer(tmp_path, target, kind, nodes=12)
+    loaded = load_proposer(kind, target, head=tmp_path, nodes=12)
     assert record(loaded, target).drafted == record(proposer, target).drafted

@@ -1,4 +1,4 @@
-"""The losslessness checks on a GPU, in every number format, and that the host does not wait for it."""
+"""On a GPU: losslessness in every dtype, and no more synchronization than one a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def proposers(target: Target) -> list[Proposer | None]:
     return [None, NGramProposer(length=4), *drafts, *heads]
 
 
-def test_the_best_head_is_found(tmp_path: Path) -> None:
+def test_load_best_finds_a_head(tmp_path: Path) -> None:
     target = on_gpu("llama", torch.float32)
     for kind in ("medusa", "eagle3"):
         save_head(make_head(kind, target), tmp_path / kind)
@@ -48,7 +48,7 @@ def on_gpu(kind: str, dtype: torch.dtype) -> Target:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_text(kind: str, dtype: torch.dtype, temperature: float) -> None:
+def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float) -> None:
     target = on_gpu(kind, dtype)
     sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
     plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
@@ -74,7 +74,7 @@ def test_half_precision_differs_at_near_ties_only(kind: str, dtype: torch.dtype)
                 assert best - second < 0.1 * logits.std()
 
 
-def test_sampled_drafts_keep_the_law() -> None:
+def test_sampled_drafts_keep_the_distribution() -> None:
     target = Target(tiny("llama", vocab_size=12, initializer_range=0.3, dtype=torch.float32).cuda())
     draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, dtype=torch.float32).cuda())
     counts = []
@@ -88,8 +88,8 @@ def test_sampled_drafts_keep_the_law() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_host_waits_once_a_step(temperature: float) -> None:
-    """The one look at the device is the one that reads what was accepted."""
+def test_each_step_synchronizes_once(temperature: float) -> None:
+    """To read what was accepted."""
     target = on_gpu("llama", torch.float32)
     proposer = NGramProposer(length=4)
     settings = {"sampling": Sampling(temperature=temperature, seed=1), "stop_ids": [], "max_new_tokens": 64}
@@ -101,5 +101,5 @@ def test_the_host_waits_once_a_step(temperature: float) -> None:
             answer = generate(target, [[5, 6, 5, 6, VOCABULARY - 1]], proposer, **settings)[0]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [warning for warning in caught if "synchron" in str(warning.message)]
-    assert len(waits) <= answer.stats.steps + 5  # a few while the prompt is read
+    syncs = [warning for warning in caught if "synchron" in str(warning.message)]
+    assert len(syncs) <= answer.stats.steps + 5  # a few while the prompt is read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -16,9 +15,12 @@ from decode import Target
 from heads.checkpoint import save_head
 from proposers import NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
-from scripts import bench, calibrate, generate, options
-from scripts.bench_models import make_loops
-from scripts.calibrate_plot import draw_calibration
+from scripts import bench, calibrate, generate
+from scripts.benchmark.models import make_loops
+from scripts.benchmark.options import BenchOptions
+from scripts.calibrate import draw_calibration
+from scripts.shared import options
+from scripts.shared.options import ModelOptions
 from tests.drafting import make_head
 from tests.models import tiny
 
@@ -122,8 +124,11 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
             ["--proposer", "auto", "--nodes", "5"],
             "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for auto",
         ),
-        (["--proposer", "auto", "--width", "5"], "--width is for --proposer eagle, eagle3, not for auto"),
-        (["--proposer", "hydra", "--head", "hydra", "--depth", "3"], "--depth is for --proposer eagle, eagle3, not"),
+        (["--proposer", "auto", "--width", "5"], "--width is for --proposer draft, eagle, eagle3, not for auto"),
+        (
+            ["--proposer", "hydra", "--head", "hydra", "--depth", "3"],
+            "--depth is for --proposer draft, eagle, eagle3, not for hydra",
+        ),
         (["--proposer", "eagle3", "--head", "eagle3", "--depth", "0"], "'0' is not a whole number from 1 on"),
         (
             ["--proposer", "eagle3", "--head", "eagle3", "--width", "2", "--tree", "static"],
@@ -131,7 +136,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         ),
         (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
         (["--nodes", "5"], "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
-        (["--sampled"], "--sampled is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--sampled"], "--sampled is for --proposer draft, medusa, hydra, eagle, eagle3, not for ngram"),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
@@ -140,14 +145,14 @@ def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], mes
     assert message in err
 
 
-def test_the_default_model_brings_its_heads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_default_model_has_pretrained_heads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(options, "PRETRAINED", folder)
     assert options.find_head("medusa", None, None) == folder / "medusa"
     with pytest.raises(ValueError, match="there is no pretrained head in"):
         options.find_head("eagle", None, None)
 
 
-def test_auto_without_a_head_guesses_by_ngrams(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_a_head_is_ngram(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     make = generate.make_proposer
     monkeypatch.setattr(generate, "make_proposer", lambda *given: made.append(make(*given)) or made[-1])
@@ -158,7 +163,7 @@ def test_auto_without_a_head_guesses_by_ngrams(call: Call, monkeypatch: pytest.M
 METHODS = "ngram,medusa,medusa-4,hydra-static-3,eagle3-chain-2"
 
 
-def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
+def test_bench_measures_heads_by_kind(call: Call, folder: Path) -> None:
     ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
     heads = ["--head", "medusa=medusa", "--head", "hydra=hydra", "--head", "eagle3=eagle3"]
     status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--methods", METHODS)
@@ -183,12 +188,12 @@ def test_bench_takes_heads_by_their_kind(call: Call, folder: Path) -> None:
 
 
 def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
-    args = argparse.Namespace(model="target", temperature=0.0, head=[("eagle3", str(folder / "eagle3"))])
     names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5", "eagle3-sampled-8", "eagle3-sampled-chain-2"]
+    options = BenchOptions(ModelOptions("target"), names, heads={"eagle3": str(folder / "eagle3")})
     made = []
-    for loop in make_loops(names, Target(tiny("llama")), args).values():
-        proposer = loop.open().args[0]
-        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, loop.nodes
+    for loop in make_loops(options, Target(tiny("llama"))).values():
+        _, proposer, _, nodes = loop().args
+        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, nodes
         made.append((*shape, proposer.sampled))
     assert made == [
         (6, 10, None, True, 64, False),
@@ -214,7 +219,7 @@ def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, script: 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
-def test_calibrate_writes_into_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
+def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
     ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
     status, out, _ = call(calibrate, *ask, "--plot", str(tmp_path / "plot.png"), "--limit", "2")
     assert status == 0 and (tmp_path / "plot.png").stat().st_size > 5000

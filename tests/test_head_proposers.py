@@ -13,10 +13,9 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from proposers import HydraProposer, MedusaProposer, head_proposer
-from proposers.calibration import trust_blindly
-from proposers.draft_budget import Pace
+from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
-from proposers.tree_search import RANKS, search
+from proposers.tree_search import RANKS, Candidates, ScoredDrafter, search
 from tests.drafting import Paths, Recorder, list_paths, make_head
 from tests.models import tiny
 
@@ -47,8 +46,8 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 # ---- the search ----
 
 
-class MadeUp:
-    """Guesses whose law depends on the whole path, the row and nothing else."""
+class MadeUpDrafter:
+    """Its probabilities depend on the whole path, the row and nothing else. Draft id i stands for token 100 + i."""
 
     def __init__(self, rows: int, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -63,14 +62,11 @@ class MadeUp:
             [torch.stack([self.probabilities(row, path) for path in paths]) for row, paths in self._rows()]
         )
 
-    def tokens(self, drafted: Tensor) -> Tensor:
-        return drafted + 100
-
-    def follow(self, origin: Tensor, tokens: Tensor) -> None:
+    def extend(self, parents: Tensor, tokens: Tensor) -> None:
         self.paths = [
             [
-                (*paths[place], token - 100)
-                for place, token in zip(origin[row].tolist(), tokens[row].tolist(), strict=True)
+                (*paths[parent], token - 100)
+                for parent, token in zip(parents[row].tolist(), tokens[row].tolist(), strict=True)
             ]
             for row, paths in self._rows()
         ]
@@ -79,7 +75,13 @@ class MadeUp:
         return iter(enumerate(self.paths))
 
 
-def best_first(guesses: MadeUp, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
+def search_all_levels(drafter: MadeUpDrafter, roots: list[int], width: int) -> Candidates:
+    """The candidates of 3 levels."""
+    paths = ScoredDrafter(drafter, 100 + torch.arange(drafter.vocabulary))
+    return search(torch.tensor(roots), paths, 3, width)
+
+
+def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
     """The likeliest paths, one by one from a heap."""
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     found = []
@@ -88,46 +90,46 @@ def best_first(guesses: MadeUp, row: int, levels: int, nodes: int) -> list[tuple
         if path:
             found.append(tuple(token + 100 for token in path))
         if len(path) < levels:
-            law = guesses.probabilities(row, path).log_softmax(dim=0)
-            best = law.topk(min(RANKS, len(law)))
-            for token, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                heapq.heappush(heap, (score - chance, (*path, token)))
+            log_q = drafter.probabilities(row, path).log_softmax(dim=0)
+            best = log_q.topk(min(RANKS, len(log_q)))
+            for token, log_p in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                heapq.heappush(heap, (score - log_p, (*path, token)))
     return found
 
 
 @pytest.mark.parametrize("vocabulary", [1, 4, 13])
 def test_a_wide_search_finds_the_likeliest_nodes(vocabulary: int) -> None:
-    guesses, roots = MadeUp(3, vocabulary), torch.tensor([7, 8, 9])
-    candidates = search(roots, guesses, 3, 1000, trust_blindly, lambda scores: True)
+    drafter = MadeUpDrafter(3, vocabulary)
+    candidates = search_all_levels(drafter, [7, 8, 9], 1000)
     for nodes in (2, 3, 9, 40):
         tree = candidates.tree(nodes)
         tree.check(3, nodes, 200)
         assert tree.tokens[:, 0].tolist() == [7, 8, 9] and int(tree.depth.max()) <= tree.height
         for row in range(3):
-            assert set(list_paths(tree, row)) == set(best_first(guesses, row, 3, nodes - 1))
+            assert set(list_paths(tree, row)) == set(best_first(drafter, row, 3, nodes - 1))
 
 
 def test_a_narrow_search_follows_the_likeliest_paths_of_each_level() -> None:
-    guesses = MadeUp(1, 13)
-    tree = search(torch.tensor([7]), guesses, 3, 2, trust_blindly, lambda scores: True).tree(1000)
+    drafter = MadeUpDrafter(1, 13)
+    tree = search_all_levels(drafter, [7], 2).tree(1000)
     expected, beam = set[tuple[int, ...]](), {(): 0.0}
     for _ in range(3):
         grown = {}
         for path, score in beam.items():
-            best = guesses.probabilities(0, path).log_softmax(dim=0).topk(RANKS)
+            best = drafter.probabilities(0, path).log_softmax(dim=0).topk(RANKS)
             grown |= {(*path, int(token)): score + float(chance) for chance, token in zip(*best, strict=True)}
         expected |= set(grown)
         beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
     assert set(list_paths(tree, 0)) == {tuple(token + 100 for token in path) for path in expected}
 
 
-def test_gains_are_what_the_best_trees_expect() -> None:
-    candidates = search(torch.tensor([7, 8]), MadeUp(2, 13), 3, 8, trust_blindly, lambda scores: True)
-    gains = candidates.gains(20).tolist()
+def test_expected_acceptance_is_that_of_the_best_trees() -> None:
+    candidates = search_all_levels(MadeUpDrafter(2, 13), [7, 8], 8)
+    accepted = candidates.expect_accepted(20)
     for nodes in range(1, 21):
         tree = candidates.tree(nodes)
         expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
-        assert gains[nodes - 1] == pytest.approx(expected, rel=1e-5)
+        assert accepted[nodes - 1] == pytest.approx(expected / 2, rel=1e-5)
 
 
 # ---- what the heads say ----
@@ -211,7 +213,7 @@ def test_a_prefix_layer_misses_nothing_while_drafting_rests(monkeypatch: pytest.
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make("hydra++", target)
     resting = iter([False, True, True, False, True] * 20)
-    monkeypatch.setattr(proposer.pace, "rests", lambda: next(resting))
+    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(resting))
     drafted = record(proposer, target, max_new_tokens=12).drafted
     drafts = {text: paths for text, paths in drafted.items() if paths}
     assert 10 < len(drafts) < len(drafted)
@@ -259,7 +261,7 @@ def test_levels_that_do_not_pay_are_left_out(
 ) -> None:
     """Each of Hydra's levels is a pass of its head; Medusa has them all at once."""
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
-    monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 2)
+    monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
     assert asked[0].height == 3  # a number of nodes that was asked for is given
@@ -307,7 +309,7 @@ def test_a_head_prepared_for_another_device_is_refused(monkeypatch: pytest.Monke
     prepared = make("medusa", target).prepare(target)
     prepared.bind(target)
     monkeypatch.setattr(target, "device", torch.device("meta"))
-    with pytest.raises(ValueError, match="prepared for cpu, not meta; load it anew"):
+    with pytest.raises(ValueError, match="prepared for cpu, not meta; load it again"):
         prepared.bind(target)
 
 
@@ -320,7 +322,7 @@ def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
     proposer.prepare(target) if prepare else proposer.bind(target)
     states = torch.randn(3, target.config.hidden_size)
     expected = model.lm_head(states)[:, proposer.head.token_map]
-    assert torch.allclose(proposer.logits(states, 0), expected, atol=1e-5)
+    assert torch.allclose(proposer.head.logits(states, 0), expected, atol=1e-5)
 
 
 def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:

@@ -30,7 +30,6 @@ from training.medusa2 import (
     HEADS_WEIGHT,
     Adapters,
     Medusa2Objective,
-    OriginalTeacher,
     divergence,
     save_adapted,
 )
@@ -68,8 +67,8 @@ def make_joint(kind: str, loss: str = "kl", name: str = "llama") -> tuple[Medusa
         torch.nn.init.normal_(parameter, std=0.2)
     adapters = Adapters(target.model, rank=4)
     heads = MedusaObjective(head, loss, target.model.get_input_embeddings().weight)
-    teacher = OriginalTeacher(target, head.features, adapters)
-    return Medusa2Objective(target, adapters, heads), collate(EXAMPLES, teacher.compute(EXAMPLES))
+    objective = Medusa2Objective(target, adapters, heads)
+    return objective, collate(EXAMPLES, objective.teacher.compute(EXAMPLES))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3_text", "phi3", "gpt_neox", "qwen3_moe"])
@@ -118,8 +117,7 @@ def test_the_teacher_is_the_original_target() -> None:
     objective, batch = make_joint("medusa")
     expected = collate(EXAMPLES, Teacher(Target(tiny("llama")), (-1,)).compute(EXAMPLES))
     disturb(objective.adapters)
-    teacher = OriginalTeacher(objective.target, (-1,), objective.adapters)
-    for targets in (batch, collate(EXAMPLES, teacher.compute(EXAMPLES))):
+    for targets in (batch, collate(EXAMPLES, objective.teacher.compute(EXAMPLES))):
         assert torch.equal(targets.probabilities, expected.probabilities)
         assert torch.equal(targets.features, expected.features)
 

@@ -1,8 +1,10 @@
-"""Models by name, and models that accelerate has spread over memory and disk."""
+"""Loading models by name, and models that accelerate has spread over memory and disk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("accelerate", ["off", "auto"])
 @pytest.mark.parametrize("away", ["layers", "everything"])
-def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, accelerate: str, away: str) -> None:
+def test_offloaded_models_generate_the_same_tokens(folder: Path, tmp_path: Path, accelerate: str, away: str) -> None:
     parts = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
     gone = parts if away == "everything" else ["model.layers.1", "model.layers.3"]
     device_map = {"model.rotary_emb": "cpu", **{part: "disk" if part in gone else "cpu" for part in parts}}
@@ -39,16 +41,24 @@ def test_offloaded_models_say_the_same(folder: Path, tmp_path: Path, accelerate:
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_dtype_or_its_name_is_taken(save_model: Callable[..., Path], dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    targets = [Target.load(str(save_model()), dtype=given) for given in (dtype, name, str(dtype))]
+    assert [target.dtype for target in targets] == [dtype] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of float64, float32"),
+        ({"dtype": torch.int8}, "unknown dtype 'int8'; choose one of float64, float32"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"device": "meta"}, "device 'meta' is not supported"),
         ({"device": "cuda:97"}, "torch sees"),
     ],
 )
-def test_unknown_settings_are_refused(folder: Path, options: dict[str, str], message: str) -> None:
+def test_unknown_settings_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(folder, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from decode.models import cost_curve
 from decode.models.cost_curve import CostCurve
 from decode.models.loading import first_layers
 from decode.session import Session
-from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer, draft
 from proposers.draft import count_weights
+from tests.drafting import Recorder
 from tests.models import tiny
 
 
@@ -92,8 +94,8 @@ def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
     step = replace(first_step(target, [4, 4, 4], [5, 6, 5], [7, 7]), room=[4, 2, 1])
     proposer = NGramProposer(length=9)
     assert proposer.propose(step, 64).sizes.tolist() == [4, 2, 1]
-    draft = DraftProposer(target, width=2, length=9)
-    assert draft.propose(step, 64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
+    drafter = DraftProposer(target, width=2, length=9)
+    assert drafter.propose(step, 64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
 
 
 def test_the_index_grows_with_the_text(target: Target) -> None:
@@ -147,12 +149,22 @@ def test_a_sampled_draft_of_itself_is_always_accepted(target: Target) -> None:
     assert answer.stats.accepted_by_depth == [8, 8, 8, 8]
 
 
-def test_draft_length_adapts(target: Target) -> None:
-    good, bad = DraftProposer(target), DraftProposer(Target(tiny("llama", seed=5, num_hidden_layers=1)))
-    for proposer in (good, bad):
-        generate(target, [[5, 6, 7]], proposer, max_new_tokens=60, stop_ids=[])
-    assert good.acceptance.best_length(16, 0.2) > 4
-    assert [bad.acceptance.best_length(16, 0.5) for _ in range(16)].count(1) == 2  # a try in eight, else nothing
+def test_draft_length_adapts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """A draft model that is always right drafts far ahead; a bad one backs off for longer and longer."""
+    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 + 63 * 0.05]))
+    widths = []
+    for draft_model, level_time in ((target, 0.15), (Target(tiny("llama", seed=5, num_hidden_layers=1)), 0.45)):
+        counts = iter([level_time, 1.0])
+        monkeypatch.setattr(draft, "count_weights", lambda config, counts=counts: next(counts))
+        recorder = Recorder(DraftProposer(draft_model))
+        generate(target, [[5, 6, 7]], recorder, max_new_tokens=100, stop_ids=[])
+        widths.append([tree.width for tree in recorder.trees])
+    good, bad = widths
+    print(widths)
+    assert good[0] < 6 < max(good) and 1 not in good[:-1]
+    tries = [step for step, width in enumerate(bad) if width > 1]
+    assert {bad[step] for step in tries[2:]} == {2}
+    assert [later - step for step, later in pairwise(tries)][-4:] == [5, 9, 17, 33]
 
 
 @pytest.mark.parametrize("layers", [1, 4])

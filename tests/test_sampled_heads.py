@@ -18,8 +18,16 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.rejection import SampledTree
-from proposers import EagleProposer, HydraProposer, MedusaProposer, head_proposer, sampled_trees
-from proposers.draft_budget import Pace
+from proposers import (
+    EagleProposer,
+    HydraProposer,
+    MedusaProposer,
+    draft_budget,
+    head_proposer,
+    sampled_trees,
+    tree_search,
+)
+from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
 from tests.drafting import make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
@@ -102,7 +110,7 @@ def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
                 law[drawn[-1]] = 0
         return torch.tensor(drawn).view(uniforms.shape[:2])
 
-    monkeypatch.setattr(sampled_trees, "draw_in_turn", draw)
+    monkeypatch.setattr(sampled_trees, "sample_without_replacement", draw)
 
 
 def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: RowRule) -> dict:
@@ -142,7 +150,7 @@ def emit_with(
 ) -> Any:
     """That law for a proposer's first draft, and the target's laws. times: of passes over 1, 2 and 8 nodes."""
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 8], times))
-    monkeypatch.setattr(Pace, "pays", lambda self, chance: chance > 0.5)
+    monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 0.5)
     first = First(proposer.layers)
     generate(target, [TEXT], first, sampling=sampling, max_new_tokens=2)
 
@@ -193,31 +201,31 @@ def test_one_step_says_what_the_target_says(
 
 def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the best by the chances of the tokens that were drawn."""
-    pick = sampled_trees.Draws.pick
+    pick = sampled_trees.SampledTokens.pick
 
     def peek(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, _ = pick(self, logits, ranks, places)
-        return drawn, self._drawn[-1][1].gather(2, drawn).log().clamp(min=-80).float()
+        return drawn, self._samples[-1][1].gather(2, drawn).log().clamp(min=-80).float()
 
-    monkeypatch.setattr(sampled_trees.Draws, "pick", peek)
-    monkeypatch.setattr(head_proposer, "keep_order", lambda confidence: confidence)
+    monkeypatch.setattr(sampled_trees.SampledTokens, "pick", peek)
+    monkeypatch.setattr(tree_search, "keep_order", lambda log_p: log_p)
 
 
 def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the number of nodes that was best, now that all are drawn."""
-    monkeypatch.setattr(Pace, "grow", Pace.choose)
+    monkeypatch.setattr(draft_budget, "grow_while_worth", draft_budget.choose_fastest)
 
 
 def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the same tokens behind each path."""
-    pick = sampled_trees.Draws.pick
+    pick = sampled_trees.SampledTokens.pick
 
     def copy(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, sure = pick(self, logits, ranks, places[:, :1])
-        self._drawn[-1] = places, self._drawn[-1][1].expand(-1, places.shape[1], -1)
+        self._samples[-1] = places, self._samples[-1][1].expand(-1, places.shape[1], -1)
         return drawn.expand(-1, places.shape[1], -1), sure
 
-    monkeypatch.setattr(sampled_trees.Draws, "pick", copy)
+    monkeypatch.setattr(sampled_trees.SampledTokens, "pick", copy)
 
 
 def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import stream_uniforms
-from proposers.sampled_trees import draw_in_turn, keep_order, renumber
+from proposers.sampled_trees import renumber, sample_without_replacement
+from proposers.tree_search import keep_order
 from tests.drafting import Recorder
 from tests.models import tiny
 from tests.test_lossless import texts
@@ -147,7 +148,7 @@ def test_tokens_are_drawn_without_replacement() -> None:
     q = torch.zeros(1000, dtype=torch.float64)
     q[tokens] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     uniforms = stream_uniforms(torch.tensor([5]), torch.arange(rounds * 4)).view(rounds, 2, 2)
-    drawn = draw_in_turn(q.expand(rounds, -1), uniforms)
+    drawn = sample_without_replacement(q.expand(rounds, -1), uniforms)
     index = torch.full((1000,), 99)
     index[tokens] = torch.arange(4)
     counts = torch.bincount(index[drawn] @ torch.tensor([4, 1]), minlength=16).view(4, 4)
@@ -162,7 +163,7 @@ def test_tokens_are_drawn_without_replacement() -> None:
 def test_drawing_more_tokens_than_have_probability() -> None:
     q = torch.tensor([[0.0, 1 - 1e-17, 0.0, 1e-17, 0.0], [0.2] * 5], dtype=torch.float64)
     for noise in (0.0, 0.5, 1 - 2.0**-53):
-        drawn = draw_in_turn(q, torch.full((2, 5, 2), noise, dtype=torch.float64)).tolist()
+        drawn = sample_without_replacement(q, torch.full((2, 5, 2), noise, dtype=torch.float64)).tolist()
         assert drawn[0][:2] == [1, 3] and sorted(drawn[1]) == [0, 1, 2, 3, 4]
         assert all(q[0, token] == 0 or token in (1, 3) for token in drawn[0])
     assert q[1].tolist() == [0.2] * 5
@@ -180,6 +181,5 @@ def test_children_are_numbered_as_they_are_listed() -> None:
 
 
 def test_a_later_draw_has_no_more_confidence() -> None:
-    upside_down = keep_order(lambda level, sure, before: -3 - sure)
-    sure = torch.tensor([[[-0.1, -1.0, -2.0]]])
-    assert upside_down(0, sure, sure[..., :1])[0, 0].tolist() == pytest.approx([-2.9] * 3)
+    reversed_by_calibration = -3 - torch.tensor([[[-0.1, -1.0, -2.0]]])
+    assert keep_order(reversed_by_calibration)[0, 0].tolist() == pytest.approx([-2.9] * 3)

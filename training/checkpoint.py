@@ -1,7 +1,6 @@
 """The state of a training on disk: everything needed to resume bit for bit.
 
-Not accelerate's `save_state`: it writes several files, so a kill can leave a mix of two steps, and it does not check
-the settings.
+Not accelerate's `save_state`: it writes several files, so a kill can leave a mix of two steps.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The folder's state, or None if there is no checkpoint.
+    """The folder's state, or None without a checkpoint. Raises ValueError if it is damaged or has other settings.
 
-    Raises ValueError if it is damaged or was saved with other settings, naming each. Settings that the checkpoint does
-    not know are ignored.
+    Settings that the checkpoint does not know are ignored.
     """
     file = folder / CHECKPOINT
     if not file.exists():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.jsonl_files import read_lines
+from training.json_lines import read_lines
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
 VALIDATION_SHARE = 50  # one prompt in this many is held out for validation,
@@ -52,10 +52,9 @@ def load_dataset(
 ) -> Dataset:
     """The conversations in JSON Lines files: rows with `prompt` and `response`, or with `messages`.
 
-    A hash of the prompt decides which prompts are held out; with ten or more, at least one is. The first `prompts` of
-    them, in hash order, are kept for validation. Examples are cut at `max_length` tokens. ends: tokens that end an
-    answer, in addition to the tokenizer's EOS. Raises ValueError, with file and line, if a row is not a conversation
-    or its answer has no tokens, and if nothing is left to train on.
+    A hash of the prompt decides which are held out; the first `prompts` of them, in hash order, are for validation.
+    Examples are cut at `max_length` tokens. ends: tokens that end an answer, in addition to the tokenizer's EOS. Raises
+    ValueError, with file and line, if a row is no conversation or its answer is empty, or if no example is left.
     """
     examples, held_out, dropped, too_long = [], {}, 0, 0
     rows = [(_hash_prompt(messages), place, messages, finished) for place, messages, finished in _read(files)]
@@ -77,17 +76,16 @@ def load_dataset(
             f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
             f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
         )
-    kept = [held_out[digest] for digest in sorted(held_out) if len(held_out[digest]) < max_length]
+    kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
     return Dataset(examples, kept[:prompts], dropped, too_long)
 
 
 def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, ends: Collection[int] = ()) -> Example:
     """A conversation in the tokenizer's chat template; without a template, its texts joined.
 
-    Few templates mark answers, so each answer is found by rendering the conversation without and with it. An answer
-    ends with its end token; what the template adds after that belongs to no answer. The last answer has no end token
-    unless it is `finished`. Templates may remove parts of earlier answers (thoughts); only what is left is counted.
-    Raises ValueError, naming the place, if the template fails or hides where an answer begins.
+    Few templates mark answers: each answer is found by rendering the conversation without and with it. It ends with
+    its end token, and the last one only if it is `finished`. Parts of earlier answers that a template removes
+    (thoughts) are not counted. Raises ValueError, naming the place, if the template fails or hides an answer's begin.
     """
     ends = {tokenizer.eos_token_id, *ends}
     tokens: list[int] = []

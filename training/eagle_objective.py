@@ -1,7 +1,7 @@
 """What an EAGLE head minimises: drafts from every token of an answer at once, step by step as in decoding.
 
-Training through several drafting steps is EAGLE-3's training-time test (Li et al., 2025, section 3.2); its shifted
-keys are HASS's harmonized context (Zhang et al., 2024, section 3.2).
+Several drafting steps are EAGLE-3's training-time test (Li et al., 2025, section 3.2); their keys are HASS's
+harmonized context (Zhang et al., 2024, section 3.2).
 
 Shapes: B rows, T tokens, A anchors a row, R anchors of all rows, F feature width, H hidden size, V vocabulary, Q query
 heads, G key-value heads, D head size, S drafting steps so far.
@@ -24,10 +24,9 @@ from training.teacher import Batch
 class EagleObjective(Objective):
     """The loss of an EAGLE head over `steps` drafting steps from every anchor. The text's tokens are the draft tokens.
 
-    One step is EAGLE-1; more are HASS for EAGLE-1 heads and the training-time test for EAGLE-3 heads. regression: the
-    weight of the smooth L1 distance between states and the target's features, a mean over H (EAGLE, section 4.1;
-    EAGLE-1 weighs it 10 times as much as the token loss). noise: half the width of the uniform noise added to the
-    features of a text of 512 tokens; shorter texts get more (as in EAGLE's code).
+    regression: the weight of the smooth L1 distance between states and the target's features, a mean over H (EAGLE,
+    section 4.1: 10 times the token loss). noise: half the width of the uniform noise added to the features of a text
+    of 512 tokens; shorter texts get more (as in EAGLE's code).
     """
 
     head: EagleHead | Eagle3Head
@@ -85,9 +84,8 @@ def gather_anchors(answers: Tensor) -> tuple[Tensor, Tensor]:
 class UnrolledContext:
     """The keys and values that a head's layer attends to when drafts from all anchors are unrolled at once.
 
-    The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A]. It
-    attends to the text up to its anchor and to its own draft. A step costs T + S scores per query; with a mask over
-    all steps in one sequence it would be T x S.
+    The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A], which
+    attends to the text up to its anchor and to its own draft: T + S scores per query, not T x S as with one mask.
     """
 
     def __init__(self, columns: Tensor) -> None:
@@ -96,7 +94,7 @@ class UnrolledContext:
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `heads.layer_cache.Context`. In drafting steps the mask is not used."""
+        """See `heads.layer_cache.AttentionContext`. In drafting steps the mask is not used."""
         if self.text is None:
             self.text = keys, values
             return attend(queries, keys, values, mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +22,49 @@ REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's 
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
-def make_head(
-    kind: str,
-    target: Target,
-    examples: Sequence[Example],
-    *,
-    seed: int = 0,
-    draft_vocab: int | None = None,
-    heads: int | None = None,
-    layers: int | None = None,
-    output: Output | None = None,
-    prefix: bool = False,
-) -> Any:
-    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
+@dataclass(frozen=True)
+class HeadShape:
+    """The shape of a new head; None is its config's default.
 
     draft_vocab: draft only the tokens most frequent in the examples' answers. heads, layers, output: for Medusa and
-    Hydra; None is their config's default. prefix: Hydra++'s prefix layer.
+    Hydra. prefix: Hydra++'s prefix layer.
     """
+
+    draft_vocab: int | None = None
+    heads: int | None = None
+    layers: int | None = None
+    output: Output | None = None
+    prefix: bool = False
+
+
+def make_head(kind: str, target: Target, examples: Sequence[Example], shape: HeadShape, seed: int = 0) -> Any:
+    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's."""
     torch.manual_seed(seed)
     network, config = HEADS[kind]
-    vocab, model_config = target.vocabulary, target.config
-    draft_size = min(draft_vocab or vocab, vocab)
-    name = target.model.config.name_or_path
+    vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
+    draft_size = min(shape.draft_vocab or vocab, vocab)
     sizes: dict[str, Any] = {
         "draft_size": draft_size,
         "target_layers": model_config.num_hidden_layers,
         "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
+        "heads": shape.heads,
+        "layers": shape.layers,
+        "output": shape.output,
+        "prefix": _layer_config(target) if shape.prefix else None,
     }
     if kind in REGRESSION:
         sizes["layer"] = _layer_config(target, input_norm=kind != "eagle")
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
-        if kind == "eagle3":
-            sizes["features"] = choose_features(model_config.num_hidden_layers)
-    else:
-        given = {
-            "heads": heads,
-            "layers": layers,
-            "output": output,
-            "prefix": _layer_config(target) if prefix else None,
-        }
-        sizes |= {name: value for name, value in given.items() if value is not None}
-    head: Any = network(config(model_config.hidden_size, vocab, **sizes))
+    if kind == "eagle3":
+        sizes["features"] = choose_features(model_config.num_hidden_layers)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    head: Any = network(config(model_config.hidden_size, vocab, **given))
     if draft_size < vocab:
         head.token_map.copy_(choose_draft_vocabulary(examples, vocab, draft_size)[0])
     head.borrow(target.output_matrix, target.output_bias)
     if kind == "eagle3":
         _match_norm(head, target, examples)
-    if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
+    if shape.prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features
         head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
     return head
@@ -85,9 +82,8 @@ def make_objective(
     """The objective that trains a head. steps, regression and noise are for EAGLE heads, see `EagleObjective`."""
     if head.kind == "medusa":
         return MedusaObjective(head, loss, None, decay)
-    embeddings = target.model.get_input_embeddings()
-    with torch.no_grad():
-        table = embeddings(torch.arange(target.vocabulary, device=target.device))  # scaled, if the model scales them
+    with torch.no_grad():  # a call and not the weight: some models scale their embeddings
+        table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
     if head.kind == "hydra":
         return MedusaObjective(head, loss, table, decay)
     if head.embed_tokens is not None:
@@ -99,12 +95,12 @@ def make_objective(
 def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:
     """A decoder layer with the target's sizes, where its config names them as usual."""
     config = target.config
-    heads = config.num_attention_heads
+    heads, size = config.num_attention_heads, config.hidden_size
     return LayerConfig(
         num_attention_heads=heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        head_dim=getattr(config, "head_dim", None) or size // heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * size,
         input_norm=input_norm,
     )
 

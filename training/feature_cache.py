@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -32,10 +32,10 @@ MAX_DIFFERENCE = 0.1  # relative; features of one text that differ by more come 
 
 
 class FeatureCache:
-    """A folder of safetensors files (shards), each with the training targets of some examples.
+    """A folder of safetensors files (shards) with the training targets of examples, by example number.
 
     settings: what the targets depend on (model, layers, data). Raises ValueError if the folder was made with others.
-    Shards are written atomically, so a kill loses at most the shard being computed.
+    Shards are written atomically: a kill loses at most the shard being computed.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -43,8 +43,6 @@ class FeatureCache:
         self._places: dict[int, tuple[Path, int]] = {}
         self._shards: dict[Path, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / SETTINGS).exists():
-            self._write_settings(settings)
         self._check_settings(settings)
         self.scan()
 
@@ -56,11 +54,8 @@ class FeatureCache:
         path, place = self._places[number]
         shard, bounds, answers = self._shards[path]
         rows, labels = slice(*bounds[place : place + 2]), slice(*answers[place : place + 2])
-        return Targets(
-            shard.get_slice("features")[rows],
-            shard.get_slice("labels")[labels],
-            shard.get_slice("probabilities")[labels],
-        )
+        parts = ("features", rows), ("labels", labels), ("probabilities", labels)
+        return Targets(*(shard.get_slice(name)[part] for name, part in parts))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -95,7 +90,16 @@ class FeatureCache:
         shards = dict(list(_plan_shards(self.folder, examples))[process::processes])
         left = limit // processes - sum(path.stat().st_size for path in shards if path.exists())
         missing = {path: batches for path, batches in shards.items() if path not in self._shards}
-        with _show_progress(missing.values(), examples, disable=process > 0) as bar:
+        total = sum(len(examples[number].tokens) for batches in missing.values() for number in chain(*batches))
+        interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+        with tqdm(
+            desc="features",
+            unit=" tokens",
+            unit_scale=True,
+            total=total,
+            mininterval=interval,
+            disable=process > 0 or total == 0,
+        ) as bar:
             for path, batches in missing.items():
                 numbers = [*chain(*batches)]
                 left -= _count_bytes([examples[number] for number in numbers], teacher)
@@ -105,15 +109,15 @@ class FeatureCache:
                 self._write(path, numbers, [*targets])
                 bar.update(sum(len(examples[number].tokens) for number in numbers))
 
-    def _write_settings(self, settings: dict[str, Any]) -> None:
-        if any(not entry.name.startswith(".") and entry.name != SETTINGS for entry in self.folder.iterdir()):
-            raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
-        with self.locked():
-            if not (self.folder / SETTINGS).exists():  # another training may have written them meanwhile
-                write_aside(self.folder / SETTINGS, lambda file: file.write(json.dumps(settings).encode()))
-
     def _check_settings(self, settings: dict[str, Any]) -> None:
+        """Compare the folder's settings with these; a new folder gets these."""
         file = self.folder / SETTINGS
+        if not file.exists():
+            if any(not entry.name.startswith(".") and entry != file for entry in self.folder.iterdir()):
+                raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
+            with self.locked():
+                if not file.exists():  # another training may have written them meanwhile
+                    write_aside(file, lambda stream: stream.write(json.dumps(settings).encode()))
         try:
             stored = json.loads(file.read_text())
         except ValueError as error:
@@ -172,33 +176,29 @@ class BatchLoader:
         self.examples, self.teacher, self.cache = examples, teacher, cache
 
     def __call__(self, numbers: Sequence[int]) -> Batch:
-        targets: dict[int, Targets] = {}
-        if self.cache is not None:
-            device = self.teacher.target.device
-            targets = {
-                number: send_to_device(self.cache[number], device, non_blocking=True)
-                for number in numbers
-                if number in self.cache
-            }
-        missing = [number for number in numbers if number not in targets]
-        if missing:
+        cache: Any = self.cache or {}
+        targets = {
+            number: send_to_device(cache[number], self.teacher.target.device, non_blocking=True)
+            for number in numbers
+            if number in cache
+        }
+        if missing := [number for number in numbers if number not in targets]:
             computed = self.teacher.compute([self.examples[number] for number in missing])
             targets |= dict(zip(missing, computed, strict=True))
         return collate([self.examples[number] for number in numbers], [targets[number] for number in numbers])
 
 
 def _plan_shards(folder: Path, examples: Sequence[Example]) -> Iterator[tuple[Path, list[list[int]]]]:
-    """The files of all shards, and their examples in batches of one forward pass."""
-    batches: list[list[int]] = []
-    tokens = index = 0
+    """The files of all shards in order, and their examples in batches of one forward pass."""
+    shards: list[list[list[int]]] = []
+    tokens = SHARD_TOKENS
     for batch in plan_batches([len(example.tokens) for example in examples], PASS_TOKENS, seed=0, epoch=0):
-        batches.append(batch)
-        tokens += sum(len(examples[number].tokens) for number in batch)
         if tokens >= SHARD_TOKENS:
-            yield folder / f"{index:05d}.safetensors", batches
-            batches, tokens, index = [], 0, index + 1
-    if batches:
-        yield folder / f"{index:05d}.safetensors", batches
+            shards.append([])
+            tokens = 0
+        shards[-1].append(batch)
+        tokens += sum(len(examples[number].tokens) for number in batch)
+    return ((folder / f"{index:05d}.safetensors", batches) for index, batches in enumerate(shards))
 
 
 def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
@@ -208,11 +208,3 @@ def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
     width = target.config.hidden_size * len(teacher.layers) * target.dtype.itemsize
     labels = min(LABELS, target.vocabulary) * (torch.int32.itemsize + torch.half.itemsize)
     return rows * width + answers * labels + 24 * len(examples) + 1024  # three offsets an example, and the header
-
-
-def _show_progress(shards: Iterable[list[list[int]]], examples: Sequence[Example], disable: bool) -> Any:
-    """A progress bar over the tokens of some shards."""
-    total = sum(len(examples[number].tokens) for batches in shards for number in chain(*batches))
-    interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
-    disable = disable or total == 0
-    return tqdm(total=total, desc="features", unit=" tokens", unit_scale=True, mininterval=interval, disable=disable)

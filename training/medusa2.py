@@ -2,10 +2,8 @@
 for (Cai et al., "Medusa", 2024, section 2.2.2).
 
 Self-distillation (section 2.3.2) keeps the adapted target close to the original. Start from a trained head: a new one
-would only disturb the target.
-
-LoRA (Hu et al. 2021) is our own: peft would need more adapter code than this saves, and it renames the model's
-modules. Ours are hooks: the model stays a stock model, and without the hooks exactly the original.
+would only disturb the target. LoRA (Hu et al. 2021) is done with hooks and not with peft, which renames the model's
+modules: here the model stays a stock model, and with the hooks inactive exactly the original.
 
 Shapes: A answer positions of all texts, S labels, V vocabulary; R rank, I inputs and O outputs of a linear layer.
 """
@@ -13,7 +11,7 @@ Shapes: A answer positions of all texts, S labels, V vocabulary; R rank, I input
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +23,8 @@ from transformers import PreTrainedModel
 
 from decode import Target
 from decode.models.features import find_decoder
-from training.data import Example
 from training.objectives import Loss, MedusaObjective
-from training.teacher import Batch, Targets, Teacher, run_target
+from training.teacher import Batch, Teacher, run_target
 
 # The weight of the head's loss, constant as in the authors' recipe for Vicuna. Their recipe for Zephyr raises it
 # slowly, which protects the target from untrained heads; here heads are trained before.
@@ -60,20 +57,18 @@ class LowRankUpdate(nn.Module):
 class Adapters(nn.Module):
     """Low-rank updates for all linear layers of a model's decoder. The model's own weights are frozen.
 
-    The output layer has none: it is often tied to the embeddings, and heads may share it. Default rank and alpha are
-    those of Medusa-2's authors. Raises ValueError if the model has no plain linear layer.
+    The output layer has none: heads may share it. Default rank and alpha are those of Medusa-2's authors. Raises
+    ValueError if the model has no plain linear layer.
     """
 
     def __init__(self, model: PreTrainedModel, rank: int = 32, alpha: float = 16.0) -> None:
         super().__init__()
         self.active = True
-        decoder = set(find_decoder(model)[0].modules())
-        linears = {
-            name: module for name, module in model.named_modules() if type(module) is nn.Linear and module in decoder
-        }
+        inside = set(find_decoder(model)[0].modules())
+        linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear and part in inside}
         if not linears:
             raise ValueError(
-                f"{type(model).__name__} has no linear layers to adapt that are neither packed nor quantized"
+                f"{type(model).__name__} has no linear layers to adapt; packed or quantized ones cannot be"
             )
         model.requires_grad_(False)
         self.by_name = {name: LowRankUpdate(linear, rank, alpha) for name, linear in linears.items()}
@@ -93,10 +88,8 @@ class Adapters(nn.Module):
     @torch.no_grad()
     def merge(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's state dict with the updates added to its weights; `states` is not changed."""
-        merged = dict(states)
-        for name, update in self.by_name.items():
-            merged[f"{name}.weight"] = update.merge(states[f"{name}.weight"])
-        return merged
+        updates = {f"{name}.weight": update for name, update in self.by_name.items()}
+        return {name: updates[name].merge(state) if name in updates else state for name, state in states.items()}
 
     def _make_hook(self, update: LowRankUpdate) -> Any:
         def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -108,8 +101,8 @@ class Adapters(nn.Module):
 class Medusa2Objective(nn.Module):
     """KL(original || adapted target) on answers, plus `HEADS_WEIGHT` times the head's loss on the adapted features.
 
-    A batch's labels are the original target's; its features are not used. The target is not part of this module: it
-    stays in evaluation mode, and only head and adapters are trained.
+    A batch's labels are the original target's (`teacher`); its features are not used. The target is not part of this
+    module: it stays in evaluation mode, and only head and adapters are trained.
     """
 
     lr_shares: ClassVar[dict[str, float]] = {"adapters": ADAPTERS_LR_SHARE}
@@ -117,6 +110,7 @@ class Medusa2Objective(nn.Module):
     def __init__(self, target: Target, adapters: Adapters, heads: MedusaObjective) -> None:
         super().__init__()
         self.target, self.adapters, self.heads = target, adapters, heads
+        self.teacher = Teacher(target, heads.head.features, adapters.off)
 
     def forward(self, batch: Batch) -> Loss:
         answers = batch.answers
@@ -124,33 +118,6 @@ class Medusa2Objective(nn.Module):
         loss = self.heads(batch._replace(features=features))
         drift = divergence(logits, batch.labels[answers], batch.probabilities[answers])
         return replace(loss, total=drift + HEADS_WEIGHT * loss.total)
-
-
-class OriginalTeacher(Teacher):
-    """Training targets of the original target, without its adapters."""
-
-    def __init__(self, target: Target, layers: Sequence[int], adapters: Adapters) -> None:
-        super().__init__(target, layers)
-        self.adapters = adapters
-
-    def compute(self, examples: Sequence[Example]) -> list[Targets]:
-        with self.adapters.off():
-            return super().compute(examples)
-
-
-def add_adapters(
-    target: Target, heads: MedusaObjective, rank: int, seed: int, folder: Path, save_head: Callable[[], None]
-) -> tuple[Medusa2Objective, OriginalTeacher, Callable[[], None]]:
-    """Add adapters to the target. Returns the objective, the teacher, and a function that saves the adapted model to
-    a folder and then the head."""
-    torch.manual_seed(seed)
-    adapters = Adapters(target.model, rank)
-
-    def save() -> None:
-        save_adapted(target, adapters, folder)
-        save_head()
-
-    return Medusa2Objective(target, adapters, heads), OriginalTeacher(target, heads.head.features, adapters), save
 
 
 def divergence(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ DECAY = 0.8  # Medusa, section 2.2.1
 
 @dataclass(frozen=True)
 class Loss:
-    """`total` is minimised, a sum over anchors. By depth: the number of anchors, and on how many of them the head's
-    most likely token was right (the target's most likely token or, with "ce", the text's)."""
+    """`total`, a sum over anchors, is minimised. By depth: the number of anchors, and for how many of them the head's
+    most likely token is the target's or, with "ce", the text's."""
 
     total: Tensor
     anchors: Tensor  # [K]
@@ -81,12 +81,11 @@ class Objective(nn.Module, ABC):
 
     def _token_loss(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
         """The loss of the draft tokens of a depth, summed, and [R] bool: which most likely tokens were right."""
+        labels, p = batch.labels[row, column], batch.probabilities[row, column]
         if self.loss == "ce":
             labels = batch.tokens[row, column + 1][:, None]
             p = torch.ones_like(labels, dtype=torch.float32)
-        else:
-            labels, p = batch.labels[row, column], batch.probabilities[row, column]
-        weight, bias = self.head.vocabulary(depth)
+        weight, bias = self.head.output_layer(depth)
         return vocabulary_loss(self.loss, self.head.normalise(states), weight, bias, self.draft_ids[labels], p)
 
 

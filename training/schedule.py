@@ -42,25 +42,21 @@ class Schedule:
 
         lengths: the number of tokens in each example.
         """
-        return islice(self._plan_epochs(lengths), self.max_steps)
-
-    def _plan_epochs(self, lengths: Sequence[int]) -> Iterator[list[list[int]]]:
-        for epoch in range(self.epochs):
-            batches = plan_batches(lengths, self.batch_tokens, self.seed, epoch)
-            for begin in range(0, len(batches), self.accumulate):
-                yield batches[begin : begin + self.accumulate]
+        epochs = (plan_batches(lengths, self.batch_tokens, self.seed, epoch) for epoch in range(self.epochs))
+        size = self.accumulate
+        steps = (batches[begin : begin + size] for batches in epochs for begin in range(0, len(batches), size))
+        return islice(steps, self.max_steps)
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """The batches of one epoch as lists of example numbers; every example occurs once.
 
     A batch is a rectangle [B, T] of at most `batch_tokens` tokens; a longer example gets a batch of its own. Examples
-    are shuffled, then sorted by length within pools of several batches. Batches vary, and padding stays at a few
-    per cent.
+    are shuffled, then sorted by length within pools of about 64 batches: padding stays at a few per cent.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    pool = max(1, 64 * batch_tokens * len(lengths) // max(1, sum(lengths)))  # examples in about 64 batches
+    pool = max(1, 64 * batch_tokens * len(lengths) // max(1, sum(lengths)))
     batches: list[list[int]] = []
     for begin in range(0, len(order), pool):
         batch: list[int] = []

@@ -5,7 +5,8 @@ Shapes: B rows, T tokens, F feature width, A answer positions, S labels (the mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -44,17 +45,19 @@ class Batch(NamedTuple):
 
 class Teacher:
     """Computes training targets with the frozen model. `layers`: the hidden states that form the features, numbered
-    as in transformers."""
+    as in transformers. `context`: entered for each forward pass, e.g. to switch adapters off."""
 
-    def __init__(self, target: Target, layers: Sequence[int]) -> None:
-        self.target, self.layers = target, tuple(layers)
+    def __init__(
+        self, target: Target, layers: Sequence[int], context: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.target, self.layers, self.context = target, tuple(layers), context
 
     @torch.no_grad()
     def compute(self, examples: Sequence[Example]) -> list[Targets]:
         """The targets of the examples, from one forward pass."""
-        device = self.target.device
-        tokens, answers = (part.to(device) for part in pad_examples(examples))
-        features, logits = run_target(self.target, self.layers, tokens, answers)
+        tokens, answers = (part.to(self.target.device) for part in pad_examples(examples))
+        with self.context():
+            features, logits = run_target(self.target, self.layers, tokens, answers)
         parts = [_top_k(part) for part in logits.split(TOP_K_ROWS)]
         columns = zip(*parts, strict=True)
         labels, probabilities = (torch.cat(column).split(answers.sum(dim=1).tolist()) for column in columns)

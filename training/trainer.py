@@ -1,7 +1,7 @@
 """The training loop: batches in a fixed order, checkpoints, validation by decoding, early stopping.
 
-Runs in one process or several, on any device that accelerate supports. Each process takes its share of every batch,
-so the number of processes changes the speed but, except for rounding and random noise, not the result.
+Each of several processes takes its share of every batch: their number changes the speed but, except for rounding and
+random noise, not the result.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class Trainer:
     """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder.
 
     load_batch: the batch of the examples with these numbers. validate: decode with the current head. save_best: save
-    the current head. settings: what must be equal for a training to be resumed. An objective may have `lr_shares`:
-    factors of the learning rate for some of its parts, by name.
+    the current head. settings: must be equal to resume. An objective's `lr_shares`, if any: see `make_optimizers`.
     """
 
     def __init__(
@@ -84,12 +83,9 @@ class Trainer:
         optimizers = make_optimizers(self.weights, schedule.lr, getattr(objective, "lr_shares", {}))
         self.objective, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.steps = sum(1 for _ in schedule.plan(self.lengths))
-        # Starting at the schedule's second step: in its first, the learning rate is zero.
-        warmup = int(WARMUP * self.steps) + 1
-        self.lr_schedulers = [
-            get_cosine_schedule_with_warmup(optimizer, warmup, self.steps + 1, last_epoch=0)
-            for optimizer in self.optimizers
-        ]
+        # last_epoch=0 skips the schedule's first step, in which the learning rate is zero.
+        length = int(WARMUP * self.steps) + 1, self.steps + 1
+        self.lr_schedulers = [get_cosine_schedule_with_warmup(one, *length, last_epoch=0) for one in self.optimizers]
         self.progress = Progress()
         self._terminated = False
 
@@ -101,22 +97,22 @@ class Trainer:
     def describe(self) -> str:
         """The progress in one line."""
         progress = self.progress
-        end = f", then {progress.stale} validations without a better one" if progress.step < self.steps else ""
+        end = "" if progress.step == self.steps else f", then {progress.stale} validations without a better one"
         return f"{self.folder}: {progress.step} of {self.steps} steps, tau {progress.best_tau:.2f} at best{end}"
 
     def run(self, state: Mapping[str, Any] | None = None, begin_with_best: bool = False) -> int:
-        """Train to the end, or until tau stops growing, from the beginning or a checkpoint's `state`. Returns the
-        number of steps made.
+        """Train from the beginning or a checkpoint's `state` to the end, or until tau stops growing. Returns the number
+        of steps made.
 
-        begin_with_best: validate first, so that a later head is saved only if it beats this one. Raises ValueError if
-        the loss explodes (saved files stay), SystemExit after a SIGTERM (with a checkpoint).
+        begin_with_best: validate first; later heads are saved only if they beat this one. Raises ValueError if the
+        loss explodes (saved files stay), SystemExit after a SIGTERM (with a checkpoint).
         """
         if state is not None:
             self._restore(state)
         self._check_together()
         first = self.progress.step
         self.metrics = Metrics(self.folder, first) if self.accelerator.is_main_process else None
-        previous = signal.signal(signal.SIGTERM, self._terminate)
+        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_terminated", True))
         try:
             if state is None and begin_with_best:
                 self._validate()
@@ -129,21 +125,22 @@ class Trainer:
         schedule, progress = self.schedule, self.progress
         started, tokens_before = perf_counter(), progress.tokens
         silent = self.finished or not self.accelerator.is_main_process
-        interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+        interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
         with tqdm(total=self.steps, initial=progress.step, unit=" steps", mininterval=interval, disable=silent) as bar:
             for batches in islice(schedule.plan(self.lengths), progress.step, None):
                 if self.finished:
                     return
                 losses = self._step(batches)
                 progress.step += 1
-                speed = (progress.tokens - tokens_before) / (perf_counter() - started)
+                loss, speed = losses["loss"], (progress.tokens - tokens_before) / (perf_counter() - started)
                 bar.set_postfix_str(
-                    f"loss {losses['loss']:.3f}, tau {progress.best_tau:.2f}, {speed:.0f} tokens/s", refresh=False
+                    f"loss {loss:.3f}, tau {progress.best_tau:.2f}, {speed:.0f} tokens/s", refresh=False
                 )
                 bar.update()
-                if progress.step % LOG_EVERY == 0 or progress.step == self.steps:
+                last = progress.step == self.steps
+                if last or progress.step % LOG_EVERY == 0:
                     self._log(**losses)
-                if progress.step % schedule.validate_every == 0 or progress.step == self.steps:
+                if last or progress.step % schedule.validate_every == 0:
                     self._validate()
                 stopping = self._stopping()
                 if progress.step % schedule.save_every == 0 or self.finished or stopping:
@@ -174,13 +171,12 @@ class Trainer:
             optimizer.zero_grad()
             lr_scheduler.step()
         self.progress.tokens += answers
-        anchors, agreed = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-        agreement = [right / max(1, count) for right, count in zip(agreed, anchors, strict=True)]
+        depths = len(counts) // 2
+        agreement = [right / max(1, count) for count, right in zip(counts[:depths], counts[depths:], strict=True)]
         return {"loss": total / answers, "agreement": agreement}
 
     def _check_loss(self, loss: float, norm: float) -> None:
-        progress = self.progress
-        mean = progress.mean_loss
+        progress, mean = self.progress, self.progress.mean_loss
         if not math.isfinite(loss + norm) or (mean is not None and loss > EXPLODED * mean + 1):
             raise ValueError(
                 f"the loss exploded at step {progress.step + 1} ({loss:.3g}, gradient {norm:.3g}); {self.folder} keeps "
@@ -201,13 +197,11 @@ class Trainer:
             result = self.validate()
             self.objective.train()
             self._log(tau=result.tau, acceptance=result.acceptance)
+            self.progress.stale += 1
             if result.tau > self.progress.best_tau:
                 self.progress.best_tau, self.progress.stale = result.tau, 0
                 self.save_best()
-            else:
-                self.progress.stale += 1
-        stale = torch.tensor([self.progress.stale], device=self.accelerator.device)
-        self.progress.stale = int(broadcast(stale))
+        self.progress.stale = int(broadcast(torch.tensor([self.progress.stale], device=self.accelerator.device)))
 
     def _log(self, **row: Any) -> None:
         if self.metrics is not None:
@@ -241,10 +235,5 @@ class Trainer:
 
     def _stopping(self) -> bool:
         """Whether any process has received SIGTERM."""
-        if self.accelerator.num_processes == 1:
-            return self._terminated
         asked = torch.tensor([int(self._terminated)], device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, "sum").item())
-
-    def _terminate(self, *_: Any) -> None:
-        self._terminated = True

@@ -1,4 +1,4 @@
-"""Make a model fast on a CPU without changing what it computes: weights packed once, grouped queries not repeated."""
+"""Make a model fast on a CPU without changing what it computes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.cpu.compiled_model import compile_model, whole_layers
+from decode.cpu.compiled_model import compile_model, compiled_layers
 from decode.cpu.grouped_attention import ATTENTION
-from decode.cpu.linear_kernels import FewOrMany
+from decode.cpu.linear_kernels import CompiledLinear
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
-from decode.models.user_cache import say
+from decode.models.user_cache import print_notice
 
 MODES = ("auto", "packed", "compiled", "off")
-SIZES = 64 << 20, 2 << 30  # bytes in the linear layers of models that are compiled unasked
-COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # as torch has it
+COMPILED_BYTES = 64 << 20, 2 << 30  # smallest and largest size of all linear layers that "auto" compiles
+COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's default
 
 
 def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
-    """Make a CPU model fast, in place, and return it. Its outputs stay the same up to rounding; embeddings are untouched.
+    """Make a CPU model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
-    mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles
-    kernels for passes over a few tokens; they need the dense weights, which are kept. "auto" compiles where it is worth
-    it (`is_worth_compiling`) and packs elsewhere. "off" changes nothing.
+    mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles kernels
+    for passes over a few tokens; they need the dense weights, which are kept. "auto" compiles with a C++ compiler and
+    linear layers of `COMPILED_BYTES`, and packs otherwise. "off" changes nothing.
 
     Raises ValueError for an unknown mode, and if "compiled" is not possible.
     """
@@ -39,10 +39,14 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         model.set_attn_implementation(ATTENTION)
     if mode == "compiled":
         compile_model(model)
-    elif mode == "auto" and is_worth_compiling(model):
-        _compile_if_possible(model)
-    else:
+    elif mode == "packed" or not _is_worth_compiling(model):
         pack_layers(model)
+    else:
+        try:
+            compile_model(model, retry_failed=False)  # retrying could take a minute at each start
+        except ValueError as error:
+            print_notice(f"{error}; the model runs without")
+            pack_layers(model)
     return model
 
 
@@ -52,19 +56,10 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")
 
 
-def is_worth_compiling(model: PreTrainedModel) -> bool:
-    """Whether "auto" compiles: on a CPU with a C++ compiler, for linear layers of `SIZES` bytes in all."""
+def _is_worth_compiling(model: PreTrainedModel) -> bool:
     size = sum(module.weight.nbytes for module in model.modules() if can_pack(module))
-    return SIZES[0] <= size <= SIZES[1] and shutil.which(os.environ.get("CXX", COMPILER)) is not None
-
-
-def _compile_if_possible(model: PreTrainedModel) -> None:
-    """Compile, or pack if that fails. A failed compilation is not repeated: it could take a minute at each start."""
-    try:
-        compile_model(model, again=False)
-    except ValueError as error:
-        say(f"{error}; the model runs without")
-        pack_layers(model)
+    has_compiler = shutil.which(os.environ.get("CXX", COMPILER)) is not None
+    return COMPILED_BYTES[0] <= size <= COMPILED_BYTES[1] and has_compiler
 
 
 def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
@@ -85,18 +80,18 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether passes over a few tokens run compiled kernels, of whole decoder layers or of single linear layers."""
-    return bool(whole_layers(model)) or any(isinstance(part, FewOrMany) for part in model.modules())
+    """Whether passes over a few tokens run compiled kernels."""
+    return bool(compiled_layers(model)) or any(isinstance(part, CompiledLinear) for part in model.modules())
 
 
 def dense_output_layer(model: PreTrainedModel) -> Any:
-    """The output layer; of a compiled one, the form with the dense weight."""
+    """The output layer; if it is compiled, the form with the dense weight."""
     output = model.get_output_embeddings()
-    return getattr(output, "few", output)
+    return output.dense if isinstance(output, CompiledLinear) else output
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Whether it has instructions for it. On older CPUs with AVX-512, oneDNN has kernels that only emulate them."""
+    """Whether a device has bfloat16 instructions. On older CPUs with AVX-512, oneDNN only emulates them."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

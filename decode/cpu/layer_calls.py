@@ -1,6 +1,6 @@
-"""What a decoder layer is called with: taken apart into tensors and a form, and put together again.
+"""Calls of a decoder layer as flat lists of tensors, which kernels take.
 
-Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache, of which attention sees the first S, D head size.
+Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache, the first S of which attention sees, D head size.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from decode.kv_cache import TreeCache
 
-Form = tuple[tuple[int | str, Any], ...]  # of each argument its place or name, and what stands for its value
+CallSpec = tuple[tuple[int | str, Any], ...]  # the place or name of each argument, and a spec of its value
 
 
-class Like(NamedTuple):
-    """Stands for a tensor; `stride` is None for one that has S as its last size, and no gaps."""
+class TensorSpec(NamedTuple):
+    """A tensor's size, stride and dtype. If it is contiguous with last size S, size omits S and stride is None."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
 
 
-class Constant(NamedTuple):
-    """Stands for a value that is no tensor."""
+class ConstantSpec(NamedTuple):
+    """A value that is not a tensor. The type tells 1, 1.0 and True apart."""
 
     kind: type
     value: int | float | str | None
 
 
-class Cached(NamedTuple):
-    """Stands for the KV cache: the sizes of a layer's keys and values but for C, and their dtype."""
+class CacheSpec(NamedTuple):
+    """The KV cache: (B, H, D) of a layer's keys and of its values, and their dtype."""
 
     keys: tuple[int, int, int]
     values: tuple[int, int, int]
@@ -41,21 +41,19 @@ class Cached(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """A call of a decoder layer.
+    """A call of a decoder layer: the spec that its kernel is compiled for, and the kernel's inputs.
 
-    A kernel is made for a `form` and takes `tensors`: those of the call, then the layer's keys and values [B, H, C, D],
-    and the new nodes' slots [B, N].
+    The inputs are the call's tensors, then the layer's keys and values [B, H, C, D], then the new nodes' slots [B, N].
     """
 
-    form: Form
+    spec: CallSpec
     tensors: list[Tensor]
 
 
-def take_apart(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
     """The call of the layer that writes to layer `number` of a `TreeCache`.
 
-    None before anything was written there, and where the call holds other things than tensors, plain values and that
-    cache.
+    None if that part of the cache is empty, or if an argument is not a tensor, a plain value, a tuple or that cache.
     """
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
     states = None if cache is None else cache.allocated(number)
@@ -63,58 +61,58 @@ def take_apart(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> La
         return None
     tensors: list[Tensor] = []
 
-    def stand_in(value: Any) -> Any:
+    def describe(value: Any) -> Any:
         if isinstance(value, Tensor):
             tensors.append(value)
             if value.dim() == 4 and value.shape[3] == cache.used and value.is_contiguous():
-                return Like(tuple(value.shape[:3]), None, value.dtype)
-            return Like(tuple(value.shape), value.stride(), value.dtype)
+                return TensorSpec(tuple(value.shape[:3]), None, value.dtype)
+            return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
         if isinstance(value, tuple):
-            return tuple(map(stand_in, value))
+            return tuple(map(describe, value))
         if value is cache:
             keys, values = ((part.shape[0], part.shape[1], part.shape[3]) for part in states)
-            return Cached(keys, values, states[0].dtype)
+            return CacheSpec(keys, values, states[0].dtype)
         if value is None or isinstance(value, int | float | str):
-            return Constant(type(value), value)
+            return ConstantSpec(type(value), value)
         raise TypeError(f"a kernel cannot take {type(value).__name__}")
 
     try:
-        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        form = tuple((name, stand_in(value)) for name, value in named)
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        spec = tuple((name, describe(value)) for name, value in arguments)
     except TypeError:
         return None
-    return LayerCall(form, [*tensors, *states, cache.node_slots])
+    return LayerCall(spec, [*tensors, *states, cache.node_slots])
 
 
-def free_sizes(form: Form) -> list[tuple[int, ...]]:
-    """Of each tensor of a call the dimensions whose size may be another: S and C."""
-    return [*[(3,) if like.stride is None else () for like in _likes(form)], (2,), (2,), ()]
+def dynamic_dimensions(spec: CallSpec) -> list[tuple[int, ...]]:
+    """For each tensor of a call, the dimensions of size S or C."""
+    return [*[(3,) if tensor.stride is None else () for tensor in _tensor_specs(spec)], (2,), (2,), ()]
 
 
-def put_together(form: Form, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments, with a `CachePart` for the KV cache. Raises ValueError where none of them has size S."""
-    *given, keys, values, places = tensors
-    used = [tensor.shape[3] for tensor, like in zip(given, _likes(form), strict=True) if like.stride is None]
-    if not used:
-        raise ValueError("no argument says how many slots of the KV cache are used")
-    part = CachePart(keys, values, places, used[0])
-    left = iter(given)
+def rebuild_call(spec: CallSpec, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments, with a `LayerCache` for the KV cache. Raises ValueError if no argument has size S."""
+    *arguments, keys, values, places = tensors
+    pairs = zip(arguments, _tensor_specs(spec), strict=True)
+    used = next((tensor.shape[3] for tensor, like in pairs if like.stride is None), None)
+    if used is None:
+        raise ValueError("no argument shows how many slots of the KV cache are used")
+    cache, left = LayerCache(keys, values, places, used), iter(arguments)
 
-    def value_of(stands: Any) -> Any:
-        if isinstance(stands, Like):
+    def rebuild(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
             return next(left)
-        if isinstance(stands, Cached):
-            return part
-        return stands.value if isinstance(stands, Constant) else tuple(map(value_of, stands))
+        if isinstance(value, CacheSpec):
+            return cache
+        return value.value if isinstance(value, ConstantSpec) else tuple(map(rebuild, value))
 
-    named = [(name, value_of(stands)) for name, stands in form]
-    args = tuple(value for name, value in named if isinstance(name, int))
-    return args, {name: value for name, value in named if isinstance(name, str)}
+    rebuilt = [(name, rebuild(value)) for name, value in spec]
+    args = tuple(value for name, value in rebuilt if isinstance(name, int))
+    return args, {name: value for name, value in rebuilt if isinstance(name, str)}
 
 
 @dataclass
-class CachePart:
-    """What a kernel has for the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots [B, N], and S."""
+class LayerCache:
+    """A kernel's view of the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots [B, N], and S."""
 
     keys: Tensor
     values: Tensor
@@ -122,17 +120,17 @@ class CachePart:
     used: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What `TreeCacheLayer.update` does. It writes to all slots: of those used a compiler would make copies."""
+        """As `TreeCacheLayer.update`, but writes to the whole tensors: a compiler would copy slices of them."""
         row = torch.arange(self.places.shape[0])[:, None]
         self.keys[row, :, self.places] = key_states.transpose(1, 2)
         self.values[row, :, self.places] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 
-def _likes(stands: Any) -> Iterator[Like]:
-    """What stands for tensors, in the order of the call."""
-    if isinstance(stands, Like):
-        yield stands
-    elif type(stands) is tuple:
-        for part in stands:
-            yield from _likes(part)
+def _tensor_specs(spec: Any) -> Iterator[TensorSpec]:
+    """The tensors of a spec, in the order of the call."""
+    if isinstance(spec, TensorSpec):
+        yield spec
+    elif type(spec) is tuple:
+        for part in spec:
+            yield from _tensor_specs(part)

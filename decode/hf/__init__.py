@@ -1,1 +1,1 @@
-"""Speculative decoding inside transformers' `generate`."""
+"""Speculative decoding inside transformers' own `generate`."""

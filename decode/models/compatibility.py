@@ -1,4 +1,4 @@
-"""Which models can be a target: everything that cannot work is refused by name."""
+"""Which models can be a target. Models that cannot are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "draftless_grouped_sdpa")
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside torch.compile's wrapper or a peft one.
+    """The transformers model in a wrapper of torch.compile or peft. Adapters within its layers stay active.
 
-    Raises ValueError for anything else that is no model, and for adapters that live in the wrapper alone.
+    Raises ValueError for prompt-learning adapters, and for anything that is not a transformers model.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+    while hasattr(model, "_orig_mod") or hasattr(model, "get_base_model"):
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+            continue
+        configs = getattr(model, "peft_config", {}).values()
+        if any(getattr(config, "is_prompt_learning", False) for config in configs):
             raise ValueError(
-                "prompt-learning adapters of peft prepend virtual tokens, which a draft tree has no room for"
+                "this peft model has a prompt-learning adapter, which adds virtual tokens in its own forward; "
+                "only adapters within layers, such as LoRA, can be used"
             )
         model = model.get_base_model()
     if isinstance(model, str | PathLike):
@@ -33,9 +37,12 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise ValueError, saying why, for a model in training, or whose state cannot branch or be read by position."""
+    """Raise ValueError if a model is in training mode, or if it cannot compute the nodes of a tree.
+
+    The state of a target must be able to branch, and its layers must place tokens by position, not by cache slot.
+    """
     if any(module.training for module in model.modules()):
-        raise ValueError("the model is in training mode, where dropout changes what it says; call model.eval() first")
+        raise ValueError("the model is in training mode, where dropout changes its logits; call model.eval() first")
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -46,15 +53,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} keeps a recurrent state, which cannot branch into a tree; use an attention-only model"
         )
     if _has_alibi(config):
-        raise ValueError(f"{name} uses ALiBi, whose biases follow cache slots and not positions: a tree would be wrong")
-    if hasattr(config, "attention_layers"):  # gpt_neo: a buffer of the context's size, read by slot; windows by slot
+        raise ValueError(f"{name} uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong")
+    if hasattr(config, "attention_layers"):  # gpt_neo
         raise ValueError(f"{name} masks its attention by cache slots, which are not a tree's positions")
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{name} takes no position_ids: it counts cache slots, which are not a tree's positions")
-    used = config._attn_implementation
-    if used not in ATTENTION_IMPLEMENTATIONS:
+    if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
-            f"attention implementation {used!r} takes no mask of a tree; load the model with "
+            f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
 

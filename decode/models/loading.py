@@ -1,4 +1,4 @@
-"""Loading a target by name."""
+"""Loading models by name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ def load_model(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """A model and its tokenizer from a local folder or a hub id; without a name, the default model.
 
-    dtype: a torch dtype or its name; None keeps the checkpoint's, or takes float32 on a CPU. device: e.g. "cuda:0"; None
-    takes a GPU if there is one. device_map: accelerate's, e.g. "auto", instead of a device. accelerate: how to make it
-    fast on a CPU (`decode.cpu.acceleration`).
+    dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
+    by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
+    see `decode.cpu.accelerate`.
 
-    Raises ValueError for an unknown dtype, device or accelerate mode, for a name that leads nowhere or to a damaged or
-    incomplete model, and if "compiled" is asked for and impossible.
+    Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged or
+    incomplete, and if "compiled" is not possible.
     """
     check_mode(accelerate)
-    chosen_dtype = parse_dtype(dtype)
-    place = _device(device)
-    folder = str(name) if name is not None else str(default_model())
+    chosen_dtype, chosen_device = parse_dtype(dtype), _parse_device(device)
+    folder = str(default_model() if name is None else name)
     if chosen_dtype is None:
-        chosen_dtype = torch.float32 if place.type == "cpu" and device_map is None else "auto"
+        chosen_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -49,19 +48,19 @@ def load_model(
             dtype=chosen_dtype,
             device_map=device_map,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # refused below: transformers itself does so without saying which
+            ignore_mismatched_sizes=True,  # refused below, with their names
             output_loading_info=True,
         )
-    except Exception as error:  # whatever the readers of a dozen formats make of a missing or damaged file
+    except Exception as error:  # each file format has errors of its own
         raise ValueError(f"cannot load a model from {folder!r}: {_explain(error, folder)}") from error
     _refuse_gaps(report, folder)
     if device_map is None:
-        model = model.to(place)
+        model = model.to(chosen_device)
     return accelerate_model(model, accelerate), tokenizer
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> Any:
-    """The torch dtype of that name; a dtype or None as it is. Raises ValueError for all but `DTYPES`."""
+    """The torch dtype for a dtype, its name or None. Raises ValueError for others than `DTYPES`."""
     if dtype is None or dtype in DTYPES.values():
         return dtype
     name = str(dtype).removeprefix("torch.")
@@ -71,12 +70,12 @@ def parse_dtype(dtype: str | torch.dtype | None) -> Any:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The same model cut to its first `count` layers; it shares every weight. A poor draft, but one that always fits.
+    """The model cut to its first `count` layers, sharing all weights: a weak draft model that needs no training.
 
-    Raises ValueError where the model has fewer layers.
+    Raises ValueError if the model has fewer layers.
     """
-    cut = _share(model)
-    base = _share(getattr(model, model.base_model_prefix))
+    cut = _copy_module(model)
+    base = _copy_module(getattr(model, model.base_model_prefix))
     name = next(name for name in ("layers", "h", "blocks") if hasattr(base, name))
     layers = getattr(base, name)
     if not 1 <= count <= len(layers):
@@ -90,40 +89,40 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return cut
 
 
+def _copy_module(module: Any) -> Any:
+    """A copy whose direct children can be replaced without changing the original. Children are not copied."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
+
+
 def _explain(error: Exception, folder: str) -> str:
-    """An error of transformers in one line of bearable length."""
-    said = textwrap.shorten(str(error), 300, placeholder=" ...")
-    known = isinstance(error, OSError | ValueError | RuntimeError)  # a KeyError says no more than a key
-    reason = said if known else f"{type(error).__name__}: {said}"
+    """An error of transformers in one line."""
+    reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # the text of a KeyError is just a key
+        reason = f"{type(error).__name__}: {reason}"
     return reason if Path(folder).is_dir() else f"there is no such folder; as a hub id: {reason}"
 
 
 def _refuse_gaps(report: Mapping[str, Any], folder: str) -> None:
-    """Raise ValueError for a checkpoint with missing or misshapen weights; transformers would draw random ones."""
+    """Raise ValueError for missing or misshapen weights, which transformers would fill with random numbers."""
     missing = sorted(report["missing_keys"])
     misshapen = sorted(key for key, *_ in report["mismatched_keys"])
-    for keys, fault in ((missing, "are missing"), (misshapen, "have other shapes than its config.json says")):
+    for keys, fault in ((missing, "are missing"), (misshapen, "have other shapes than in config.json")):
         if keys:
             names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise ValueError(f"cannot load a model from {folder!r}: weights {fault}: {names}")
 
 
-def _share(module: Any) -> Any:
-    """A copy of one module whose parts can be replaced without changing the original's; they are not copied."""
-    shared = copy.copy(module)
-    shared._modules = dict(module._modules)
-    return shared
-
-
-def _device(name: str | None) -> torch.device:
+def _parse_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"unknown device {name!r}; examples are cpu, cuda and cuda:1") from None
-    if place.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported; use cpu or cuda")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
-    return place
+    return device

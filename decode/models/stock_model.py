@@ -1,4 +1,4 @@
-"""A stock Hugging Face model, with what verifying a tree needs to know of it."""
+"""A stock transformers model, and what a session needs to know about it. `decode.target.Target` adds all else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.masks import attention_windows
 
-SLOTS_AHEAD = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
+MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
 
 
 class StockModel:
-    """A decoder-only transformers model and the facts that its forward pass over a tree depends on."""
+    """A decoder-only transformers model and the properties that a forward pass over a tree depends on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -23,29 +23,29 @@ class StockModel:
 
     @property
     def context(self) -> int:
-        """The number of positions that prompt and answer may fill."""
+        """The largest number of tokens of a prompt and its answer."""
         return _usable_context(self.config)
 
 
 def _usable_context(config: PretrainedConfig) -> int:
-    """The number of positions up to which a token's logits depend on its own path alone.
+    """The model's context length, or the number of positions whose logits depend on a token's own path alone.
 
-    This is the model's context length, with two exceptions in transformers. Longrope changes the frequencies of all
-    positions once any row passes its original context. Llama 4 scales the queries of its layers without positions by
-    cache slot, in steps of `floor_scale`; the first step changes nothing.
+    Two kinds of model have fewer of those in transformers. Longrope changes the frequencies of all positions once any
+    row passes its original context. Llama 4 scales the queries of layers without positions by cache slot, in steps of
+    `floor_scale`; the first step changes nothing.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # some models have one set of parameters for each layer type
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            limits.append(part.get("original_max_position_embeddings"))
+    for parameters in (rope, *rope.values()):  # some models have a dict of parameters for each layer type
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limits.append(parameters.get("original_max_position_embeddings"))
     if getattr(config, "attn_temperature_tuning", False):
-        limits.append(config.floor_scale - SLOTS_AHEAD)
+        limits.append(config.floor_scale - MAX_TREE_SLOTS)
     return min((int(limit) for limit in limits if limit), default=1 << 30)
 
 
 def _input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go: the embeddings' device, or the one accelerate moves them to."""
+    """The device for token ids: that of the embeddings, or the one that accelerate moves them to."""
     embeddings = model.get_input_embeddings()
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
     return embeddings.weight.device if device is None else torch.device(device)

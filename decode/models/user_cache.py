@@ -1,4 +1,4 @@
-"""The folder in the user's cache where things are kept that are made once: the default model, compiled kernels."""
+"""The user's cache folder, for what is made once: the default model and compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/draftless`, or ~/.cache/draftless; it may not be there yet."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "draftless"
+    """`$XDG_CACHE_HOME/draftless` or ~/.cache/draftless. It may not exist yet."""
+    parent = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(parent) if os.path.isabs(parent) else Path.home() / ".cache") / "draftless"
 
 
 @contextlib.contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """A new empty folder, gone afterwards whatever happens; what a killed run left there is removed first."""
+    """An empty folder that is removed afterwards. Leftovers of a killed run are removed first."""
     remove(path)
     path.mkdir()
     try:
@@ -28,13 +28,13 @@ def scratch(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def say(text: str) -> None:
-    """Tell whoever waits."""
+def print_notice(text: str) -> None:
+    """Print a line for the user to stderr."""
     print(f"draftless: {text}", file=sys.stderr, flush=True)

@@ -64,9 +64,7 @@ class AnswersFile:
         raw = self.path.read_bytes()
         self.size = raw.rfind(b"\n") + 1
         if not self.settings_path.exists():
-            raise ValueError(
-                f"{self.path} has no {self.settings_path.name} next to it, with the settings of the answers"
-            )
+            raise ValueError(f"{self.path} has no {self.settings_path.name} next to it, which names its settings")
         try:
             before = json.loads(self.settings_path.read_bytes())
             changed = [
@@ -79,9 +77,8 @@ class AnswersFile:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} or {self.settings_path.name} is damaged ({error}); remove both") from error
         if changed:
-            raise ValueError(
-                f"{self.path} was begun with {' and '.join(changed)}; go on with the same, or give another --out"
-            )
+            changes = " and ".join(changed)
+            raise ValueError(f"{self.path} was begun with {changes}; go on with the same, or give another --out")
 
     def _add(self, row: dict[str, Any]) -> None:
         self.rows[row["id"]] = row

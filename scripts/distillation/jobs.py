@@ -11,7 +11,7 @@ from typing import Any
 
 from decode import Answer
 from decode.text import Tokenizer, encode
-from scripts.prompts import check_prompt, check_turns, read_rows
+from scripts.shared.prompts import check_prompt, check_turns, read_rows
 
 KINDS = ("prompt", "turns", "messages")
 ROLES = ("system", "user", "assistant")

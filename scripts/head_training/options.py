@@ -4,17 +4,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from heads import HEADS
 from heads.vocabulary import Output
-from scripts.bench_files import check_writable
-from scripts.bench_plot import check_plot
-from scripts.options import Parser, at_least
+from scripts.shared.command import Parser, at_least, check_plot
 from training.checkpoint import METRICS
 from training.factory import REGRESSION, TTT_STEPS
 from training.losses import LOSSES
@@ -43,6 +40,9 @@ forward pass of the model, bonus token included.
 keeps it close to the original, but its text changes a little. So the best head comes with its own model, an ordinary
 folder --out/model with merged adapters. Decoding with both is lossless with respect to that model, not the original.
 """
+
+
+Part = TypeVar("Part")
 
 
 def flag(text: str, default: Any = None, **settings: Any) -> Any:
@@ -125,12 +125,13 @@ class TrainOptions:
         if not 0 < self.decay < math.inf:
             raise ValueError(f"--decay is {self.decay}; it must be a positive number")
         for name in ("regression", "noise", "cache_gib"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be a number from 0 on")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be a number from 0 on")
 
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(**{field.name: getattr(self, field.name) for field in fields(Schedule)})
+    def take(self, part: type[Part]) -> Part:
+        """A dataclass whose fields are some of these options."""
+        return part(**{field.name: getattr(self, field.name) for field in fields(part)})  # type: ignore[arg-type]
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -146,9 +147,7 @@ class TrainOptions:
         for file in self.data:
             if not file.is_file():
                 raise ValueError(f"--data {file}: there is no such file")
-        if self.plot is not None:
-            check_writable(self.plot, "--plot")
-            check_plot(self.plot)
+        check_plot(self.plot)
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"--out {self.out} is a file; give a folder")
         if self.plan or not self.out.is_dir():
@@ -161,8 +160,7 @@ class TrainOptions:
 
 def make_parser(description: str | None) -> Parser:
     """The parser whose results are the arguments of `TrainOptions`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("train.py", description=description, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    parser = Parser(prog="train.py", description=description, epilog=EPILOG)
     group: Any = parser
     for option in fields(TrainOptions):
         if option.name in GROUPS:

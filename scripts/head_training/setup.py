@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import warnings
 from contextlib import nullcontext
@@ -19,10 +18,11 @@ from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from heads.checkpoint import load_head
 from scripts.head_training.options import TrainOptions
-from scripts.options import load_by_options
+from scripts.shared.options import ModelOptions, load_target
 from training.data import Dataset, load_dataset
-from training.factory import make_head
+from training.factory import HeadShape, make_head
 from training.feature_cache import FeatureCache
+from training.schedule import Schedule
 from training.teacher import Teacher
 
 GIB = 1 << 30
@@ -45,48 +45,43 @@ def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
     return accelerator, replace(options, device=str(state.device), dtype=dtype)
 
 
-def load_model(options: TrainOptions) -> Target:
+def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
+    """The target, and the conversations of --data. Raises ValueError if they do not fit each other."""
     accelerate = "off" if options.joint else "packed"  # packed layers cannot be trained
-    given = argparse.Namespace(dtype=options.dtype, device=options.device, device_map=None, accelerate=accelerate)
-    return Target(*load_by_options(given, options.model))
-
-
-def load_data(options: TrainOptions, target: Target) -> Dataset:
-    """The conversations of --data. Raises ValueError if their tokens are not in the target's vocabulary."""
+    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate=accelerate))
     length = min(options.max_length, target.context)
     dataset = load_dataset(options.data, target.tokenizer, length, options.validation, target.stop_ids)
+    if not dataset.prompts:
+        raise ValueError(
+            "no prompt is held out for validation: the data needs ten at least, short enough for the model"
+        )
     highest = max(map(max, [*(example.tokens for example in dataset.examples), *dataset.prompts]))
     if highest >= target.vocabulary:
         raise ValueError(
             f"the tokenizer makes token {highest} of the data, but the model's vocabulary is {target.vocabulary}: "
             "the tokenizer is another model's"
         )
-    return dataset
+    return target, dataset
 
 
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
-    """The head of --init, or a new one."""
-    if options.init is not None:
-        return load_init(options, target, options.init)
-    shape = {name: getattr(options, name) for name in ("draft_vocab", "heads", "layers", "output", "prefix")}
-    return make_head(options.kind, target, dataset.examples, seed=options.seed, **shape)
-
-
-def load_init(options: TrainOptions, target: Target, folder: Path) -> Any:
-    """The head in a folder. Raises ValueError if it contradicts other options, or is for another target."""
+    """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
+    if options.init is None:
+        return make_head(options.kind, target, dataset.examples, options.take(HeadShape), options.seed)
     sizes = target.vocabulary, target.config.num_hidden_layers
-    head = load_head(folder, torch.float32, *sizes)
+    head = load_head(options.init, torch.float32, *sizes)
     if head.kind != options.kind:
-        raise ValueError(f"--init {folder} holds a head of kind {head.kind}, not {options.kind}")
+        raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
     own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
     for name, value in (own | {"draft_vocab": head.draft_size}).items():
         given = getattr(options, name)
         if given not in (None, value):
-            raise ValueError(f"--{name.replace('_', '-')} is {given}, and the head of --init {folder} has {value}")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
     try:
         head.check_target(target.config.hidden_size, *sizes)
     except ValueError as error:
-        raise ValueError(f"--init {folder}: {error}") from error
+        raise ValueError(f"--init {options.init}: {error}") from error
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     return head
@@ -94,30 +89,19 @@ def load_init(options: TrainOptions, target: Target, folder: Path) -> Any:
 
 def describe_settings(options: TrainOptions, target: Target, head: Any) -> dict[str, Any]:
     """The settings that must be equal for a training to be resumed."""
-    schedule = asdict(options.schedule)
+    schedule = asdict(options.take(Schedule))
     del schedule["save_every"], schedule["validate_every"]
-    token_map = None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes())
     return {
         **schedule,
-        **describe_features(options, target),
+        **_describe_features(options, target),
         "kind": options.kind,
         "init": None if options.init is None else _resolve(str(options.init)),
         "shape": asdict(head.config),
-        "draft_vocabulary": token_map,  # a checkpoint has only draft ids
+        # A checkpoint has only draft ids.
+        "draft_vocabulary": None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes()),
         **options.objective,
         "lora_rank": options.lora_rank if options.joint else None,
         "validation": options.validation,
-    }
-
-
-def describe_features(options: TrainOptions, target: Target) -> dict[str, Any]:
-    """The settings that the features of the examples depend on."""
-    return {
-        "model": _resolve(target.model.config.name_or_path),
-        "hidden_size": target.config.hidden_size,
-        "data": _hash(*(file.read_bytes() for file in options.data)),
-        "max_length": options.max_length,
-        "dtype": options.dtype,
     }
 
 
@@ -127,7 +111,7 @@ def fill_cache(
     """The cache of --cache, filled up to --cache-gib; each process fills its part."""
     if options.cache is None:
         return None
-    settings = {**describe_features(options, teacher.target), "layers": list(teacher.layers)}
+    settings = {**_describe_features(options, teacher.target), "layers": list(teacher.layers)}
     with accelerator.main_process_first():
         cache = FeatureCache(options.cache, settings)
     limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
@@ -139,13 +123,21 @@ def fill_cache(
     return cache
 
 
+def _describe_features(options: TrainOptions, target: Target) -> dict[str, Any]:
+    """The settings that the features of the examples depend on."""
+    return {
+        "model": _resolve(target.model.config.name_or_path),
+        "hidden_size": target.config.hidden_size,
+        "data": _hash(b"".join(file.read_bytes() for file in options.data)),
+        "max_length": options.max_length,
+        "dtype": options.dtype,
+    }
+
+
 def _resolve(name: str) -> str:
     """A folder's absolute path; a hub id as it is."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def _hash(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -16,23 +16,12 @@ NEW_TOKENS = 64
 BATCH = 16  # prompts at a time
 
 
-class Validator:
-    """Decodes prompts greedily with trees of `NODES` nodes. Raises ValueError if there are no prompts."""
-
-    def __init__(self, target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> None:
-        if not prompts:
-            raise ValueError(
-                "no prompt is held out for validation: the data needs ten at least, short enough for the model"
-            )
-        self.target, self.head, self.prompts = target, head, prompts
-
-    def __call__(self) -> Validation:
-        proposer = HEAD_PROPOSERS[self.head.kind](self.head, nodes=NODES)
-        answers = generate(
-            self.target, self.prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES
-        )
-        stats = Stats()
-        for answer in answers:
-            stats.add(answer.stats)
-        reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
-        return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])
+def validate(target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> Validation:
+    """Decode the prompts greedily with trees of `NODES` nodes."""
+    proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
+    answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
+    stats = Stats()
+    for answer in answers:
+        stats.add(answer.stats)
+    reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
+    return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])

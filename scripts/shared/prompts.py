@@ -1,21 +1,23 @@
-"""Prompts from files: JSON Lines, or plain text."""
+"""Prompts: read from JSON Lines or plain text, checked, and encoded as conversations."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.jsonl_files import decode_text, parse_lines
+from decode.text import Tokenizer, encode
+from training.json_lines import decode_text, parse_lines
 
 
 def read_prompts(path: str) -> list[list[str]]:
     """The turns of each prompt in a file; most have one.
 
-    A file whose name ends in .jsonl has one JSON object a line, with `prompt`, a text, or `turns`, a list of them.
-    Any other file, or "-" for standard input, is one prompt as it stands, without the line break at its end.
-    Raises ValueError, with the number of the line, where that is not so, and OSError for a file that cannot be read.
+    A .jsonl file has one JSON object per line, with `prompt` (a text) or `turns` (a list of texts). Any other file, or
+    "-" for standard input, is one prompt, without the line break at its end.
+    Raises ValueError with the line's number for a bad line, and OSError for a file that cannot be read.
     """
     prompts = []
     for number, row in read_rows(path):
@@ -27,9 +29,9 @@ def read_prompts(path: str) -> list[list[str]]:
 
 
 def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a .jsonl file with the numbers of their lines; any other file is one with its `prompt`.
+    """The line numbers and JSON objects of a .jsonl file, fields unchecked; any other file is one with its `prompt`.
 
-    Raises ValueError and OSError like `read_prompts`; what is in the objects is not looked at.
+    Raises ValueError and OSError like `read_prompts`.
     """
     raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     content = decode_text(raw, path)
@@ -39,7 +41,7 @@ def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def check_turns(row: dict[str, Any], place: str) -> list[str]:
-    """The turns of an object with `prompt` or `turns`. Raises ValueError, naming its place, unless they are texts."""
+    """The turns of an object with `prompt` or `turns`. Raises ValueError that names the place unless all are texts."""
     turns = [row["prompt"]] if "prompt" in row else row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f'{place}: "turns" is a list of at least one prompt')
@@ -47,7 +49,7 @@ def check_turns(row: dict[str, Any], place: str) -> list[str]:
 
 
 def check_prompt(text: object, place: str) -> str:
-    """The prompt itself. Raises ValueError, naming its place, unless it is text and not empty."""
+    """The prompt itself. Raises ValueError that names the place unless it is a text, encodable and not blank."""
     if not isinstance(text, str):
         raise ValueError(f"{place}: a prompt is text, not {json.dumps(text):.40}")
     if not text.strip():
@@ -57,3 +59,14 @@ def check_prompt(text: object, place: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{place}: character {error.start + 1} of the prompt is half of one (a surrogate)") from error
     return text
+
+
+def encode_turns(texts: Sequence[str], tokenizer: Tokenizer | None, chat: bool | None) -> list[int]:
+    """The tokens of a conversation: the user's and the model's texts in turn, the last one the user's.
+
+    chat as in `decode.text.encode`. Raises ValueError if several texts have no chat template.
+    """
+    if len(texts) == 1:
+        return encode(texts[0], tokenizer, chat)
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    return encode(messages, tokenizer, chat)

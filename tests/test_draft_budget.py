@@ -5,39 +5,38 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from decode import Target, generate, stream
 from decode.models.cost_curve import CostCurve
 from proposers import MedusaProposer, NGramProposer
 from proposers.calibration import Calibration
-from proposers.draft_budget import Pace
+from proposers.draft_budget import DraftBudget
 from tests.drafting import Recorder, make_head
 from tests.models import tiny
 
 
-def begin(rise: float) -> Pace:
+def begin(rise: float) -> DraftBudget:
     """A pace at the beginning of a text, where each node more takes `rise` of what one does."""
-    pace = Pace()
+    pace = DraftBudget()
     pace.begin(lambda nodes: 1 + rise * (nodes - 1))
     return pace
 
 
 def test_pace_weighs_gains_against_costs() -> None:
     gains = [0.0, 0.6, 1.0, 1.2, 1.3]
-    choices = [begin(rise).choose(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
+    choices = [begin(rise).choose_size(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
     assert choices == [5, 4, 3, 1]
 
 
 def test_pace_learns_what_drafting_costs() -> None:
     pace = begin(0.0)
-    pace.clock(2.0, levels=4)
-    assert pace.level_time == 0.0 and pace.pays(0.01)
+    pace.take_drafting_time(2.0, levels=4)
+    assert pace.level_time == 0.0 and pace.is_worth_a_level(0.01)
     pace.learn(0.0, 5.0)
-    assert pace.level_time == 0.1 and pace.pays(0.2) and not pace.pays(0.05)
+    assert pace.level_time == 0.1 and pace.is_worth_a_level(0.2) and not pace.is_worth_a_level(0.05)
     pace.begin(pace.cost)  # another text, the same passes
     assert pace.level_time == 0.1
-    pace.begin(lambda nodes: 1.0, anew=False)
+    pace.begin(lambda nodes: 1.0, new_texts=False)
     assert pace.level_time == 0.0
 
 
@@ -49,13 +48,13 @@ def speed(quality: float, truth: float, rise: float, draft: float, seed: int) ->
     tokens = time = 0.0
     while tokens < 128:
         tokens, time = tokens + 1, time + 1
-        if pace.rests():
+        if pace.is_backing_off():
             continue
         sure = chance.betavariate(2 * quality, 2 - 2 * quality)
-        pace.clock(draft, 1)
+        pace.take_drafting_time(draft, 1)
         steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
         gains = [sum(steps[:count]) for count in range(5)]
-        nodes = pace.choose(gains, 1)
+        nodes = pace.choose_size(gains, 1)
         accepted = 0
         while accepted < nodes - 1 and chance.random() < sure * truth:
             accepted += 1
@@ -81,9 +80,9 @@ def test_no_first_try_where_the_calibration_gives_no_hope(
     """A guess that is right half of the time never pays where two nodes cost 1.6 times what one does."""
     target = Target(tiny("llama"))
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
-    calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
+    sure = (4.6, 0.0, 0.0)  # of every token, to 0.99: once it is tried, a draft pays
+    calibration = Calibration(((0.5, 0.1),) * 3, (sure,) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
-    monkeypatch.setattr(recorder.proposer, "confidence", lambda level, sure, before: torch.full_like(sure, -0.01))
     generate(target, [[5, 9, 5]] * 2, recorder, max_new_tokens=60, stop_ids=())
     assert (recorder.trees[0].width > 1) == drafts
     assert any(tree.width > 1 for tree in recorder.trees) == drafts
@@ -104,11 +103,11 @@ def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_late_hope_is_tried() -> None:
-    pace = Pace(hopes=(1.0, 1.5))
+    pace = DraftBudget(expected_tau=(1.0, 1.5))
     pace.begin(lambda nodes: float(nodes))
-    assert [pace.rests() for _ in range(66)] == [True] * 64 + [False] * 2
+    assert [pace.is_backing_off() for _ in range(66)] == [True] * 64 + [False] * 2
     pace.begin(lambda nodes: 1.0)
-    assert not pace.rests()
+    assert not pace.is_backing_off()
 
 
 def test_a_reader_that_takes_its_time_is_not_taken_for_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""One group of questions asked of every method in turn, so that what changes on the machine meets them all alike."""
+"""Measuring one group of questions with every method in turn, so that changes on the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -9,43 +9,32 @@ from typing import Any
 
 from decode import Target
 from decode.text import Tokenizer, encode
-from scripts.bench_methods import Ask, Measured, Method, top_gap
-from scripts.bench_questions import Question
+from scripts.benchmark.methods import Ask, Measured, Method, top_gap
+from scripts.benchmark.options import BenchOptions
+from scripts.benchmark.questions import Question
+from scripts.shared.prompts import encode_turns
 from training.data import has_looped
 
-WARM_UP = 64  # tokens an answer that is not measured
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How often and how far each question is answered. The seed of an answer depends on its question alone."""
-
-    repeats: int
-    max_new_tokens: int
-    temperature: float
-    seed: int
+WARM_UP = 64  # tokens of an answer that is not measured
 
 
 @dataclass
 class Conversation:
-    """A question, and what was said so far; the answers are the plain loop's, whoever is asked."""
+    """A question with its turns so far: texts of user and model. The answers are plain decoding's, for every method."""
 
     question: Question
-    said: list[str]
+    texts: list[str]
 
     def encode(self, tokenizer: Tokenizer | None) -> list[int]:
-        """The tokens of the next turn. Where there is no chat template the texts stand below each other."""
-        texts = [*self.said, self.question.turns[len(self.said) // 2]]
+        """The tokens of the next turn. Without a chat template, the texts are separated by empty lines."""
+        texts = [*self.texts, self.question.turns[len(self.texts) // 2]]
         if tokenizer is not None and tokenizer.chat_template is None:
             return encode("\n\n".join(texts), tokenizer, False)
-        roles = ("user", "assistant") * len(texts)
-        return encode(
-            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], tokenizer, None
-        )
+        return encode_turns(texts, tokenizer, None)
 
 
 def check_prompts(questions: Sequence[Question], target: Target) -> None:
-    """Raise ValueError where a first turn leaves no room for an answer."""
+    """Raise ValueError if a first turn leaves no room for an answer."""
     for question in questions:
         length = len(Conversation(question, []).encode(target.tokenizer))
         if length >= target.context:
@@ -55,22 +44,22 @@ def check_prompts(questions: Sequence[Question], target: Target) -> None:
             )
 
 
-def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, plan: Plan) -> None:
-    """Let every method answer once without being measured, and measure beforehand the costs that proposers ask for."""
+def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: BenchOptions) -> None:
+    """Compile kernels, measure the cost curve, and let every method answer once without measuring it."""
     target.warm_up(len(group))
     prompts = [Conversation(question, []).encode(target.tokenizer) for question in group]
     for method in methods.values():
-        method.open()(prompts, plan.seed, min(WARM_UP, _find_room(prompts, target, plan)))
+        method()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
 
 
 def measure_group(
-    methods: Mapping[str, Method], group: Sequence[Question], place: int, target: Target, plan: Plan
+    methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: BenchOptions
 ) -> dict[str, Any]:
-    """The record of one group (see `bench_rows`), and in it the `differences` from the plain loop's answers.
+    """The record of one group (see `rows`), with its `differences` from plain decoding's answers.
 
-    place: the group's number; the methods take turns at being the first.
+    number: the group's; it decides which method is first.
     """
-    asks = {(name, repeat): method.open() for repeat in range(plan.repeats) for name, method in methods.items()}
+    asks = {(name, repeat): method() for repeat in range(options.repeats) for name, method in methods.items()}
     talks = [Conversation(question, []) for question in group]
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
@@ -79,42 +68,42 @@ def measure_group(
         if not talks:
             break
         prompts = [talk.encode(target.tokenizer) for talk in talks]
-        seed, room = plan.seed + 1000 * place + turn, _find_room(prompts, target, plan)
-        found = _ask_all(asks, place + turn, prompts, seed, room)
-        breaks = {name: _compare(target, prompts, found["none"][0], found[name][0], plan) for name in methods}
+        seed, room = options.seed + 1000 * number + turn, _find_room(prompts, target, options)
+        found = _ask_all(asks, number + turn, prompts, seed, room)
+        breaks = {name: _compare(target, prompts, found["none"][0], found[name][0], options) for name in methods}
         ids = [talk.question.id for talk in talks]
         results = {name: _describe(found[name], breaks[name]) for name in methods}
         turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
         differences += [
-            {"question_id": number, "turn": turn, "method": name, **difference}
+            {"question_id": question, "turn": turn, "method": name, **difference}
             for name in methods
-            for number, difference in zip(ids, breaks[name] or [], strict=False)
+            for question, difference in zip(ids, breaks[name] or [], strict=False)
             if difference is not None
         ]
         for talk, text in zip(talks, found["none"][0].texts or [], strict=True):
-            talk.said += [talk.question.turns[turn], text]
+            talk.texts += [talk.question.turns[turn], text]
     ids = [question.id for question in group]
     return {"category": group[0].category, "questions": ids, "turns": turns, "differences": differences}
 
 
 def _fits(talk: Conversation, target: Target) -> bool:
-    """Whether the next turn leaves room for an answer; a later turn that does not is left out for every method."""
+    """Whether the next turn leaves room for an answer; otherwise it is skipped for every method."""
     if len(talk.encode(target.tokenizer)) < target.context:
         return True
-    number = len(talk.said) // 2 + 1
+    number = len(talk.texts) // 2 + 1
     print(f"bench.py: question {talk.question.id} outgrew the context before turn {number}", file=sys.stderr)
     return False
 
 
-def _find_room(prompts: Sequence[list[int]], target: Target, plan: Plan) -> int:
-    """New tokens that every prompt of a batch, and every method alike, has room for."""
-    return min(plan.max_new_tokens, target.context - max(map(len, prompts)))
+def _find_room(prompts: Sequence[list[int]], target: Target, options: BenchOptions) -> int:
+    """The number of new tokens that every prompt of a batch has room for."""
+    return min(options.max_new_tokens, target.context - max(map(len, prompts)))
 
 
 def _ask_all(
     asks: Mapping[tuple[str, int], Ask], shift: int, prompts: Sequence[list[int]], seed: int, room: int
 ) -> dict[str, list[Measured]]:
-    """Every repeat of every method; who is the first changes from repeat to repeat and from question to question."""
+    """Every repeat of every method; the first method changes with each repeat and question."""
     names = list(dict.fromkeys(name for name, _ in asks))
     found: dict[str, list[Measured]] = {name: [] for name in names}
     for repeat in range(len(asks) // len(names)):
@@ -125,13 +114,13 @@ def _ask_all(
 
 
 def _compare(
-    target: Target, prompts: Sequence[list[int]], plain: Measured, measured: Measured, plan: Plan
+    target: Target, prompts: Sequence[list[int]], plain: Measured, measured: Measured, options: BenchOptions
 ) -> list[dict[str, Any] | None] | None:
-    """For each prompt None, or where the answer leaves the plain loop's and how near a tie the target was there.
+    """For each prompt None, or the position where the answer leaves plain decoding's and the gap of `top_gap` there.
 
-    None altogether for peers that sample: they draw from the same law, but not the same text.
+    None for peers that sample: they draw other texts from the same distribution.
     """
-    if plan.temperature > 0 and measured.nodes is None:
+    if options.temperature > 0 and measured.nodes is None:
         return None
     differences: list[dict[str, Any] | None] = []
     for prompt, wanted, answer in zip(prompts, plain.answers, measured.answers, strict=True):
@@ -145,7 +134,7 @@ def _compare(
 
 
 def _describe(measured: Sequence[Measured], differences: Sequence[Any] | None) -> dict[str, Any]:
-    """One method's entry in the record of a turn: times of all repeats, the rest of the first one."""
+    """One method's entry in the record of a turn: the seconds of all repeats, the rest from the first one."""
     first = measured[0]
     parts = [entry.parts for entry in measured if entry.parts is not None]
     return {

@@ -1,4 +1,4 @@
-"""Preparing a model for the CPU changes its speed and nothing else."""
+"""Packing a model's layers changes its speed and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from decode import Target, generate
 from decode.cpu import accelerate, accelerated_copy
 from decode.cpu.grouped_attention import grouped_sdpa
-from decode.cpu.packed_linear import PackedFamily, PackedLinear, PackedMember, can_pack
+from decode.cpu.packed_linear import MergedLinear, MergedPart, PackedLinear, can_pack
 from decode.kv_cache import LARGE
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
@@ -25,7 +25,7 @@ bf16 = pytest.param(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, bf16])
-def test_a_packed_layer_computes_what_the_dense_one_does(dtype: torch.dtype, bias: bool) -> None:
+def test_a_packed_layer_computes_the_same_as_the_dense_one(dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 100, bias=bias, dtype=dtype)
     packed = PackedLinear(linear)
@@ -37,30 +37,30 @@ def test_a_packed_layer_computes_what_the_dense_one_does(dtype: torch.dtype, bia
         assert ((packed(inputs).double() - exact).abs() <= allowed.amax(-1, keepdim=True)).all()
 
 
-def test_a_family_computes_what_its_members_do() -> None:
+def test_merged_layers_compute_the_same_as_separate_ones() -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(32, size, bias=bias) for size, bias in [(24, True), (8, False), (40, True)]]
-    family = PackedFamily(linears)
-    members = [PackedMember(family, index) for index in range(3)]
+    merged = MergedLinear(linears)
+    parts = [MergedPart(merged, index) for index in range(3)]
     one, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
-    # Also where members are fed different tensors, out of order, or only some are asked.
+    # Also if parts get different tensors, are called out of order, or not all are called.
     for inputs in ([one, one, one], [one, other, one], [other, one, one]):
         for order in ([0, 1, 2], [2, 0, 1], [1], [0, 0, 1]):
             for index in order:
                 expected = linears[index](inputs[index])
-                assert torch.allclose(members[index](inputs[index]), expected, atol=1e-5)
+                assert torch.allclose(parts[index](inputs[index]), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen2", "gemma3_text", "gemma3n_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"]
 )
-def test_a_prepared_model_says_the_same(kind: str) -> None:
+def test_a_packed_model_generates_the_same_tokens(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     prompts = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
-    plain, prepared = Target(model), Target(model, accelerate="auto")
+    plain, packed = Target(model), Target(model, accelerate="auto")
     for proposer in (None, NGramProposer(length=4)):
-        answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, prepared)]
+        answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, packed)]
         assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert plain.model is model and model.config._attn_implementation in ("sdpa", "eager")
@@ -97,8 +97,8 @@ def test_what_cannot_be_packed_is_left_alone() -> None:
     assert type(model.lm_head) is nn.Linear
 
 
-def test_a_padding_mask_still_works_on_a_prepared_model() -> None:
-    """Whoever calls the model itself, with transformers' ordinary 2-D mask, gets what the stock model gives."""
+def test_a_padding_mask_still_works_on_a_packed_model() -> None:
+    """A call of the model with transformers' ordinary 2-D mask returns the stock model's logits."""
     model = tiny("llama", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])

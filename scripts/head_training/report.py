@@ -1,15 +1,18 @@
-"""The plan of a training: parameters, tokens, memory and expected time."""
+"""What train.py reports: before a training, its size and expected time; after it, a picture of loss and tau."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import nn
 
+from scripts.shared.plot import save_figure
+from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.feature_cache import BatchLoader
 from training.schedule import Schedule, padding_share
@@ -18,19 +21,18 @@ TRIALS = 3  # batches to measure
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
-    """Print the plan. Memory and time are measured on a few batches; no weight is changed."""
-    lengths = [len(example.tokens) for example in dataset.examples]
+    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed."""
+    examples = dataset.examples
+    lengths = [len(example.tokens) for example in examples]
     steps = list(schedule.plan(lengths))
     batches = [batch for step in steps for batch in step]
-    count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     trials = batches[:TRIALS]
+    count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     target_seconds, head_seconds = _measure(objective, trials, load_batch)
     seconds = target_seconds + head_seconds
     tokens, seen = (
-        sum(dataset.examples[number].answer_tokens for batch in chosen for number in batch)
-        for chosen in (trials, batches)
+        sum(examples[number].answer_tokens for batch in part for number in batch) for part in (trials, batches)
     )
-    scale = len(batches) / len(trials)
     # The optimizer will need at most 8 bytes a weight: AdamW keeps two numbers for each, Muon one.
     memory = _peak_memory(load_batch.teacher.target.device) + 8 * count
     rows = {
@@ -41,11 +43,23 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
         "memory": f"{memory / 2**30:.2f} GiB, measured on {len(trials)} batches",
         "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
-        "time": _format_time(scale * seconds) + ", without validations",
-        "with features cached": _format_time(scale * head_seconds),
+        "time": _format_time(seconds * len(batches) / len(trials)) + ", without validations",
+        "with features cached": _format_time(head_seconds * len(batches) / len(trials)),
     }
-    for name, value in rows.items():
-        print(f"{name:21} {value}")
+    print("\n".join(f"{name:21} {value}" for name, value in rows.items()))
+
+
+def plot_training(folder: Path, file: Path) -> None:
+    """Draw loss and tau of the folder's metrics over the answer tokens seen."""
+    rows = read_metrics(folder)
+    losses, taus = ([(row["tokens"] / 1e6, row[name]) for row in rows if name in row] for name in ("loss", "tau"))
+    with save_figure(file, 7, 4, 10) as figure:
+        left = figure.subplots()
+        left.plot(*zip(*losses, strict=True), color="0.7", linewidth=1)
+        left.set(xlabel="million answer tokens seen", ylabel="loss (grey)")
+        right = left.twinx()
+        right.plot(*zip(*taus, strict=True), color="tab:green", marker="o", markersize=3)
+        right.set_ylabel("tau on held-out prompts (green)")
 
 
 def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch: BatchLoader) -> tuple[float, float]:
@@ -78,5 +92,5 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def _format_time(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(1, minutes)} min"
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,13 +1,15 @@
-"""What a bench leaves behind: its report, and until that is whole, the records it can go on from."""
+"""The files of a benchmark: its report, and the records of an unfinished run to continue from."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import StatisticsError
 from typing import Any
 
 import psutil
@@ -15,22 +17,18 @@ import torch
 import transformers
 
 from heads.atomic_write import write_aside
+from scripts.benchmark.rows import make_rows
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = ("settings", "machine", "rows", "differences", "records")
-SPEEDS = ("tokens_per_second", "speedup_vs_none", "speedup_vs_hf")
-# What tables and plots show of them.
-SHOWN = {
-    "settings": ("model", "temperature", "batch_size"),
-    "machine": ("cpu", "gpu", "threads", "dtype"),
-    "rows": ("method", "category", "questions", "tau", "loops", "identical", "largest_gap", *SPEEDS),
-}
+SHOWN = {"settings": {"model", "temperature", "batch_size"}, "machine": {"cpu", "gpu", "threads", "dtype"}}  # in plots
 
 
 class Records:
-    """One JSON object a line, appended as questions are finished: a run that was cut off goes on behind the last one.
+    """One JSON object per line, appended as questions are finished. An interrupted run continues after the last one.
 
-    path: None keeps them in memory only. setup: what must be the same for a later run to go on. Raises ValueError
-    where what is there was begun with another one, or is not such a file.
+    path: None keeps the records in memory only. setup: what must be the same for a later run to continue. Raises
+    ValueError for a file of another setup and for a damaged file.
     """
 
     def __init__(self, path: Path | None, setup: Mapping[str, Mapping[str, Any]]) -> None:
@@ -38,26 +36,27 @@ class Records:
         self.found: list[dict[str, Any]] = []
         if path is None or not path.exists():
             return
-        whole = path.read_bytes().rpartition(b"\n")[0].splitlines()  # a half last line is measured again
+        complete = path.read_bytes().rpartition(b"\n")[0].splitlines()  # a half last line is measured again
         try:
-            head, *self.found = [json.loads(line) for line in whole] or [setup]
+            head, *self.found = [json.loads(line) for line in complete] or [setup]
             differing = list(_compare(head, setup))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); remove it to begin anew") from error
+            raise ValueError(f"{path} is damaged ({error}); remove it to start again") from error
         if differing:
             raise ValueError(
-                f"{path} was begun with {' and '.join(differing)}; go on with the same, remove it to begin anew, or "
-                "give another --json"
+                f"{path} was begun with {' and '.join(differing)}; continue with the same, remove it to start again, "
+                "or give another --json"
             )
 
     def begin(self) -> None:
-        """Make the file whole: what is kept, and nothing behind it."""
+        """Write the file again with its complete lines only."""
         if self.path is not None:
             lines = [json.dumps(line, allow_nan=False) + "\n" for line in (self.setup, *self.found)]
             content = "".join(lines).encode()
             write_aside(self.path, lambda file: file.write(content))
 
     def append(self, record: dict[str, Any]) -> None:
+        """Add a record and write it to disk."""
         self.found.append(record)
         if self.path is not None:
             with self.path.open("ab") as file:
@@ -66,6 +65,7 @@ class Records:
                 os.fsync(file.fileno())
 
     def remove(self) -> None:
+        """Delete the file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -79,7 +79,7 @@ def _compare(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write the JSON with a line for each entry of its lists: to be read, and to be compared by `diff`."""
+    """Write the JSON with one line per entry of its lists, so that people and `diff` can read it."""
     parts = []
     for key in KEYS:
         value = report[key]
@@ -93,32 +93,27 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read it back. Raises ValueError where it is not one."""
+    """A report, with its rows computed again from its records. Raises ValueError for a file that is not a report.
+
+    Reports of earlier versions have no intervals in their rows, and other settings.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     try:
-        shapes = {tuple(row) for row in report["rows"]}
-        whole = len(shapes) == 1 and {*SHOWN["rows"]} <= {*shapes.pop()}
-        whole = whole and all({*SHOWN[part]} <= {*report[part]} for part in ("settings", "machine"))
-    except (KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is not a report that this bench wrote")
-    return dict(report)
-
-
-def check_writable(path: Path | None, option: str) -> None:
-    """Raise ValueError unless a file can be written there: before the work, not after it."""
-    if path is None:
-        return
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise ValueError(f"{option} {path} cannot be written; it names a file in a folder that exists")
+        methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
+        rows = make_rows(report["records"], report["differences"], methods)
+        known = all(keys <= {*report[part]} for part, keys in SHOWN.items())
+    except (KeyError, TypeError, AttributeError, StatisticsError):
+        known = False
+    if not known:
+        raise ValueError(f"{path} is not a report of bench.py")
+    return {**report, "rows": rows}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """The hardware and software that speeds depend on; no names of hosts or users."""
+    """The hardware and software that speeds depend on, without names of hosts or users."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -130,6 +125,16 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def find_commit() -> str | None:
+    """The git commit of this checkout, with "-dirty" if files are changed; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if not (ROOT / ".git").exists():  # a checkout of another project may contain this folder
+        return None
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return None
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what runs beside one another see of each other: nothing."""
+"""A run leaves no memory and no hooks, and concurrent runs do not see each other's features."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from proposers import NGramProposer
 from tests.models import tiny
 
 
-def test_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when Python next looks for cycles: running out of a GPU's memory does not make it look."""
+def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which does not run when a GPU is out of memory."""
     layers, make = WeakSet[TreeCacheLayer](), TreeCacheLayer.__init__
 
     def count(layer: TreeCacheLayer, *arguments: object) -> None:
@@ -35,14 +35,14 @@ def test_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.enable()
 
 
-def test_a_layer_that_does_not_exist_leaves_no_hook() -> None:
+def test_a_failed_pass_leaves_no_hook() -> None:
     target = Target(tiny("llama"))
     with pytest.raises(ValueError, match="layer 99 does not exist"):
         target.open(1, (2, 99)).verify(Tree.chain([[5, 9]]))
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in target.model.modules())
 
 
-def test_threads_have_features_of_their_own() -> None:
+def test_each_thread_captures_its_own_features() -> None:
     target = Target(tiny("llama"))
     chains = [list(range(3, 3 + size)) for size in (10, 15)]
 

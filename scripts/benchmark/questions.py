@@ -1,4 +1,4 @@
-"""Questions in Spec-Bench's format, and which of them are asked."""
+"""Questions in Spec-Bench's format: reading, choosing and grouping them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.prompts import check_prompt
-from training.jsonl_files import read_lines
+from scripts.shared.prompts import check_prompt
+from training.json_lines import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-GROUPS = ("mt_bench", "all")  # what categories are counted together as
+GROUPS = ("mt_bench", "all")  # names of rows that sum several categories
 
 
 @dataclass(frozen=True)
 class Question:
-    """One line of the file: each turn is asked with the turns and answers before it in the conversation."""
+    """One line of the file. Each turn is asked after the earlier turns and their answers."""
 
     id: int | str
     category: str
@@ -29,7 +29,7 @@ class Question:
 def load_questions(path: Path) -> list[Question]:
     """Read a JSONL file with `question_id`, `category` and `turns` in each line; other fields are ignored.
 
-    Raises ValueError that names the line where the file is not so.
+    Raises ValueError with the line's number for a bad line.
     """
     questions: dict[int | str, Question] = {}
     for line, fields in read_lines(path):
@@ -56,14 +56,15 @@ def _make_question(fields: dict[str, Any], place: str) -> Question:
 
 
 def task_of(category: str) -> str:
-    """Spec-Bench's task: MT-bench's eight categories are one, every other category is its own."""
+    """Spec-Bench's task: MT-bench's eight categories are one task, every other category is its own."""
     return "mt_bench" if category in MT_BENCH else category
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """At most `limit` questions, as many of each task as there are (MT-bench's of each category), in their order.
+    """The first questions of each task in equal numbers, `limit` in all, in their order; None takes all.
 
-    Always the first ones. Spec-Bench has as many questions of each task, so that a part of it keeps its balance.
+    MT-bench's are taken in equal numbers from its categories. Spec-Bench has equally many questions per task, so a part
+    of it keeps its balance.
     """
     tasks: dict[str, dict[str, list[Question]]] = {}
     for question in questions:
@@ -78,7 +79,7 @@ def _alternate(lists: Iterable[Sequence[Question]]) -> list[Question]:
 
 
 def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
-    """Groups of up to `size` questions that are answered as one batch; all of one category."""
+    """Groups of up to `size` questions of one category, to be answered as one batch."""
     categories: dict[str, list[Question]] = {}
     for question in questions:
         categories.setdefault(question.category, []).append(question)
@@ -86,6 +87,6 @@ def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]
 
 
 def digest_questions(questions: Sequence[Question]) -> str:
-    """A short name of exactly these questions."""
+    """A hash of exactly these questions."""
     content = json.dumps([[question.id, question.category, question.turns] for question in questions])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers. Raises ValueError like `parse_lines` and `decode_text`."""
+    """The objects of a file with their line numbers. Raises ValueError, naming the line, if it is not such a file."""
     return parse_lines(decode_text(path.read_bytes(), str(path)), str(path))
 
 

@@ -1,0 +1,148 @@
+"""What a kernel is compiled from: a function, exported as a graph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from transformers import PreTrainedConfig
+
+OPTIONS: dict[str, Any] = {  # Inductor's
+    # Compute what several loops read once, not in each of them.
+    "realize_reads_threshold": 0,
+    # The number of threads may differ from process to process.
+    "cpp.dynamic_threads": True,
+    # The code that calls the loops takes longer to compile than they do and gains nothing from optimization.
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+}
+PACKAGE = Path(__file__).parents[1]
+# Attributes that do not change what a module computes: those of every module, and a layer's number.
+STATE = {*vars(nn.Module()), "layer_idx"}
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A function to compile.
+
+    description: distinguishes sources by its repr. compute: takes a list of tensors, may change some in place, and
+    returns a list of tensors. examples: tensors like its inputs. dynamic: the dimensions of each input whose size may
+    differ from the example's.
+    """
+
+    description: Any
+    compute: Callable[[list[Tensor]], list[Tensor]]
+    examples: list[Tensor]
+    dynamic: list[tuple[int, ...]]
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that may change the exported graph, without exporting it.
+
+        It covers more than necessary: a comment in this package or in a layer's source file changes the key.
+        """
+        inputs = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self.examples]
+        versions = transformers.__version__, torch.get_default_dtype(), _digest_package()
+        return digest(self.description, inputs, self.dynamic, versions, environment())
+
+    def export(self) -> ExportedProgram:
+        """The function's graph. It holds no weights. Takes about a second; raises whatever torch.export does."""
+        dynamic = [dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC) for dimensions in self.dynamic]
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            inputs = [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype) for like in self.examples]
+            module = _Function(self.compute)
+            program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,), strict=False)
+        program.example_inputs = None
+        return program
+
+    def save(self, program: ExportedProgram, folder: Path) -> None:
+        """Write what `compile_kernels.py` needs to a new folder."""
+        folder.mkdir()
+        torch.export.save(program, folder / "program.pt2")
+        inputs = [(list(like.shape), like.stride(), str(like.dtype).removeprefix("torch.")) for like in self.examples]
+        (folder / "settings.json").write_text(json.dumps({"inputs": inputs, "options": OPTIONS}))
+
+
+class _Function(nn.Module):
+    """torch.export takes modules only."""
+
+    def __init__(self, compute: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return self.compute(inputs)
+
+
+def name_kernel(program: ExportedProgram) -> str:
+    """A digest of what determines a kernel: the graph, its inputs and constants, Inductor's options, torch and CPU."""
+    graphs = [part.code for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = [(value.shape, value.stride(), value.dtype) for value in values if isinstance(value, Tensor)]
+    constants = [
+        (name, value.dtype, value.tolist()) if isinstance(value, Tensor) else (name, value)
+        for name, value in {**program.state_dict, **program.constants}.items()
+    ]
+    sizes = program.range_constraints
+    return digest(graphs, inputs, sizes, program.graph_signature, constants, OPTIONS, environment())
+
+
+def describe_module(module: nn.Module) -> list[Any]:
+    """What determines a module's computation, tensors aside: the class, source file and settings of each part."""
+    return [
+        (
+            name,
+            type(part).__qualname__,
+            _digest_source(type(part).__module__),
+            sorted((key, _describe_value(value)) for key, value in vars(part).items() if key not in STATE),
+        )
+        for name, part in module.named_modules()
+    ]
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, PreTrainedConfig):
+        return f"{value.to_json_string()} {value._attn_implementation}"
+    text = repr(value.tolist() if isinstance(value, Tensor) else value)
+    kind = value if isinstance(value, FunctionType) else type(value)
+    return f"{re.sub(' at 0x[0-9a-f]+', '', text)} {kind.__qualname__} {_digest_source(kind.__module__)}"
+
+
+@cache
+def _digest_source(module: str) -> str:
+    """A digest of the file of an imported module; empty if it has none."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+@cache
+def _digest_package() -> str:
+    return digest([file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))])
+
+
+@cache
+def environment() -> tuple[str, str]:
+    """torch's version, and the CPU: kernels use all of its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    except OSError:
+        cpu = f"{platform.machine()} {platform.processor()}"
+    return torch.__version__, cpu
+
+
+def digest(*parts: Any) -> str:
+    """A SHA-256 of the parts' reprs."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,0 +1,173 @@
+"""The options of bench.py, and the names of its methods."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decode import Sampling
+from heads import PRETRAINED
+from proposers import HEAD_PROPOSERS, PROPOSERS
+from proposers.load import DRAFT_LAYERS, EAGLES
+from scripts.benchmark.methods import PEERS
+from scripts.benchmark.questions import Question, digest_questions
+from scripts.shared.command import at_least, check_writable
+from scripts.shared.options import (
+    DRAFT_MODEL_HELP,
+    TREES,
+    ModelOptions,
+    Options,
+    ProposerOptions,
+    add_model_options,
+    find_head,
+)
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+HEADS, CHAINS = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
+METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}; none is always added. {HEADS} take a number of nodes and a
+tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain: eagle3-chain-5
+(default: all that have a model)"""
+PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a model,
+none with --batch-size above 1)"""
+HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
+default model only: its pretrained ones)"""
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """What is measured, and how. A method's name stands for the options of its proposer (`parse_method`)."""
+
+    model: ModelOptions
+    methods: Sequence[str]
+    peers: Sequence[str] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)  # folders by kind
+    draft_model: str | None = None
+    questions: Path = Path()
+    limit: int | None = None
+    repeats: int = 3
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    batch_size: int = 1
+    threads: int | None = None
+    json: Path | None = None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> BenchOptions:
+        """The parsed options, with default methods and peers filled in and the baselines first.
+
+        Raises ValueError for unknown methods and peers, missing models and heads, and files that cannot be written.
+        """
+        model, heads = ModelOptions.from_args(args), dict(args.head)
+        has_draft = model.model is None or args.draft_model is not None
+        pretrained = {kind for kind in HEAD_PROPOSERS if model.model is None and (PRETRAINED / kind).is_dir()}
+        possible = {"none", "ngram", *heads, *pretrained} | ({"draft"} if has_draft else set())
+        methods = _split(args.methods, [name for name in PROPOSERS if name in possible])
+        peers = [name for name in PEERS if has_draft or name != "hf-assistant"] if args.batch_size == 1 else []
+        peers = _split(args.peers, peers)
+        unknown = next((name for name in peers if name not in PEERS), None)
+        if unknown is not None:
+            raise ValueError(f"unknown peer {unknown!r}; choose from {', '.join(PEERS)}")
+        lacking = next((name for name in (*methods, *peers) if name in ("draft", "hf-assistant")), None)
+        if lacking is not None and not has_draft:
+            raise ValueError(f"{lacking} needs --draft-model, a smaller model with the vocabulary of --model")
+        for kind in {parse_method(name).proposer for name in methods} & {*HEAD_PROPOSERS}:
+            find_head(kind, heads.get(kind), model.model)
+        if peers and args.batch_size > 1:
+            raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
+        check_writable(args.json, "--json")
+        Sampling(args.temperature)  # refuses a bad temperature
+        methods, peers = dict.fromkeys(["none", *methods]), dict.fromkeys(["hf", *peers]) if peers else {}
+        return super().from_args(args, model=model, heads=heads, methods=[*methods], peers=[*peers])
+
+    def describe(self, questions: Sequence[Question]) -> dict[str, Any]:
+        """The settings of a report, without the name of any folder above a model."""
+        draft = None
+        if {"draft", "hf-assistant"} & {*self.methods, *self.peers}:
+            draft = _base(self.draft_model) if self.draft_model else f"its first {DRAFT_LAYERS} layers"
+        names = ("limit", "max_new_tokens", "repeats", "temperature", "seed", "batch_size")
+        return {
+            "model": _base(self.model.model) if self.model.model else DEFAULT_MODEL,
+            "draft_model": draft,
+            "heads": {kind: f"{_base(folder)} {_digest(folder)}" for kind, folder in self.heads.items()},
+            "methods": self.methods,
+            "peers": self.peers,
+            "questions": self.questions.name,
+            "questions_sha256": digest_questions(questions),
+            **{name: getattr(self, name) for name in names},
+            "accelerate": self.model.accelerate,
+        }
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `BenchOptions`, `--from` and `--plot`."""
+    source = parser.add_mutually_exclusive_group(required=True).add_argument
+    source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
+    source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
+    add, whole = parser.add_argument, at_least(1)
+    add("--methods", help=METHODS_HELP)
+    add("--peers", help=PEERS_HELP)
+    add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
+    add("--repeats", type=whole, default=3, metavar="N", help="default: %(default)s")
+    add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
+    add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
+    add("--plot", type=Path, metavar="FILE", help="draw the report: a .png or .svg file")
+    add_model_options(parser)
+    add("--draft-model", help=f"for draft and hf-assistant: {DRAFT_MODEL_HELP}")
+    add("--head", action="append", default=[], type=name_head, metavar="KIND=DIR", help=HEAD_HELP)
+
+
+def name_head(text: str) -> tuple[str, str]:
+    """An argparse type: a kind of head and its folder."""
+    kind, separator, folder = text.partition("=")
+    if kind not in HEAD_PROPOSERS or not separator or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {HEADS}")
+    return kind, folder
+
+
+def parse_method(name: str) -> ProposerOptions:
+    """The proposer options that a method's name stands for.
+
+    "hydra" chooses its number of nodes, "hydra-16" has trees of 16 nodes, "hydra-static-16" has 16 nodes of the static
+    tree, "hydra-sampled-16" samples its draft tokens, "eagle3-chain-5" drafts a chain of 5. Raises ValueError for
+    other names.
+    """
+    kind, *rest = name.split("-")
+    if kind not in PROPOSERS:
+        raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
+    number = int(rest.pop()) if rest and rest[-1].isdecimal() else None
+    sampled = rest[:1] == ["sampled"]
+    rest = rest[sampled:]
+    if rest == ["chain"] and kind in EAGLES and number:
+        return ProposerOptions(kind, width=1, depth=number, nodes=1 + number, sampled=sampled)
+    tree = rest.pop() if rest else None
+    if rest or tree not in (None, *TREES) or number == 0 or (name != kind and kind not in HEAD_PROPOSERS):
+        raise ValueError(
+            f"unknown method {name!r}; trees and numbers of nodes are for {HEADS}, as in hydra-16 or hydra-static-16, "
+            f"with one of {', '.join(TREES)}; sampled draft tokens for them, as in hydra-sampled-16; chains for {CHAINS}, "
+            "as in eagle3-chain-5"
+        )
+    return ProposerOptions(kind, tree=tree, nodes=number, sampled=sampled)
+
+
+def _split(names: str | None, default: list[str]) -> list[str]:
+    return default if names is None else [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _base(name: str) -> str:
+    """A folder's last name; a hub id as it is."""
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def _digest(folder: str) -> str:
+    """Changes with the content of a head's folder."""
+    files = sorted(file for file in Path(folder).glob("*") if file.suffix in (".json", ".safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

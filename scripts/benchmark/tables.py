@@ -1,0 +1,79 @@
+"""Markdown tables of a benchmark's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from scripts.benchmark.questions import task_of
+
+
+def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by category."""
+    overall = [row for row in rows if row["category"] == "all"]
+    timed = [row for row in overall if row.get("parts") is not None]
+    tables = [_list_methods(overall)]
+    if timed:
+        head = ["share of time", "nodes", *timed[0]["parts"]]
+        lines = [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
+        tables.append([head, *lines])
+    if len(overall) > 1:
+        tables.append(_list_categories(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
+        tables.append(_list_categories(rows, "tau", lambda row: f"{row['tau']:.2f}"))
+    return "\n\n".join(map(_to_markdown, tables))
+
+
+def _list_methods(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A line for each method; speed-ups have their 95 % interval over questions."""
+    lines = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
+    for row in rows:
+        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
+        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
+        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        lines.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
+    return lines
+
+
+def _list_categories(
+    rows: Sequence[Mapping[str, Any]], title: str, show: Callable[[Mapping[str, Any]], str]
+) -> list[list[str]]:
+    """A line for each category: MT-bench's categories, MT-bench, the others, all. A column for each method but none."""
+    found = {(row["category"], row["method"]): row for row in rows}
+    names = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "none"]
+
+    def rank(category: str) -> tuple[bool, bool, bool]:
+        return category == "all", task_of(category) != "mt_bench", category == "mt_bench"
+
+    categories: Iterable[str] = sorted(dict.fromkeys(row["category"] for row in rows), key=rank)
+    lines = [[title, "questions", *names]]
+    for category in categories:
+        questions = str(found[category, "none"]["questions"])
+        lines.append([category, questions, *(show(found[category, name]) for name in names)])
+    return lines
+
+
+def _to_markdown(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head; the first column is left-aligned, the others right-aligned."""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    head, *body = [
+        f"| {line[0].ljust(first)} | "
+        + " | ".join(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))
+        + " |"
+        for line in lines
+    ]
+    rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in others)
+    return "\n".join([head, rule, *body])
+
+
+def _times(ratio: float | None, interval: Sequence[float] | None = None) -> str:
+    if ratio is None:
+        return "-"
+    known = interval is not None and interval[0] < interval[1]
+    return f"{ratio:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if known else "")
+
+
+def _share(part: float | None) -> str:
+    """A percentage; rounding never makes it 100 %."""
+    if part is None:
+        return "-"
+    return f"{part:.0%}" if part in (0, 1) else f"{min(part, 0.999):.1%}"

@@ -1,0 +1,1 @@
+"""What several commands share: options, how a command fails, prompts, coloured text, pictures."""

@@ -1,0 +1,87 @@
+"""What every command does alike: parse options, check files before the work, and fail in one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError
+
+INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # a shell's exit statuses for programs ended by SIGINT and SIGPIPE
+PLOT_FORMATS = (".png", ".svg")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that reports an error in one line, without the whole usage, and prints the epilog as it is."""
+
+    def __init__(self, **settings: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": layout, "allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        self.fail(f"{message} (see {self.prog} --help)")
+
+    def fail(self, message: str) -> NoReturn:
+        """End the program: one line on stderr, exit status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+@contextmanager
+def failing_clearly(parser: Parser) -> Iterator[None]:
+    """End without a traceback: bad input in one line with status 2, Ctrl-C with 130, a closed pipe with 141."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # commands ignore it during their imports
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; it must not find the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(UNREAD) from None
+    except OSError as error:
+        parser.fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (ValueError, torch.OutOfMemoryError, SafetensorError) as error:  # SafetensorError: a full disk, for example
+        parser.fail(str(error))
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `low` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        return number
+
+    return parse
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Raise ValueError if a file cannot be written there. None is fine: the option was not given."""
+    if path is None:
+        return
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ValueError(f"{option} {path} cannot be written; it names a file in a folder that exists")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ValueError if `--plot` cannot be drawn: a bad place or suffix, or no matplotlib."""
+    check_writable(path, "--plot")
+    if path is None:
+        return
+    if path.suffix not in PLOT_FORMATS:
+        raise ValueError(f"--plot {path} must end in {' or '.join(PLOT_FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install "draftless[plot]"')

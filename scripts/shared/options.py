@@ -1,0 +1,165 @@
+"""The options that choose a model and a proposer, and the functions that load both."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import transformers
+from transformers import PreTrainedModel
+
+from decode import Proposer, Target
+from decode.cpu import MODES
+from decode.models.loading import DTYPES, load_model
+from decode.text import Tokenizer
+from heads import PRETRAINED
+from heads.checkpoint import find_folder
+from proposers import HEAD_PROPOSERS, load_proposer
+from proposers.eagle import DEPTH, WIDTH
+from proposers.fixed_trees import PUBLISHED
+from proposers.load import DRAFT_LAYERS, EAGLES, NAMES, OPTIONS
+from scripts.shared.command import at_least
+
+TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
+ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it
+needs a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles models
+of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)"""
+PROPOSER_HELP = """what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the
+model, else ngram (default: %(default)s)"""
+DRAFT_MODEL_HELP = f"""a smaller model with the same vocabulary, folder or hub id (default, with the default model only:
+its own first {DRAFT_LAYERS} layers)"""
+TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
+head was calibrated; static, the method's published tree, or another one: {", ".join(PUBLISHED)}"""
+SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
+distribution, but a seed gives another text than plain decoding"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a command, with the names that argparse gives them."""
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
+        """The parsed options and `others`; those that the parser does not have keep their defaults."""
+        parsed = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        return cls(**{**parsed, **others})
+
+
+@dataclass(frozen=True)
+class ModelOptions(Options):
+    """Which model to load, and how. Raises ValueError for options that exclude each other."""
+
+    model: str | None = None  # folder or hub id; None is the default model
+    dtype: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    accelerate: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device is not None and self.device_map is not None:
+            raise ValueError("--device and --device-map exclude each other; give one of them")
+        if self.accelerate == "compiled" and (self.device not in (None, "cpu") or self.dtype in ("float64", "float16")):
+            raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
+
+
+@dataclass(frozen=True)
+class ProposerOptions(Options):
+    """Which proposer drafts, and how. Raises ValueError for options that this proposer does not have."""
+
+    proposer: str = "ngram"
+    draft_model: str | None = None
+    head: str | None = None
+    tree: str | None = None
+    nodes: int | None = None
+    depth: int | None = None
+    width: int | None = None
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        for option in (field.name for field in fields(self) if field.name != "proposer"):
+            if getattr(self, option) not in (None, False) and option not in OPTIONS[self.proposer]:
+                users = ", ".join(name for name, options in OPTIONS.items() if option in options)
+                raise ValueError(f"--{option.replace('_', '-')} is for --proposer {users}, not for {self.proposer}")
+        if self.width is not None and self.tree not in (None, "dynamic"):
+            raise ValueError(f"--width is for --tree dynamic; {self.tree} has its own paths")
+
+    def check(self, model: ModelOptions) -> None:
+        """Raise ValueError if the draft model or the head is missing. Loads nothing."""
+        if self.proposer == "draft" and self.draft_model is None and model.model is not None:
+            raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
+        if self.proposer in HEAD_PROPOSERS or self.head is not None:
+            find_head(self.proposer, self.head, model.model)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ModelOptions`."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
+    add("--accelerate", choices=MODES, default="auto", help=ACCELERATE_HELP)
+
+
+def add_proposer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ProposerOptions`."""
+    heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
+    add = parser.add_argument_group("drafting").add_argument
+    add("--proposer", choices=NAMES, default="ngram", help=PROPOSER_HELP)
+    add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
+    add("--head", metavar="DIR", help=f"for {heads}, auto: a head's folder (default: the default model's)")
+    add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
+    add("--nodes", type=at_least(1), metavar="N", help="for heads: trees of N nodes (default: as many as are worth it)")
+    add("--depth", type=at_least(1), metavar="N", help=f"for {eagles} (default: {DEPTH}), draft: tokens ahead at most")
+    add("--width", type=at_least(1), metavar="N", help=f"for {eagles} (default: {WIDTH}), draft (1): paths per depth")
+    add("--sampled", action="store_true", help=SAMPLED_HELP)
+
+
+def find_head(kind: str, folder: str | None, model: str | None) -> Path:
+    """The folder of the head to draft with. Raises ValueError if there is none."""
+    if folder is not None:
+        return find_folder(folder)
+    if model is not None:
+        raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
+    if not (PRETRAINED / kind).is_dir():
+        raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
+    return PRETRAINED / kind
+
+
+def load_target(options: ModelOptions) -> Target:
+    """The model, accelerated, as a target. Raises ValueError if it cannot be loaded."""
+    return Target(*load_model_only(options))
+
+
+def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model and its tokenizer; `accelerate` replaces the option. Raises ValueError if it cannot be loaded."""
+    _silence_transformers()
+    settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
+    try:
+        return load_model(settings.pop("model"), **settings)
+    except (RuntimeError, ImportError) as error:  # no network for the default model, no memory, no accelerate
+        raise ValueError(str(error)) from error
+
+
+def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions) -> Proposer:
+    """The proposer of the options, with the draft model or head that it needs. `model`: the options of the target.
+
+    Raises ValueError if draft model or head cannot be loaded or do not fit the target.
+    """
+    settings = asdict(options)
+    name = settings.pop("proposer")
+    if name == "auto" and options.head is None and model.model is not None:
+        name = "ngram"  # pretrained heads are for the default model, even if another one has its sizes
+    if options.draft_model is not None:
+        settings["draft_model"] = load_target(replace(model, model=options.draft_model))
+    return load_proposer(name, target, **settings)
+
+
+def _silence_transformers() -> None:
+    """Its progress bars and warnings would hide the one line that matters."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
