@@ -1,6 +1,6 @@
 """Speculative decoding inside transformers' `model.generate`: one more argument, the same tokens.
 
-    python examples/generate_dropin.py [MODEL]
+python examples/generate_dropin.py [MODEL]
 """
 
 import sys

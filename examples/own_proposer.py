@@ -1,9 +1,10 @@
 """A proposer of your own: each token is expected to be followed by what followed it last time.
 
-    python examples/own_proposer.py [MODEL]
+python examples/own_proposer.py [MODEL]
 """
 
 import sys
+from itertools import pairwise
 
 from decode import Step, Target, Tree, generate
 
@@ -16,7 +17,7 @@ class BigramProposer:
     def propose(self, step: Step, budget: int) -> Tree:
         chains = []
         for tokens in step.sequences:  # one list a row: the prompt and the answer so far
-            follows = dict(zip(tokens, tokens[1:], strict=False))
+            follows = dict(pairwise(tokens))
             chain = tokens[-1:]  # the root: the row's bonus token
             while len(chain) < min(budget, 5) and chain[-1] in follows:
                 chain.append(follows[chain[-1]])

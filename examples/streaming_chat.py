@@ -1,6 +1,6 @@
 """A chat in the terminal. Text streams in as it is decoded; an empty line ends the chat.
 
-    python examples/streaming_chat.py [MODEL]
+python examples/streaming_chat.py [MODEL]
 """
 
 import sys
