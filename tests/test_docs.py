@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -15,6 +16,22 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("heads/pretrained/*/*/README.md")])
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+TERMS = (
+    *(
+        "target",
+        "proposer",
+        "head",
+        "features",
+        "logits",
+        "output layer",
+        "output matrix",
+        "draft vocabulary",
+        "token map",
+    ),
+    *("draft token", "draft tree", "node", "root", "path", "chain", "level", "depth", "width", "kv cache"),
+    *("committed token", "verify", "accept", "bonus token", "step", "prefill", "tau", "request id", "row"),
+    *("attention window", "draft budget", "cost curve", "warm-up", "calibration"),
+)
 AGAIN = "run: python docs/make_pages.py"
 
 
@@ -50,6 +67,43 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_explains_every_term() -> None:
+    glossary = read_prose(ROOT / "README.md").partition("## How it works")[2]
+    explained = {word.lower() for word in re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", glossary)}
+    for word in TERMS:
+        assert {word, f"{word}s"} & explained, word
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/performance.md"])
+def test_the_results_are_those_that_were_measured(file: str) -> None:
+    rows = json.loads((ROOT / "docs" / "results" / "methods-cpu.json").read_text(encoding="utf-8"))["rows"]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    table = text[text.index("| method | tau | tokens/s | vs `hf` | vs `none` |") :].partition("\n\n")[0]
+    shown = {}
+    for line in table.splitlines()[2:]:
+        method, tau, speed, *ratios = (cell.strip() for cell in line.split("|")[1:6])
+        shown[method.split("`")[1]] = (tau, speed, *(ratio.split()[0] for ratio in ratios))
+    measured = {
+        row["method"]: (
+            f"{row['tau']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup_vs_hf']:.2f}x",
+            f"{row['speedup_vs_none']:.2f}x",
+        )
+        for row in rows
+        if row["category"] == "all"
+    }
+    assert shown == measured
+    assert len(shown) == 8
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.stem)
+def test_results_name_their_commit(file: Path) -> None:
+    report = json.loads(file.read_text(encoding="utf-8"))
+    commit = report.get("commit") or report["settings"]["commit"]
+    assert re.fullmatch(r"[0-9a-f]{7,40}", commit)
 
 
 @pytest.mark.parametrize("page", ["python-api.md", "cli.md", "architecture.md"])

@@ -121,7 +121,7 @@ def test_the_own_proposer_drafts_and_changes_nothing() -> None:
 
 
 def find_fault(command: str, words: list[str]) -> str | None:
-    """What the command's parser has against these arguments. In an outline (`train.py ... --resume`) only names count."""
+    """The parser's error for these arguments. An outline (`train.py ... --resume`) only needs options that exist."""
     parser = find_parser(command)
     if any(word == "..." and not before.startswith("--") for before, word in pairwise(["", *words])):
         known = {option for action in parser._actions for option in action.option_strings}
