@@ -1,4 +1,4 @@
-"""From a model to a small trained head: distill answers, train, calibrate, generate. A few minutes on a CPU.
+"""From a model to a small trained head: distill answers, train, calibrate, generate. About two minutes on a CPU.
 
     python examples/train_tiny_head.py [MODEL [FOLDER]]
 
