@@ -29,6 +29,7 @@ FOLDERS = ("decode", "heads", "proposers", "training", "scripts", "examples", "t
 BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->"
 NOTE = "<!-- Written by docs/make_pages.py. Do not edit. -->\n"
 WIDTH = 100  # of a signature that stays on one line
+COLUMN = 26  # of the descriptions in the file tree
 
 
 def main() -> None:
@@ -239,9 +240,9 @@ def describe_tree() -> str:
     lines = []
     for folder in sorted({path.parent for path in list_files()}, key=lambda path: (FOLDERS.index(path.parts[0]), path)):
         init = ROOT / folder / "__init__.py"
-        lines.append(f"{folder}/".ljust(26) + (describe_file(init) if init.exists() else ""))
+        lines.append(f"{folder}/ ".ljust(COLUMN) + (describe_file(init) if init.exists() else ""))
         for path in (path for path in list_files() if path.parent == folder and path.name != "__init__.py"):
-            lines.append(f"  {path.name}".ljust(26) + describe_file(ROOT / path))
+            lines.append(f"  {path.name} ".ljust(COLUMN) + describe_file(ROOT / path))
         lines.append("")
     return code("\n".join(line.rstrip() for line in lines).rstrip())
 
