@@ -1,7 +1,4 @@
-"""Training targets on disk, computed once: later epochs, and other heads that read the same layers, skip the model.
-
-Shapes: R token positions of all examples in a shard, A answer positions, F feature width, S labels.
-"""
+"""Training targets on disk, computed once: later epochs, and other heads that read the same layers, skip the model."""
 
 from __future__ import annotations
 
@@ -40,22 +37,18 @@ class FeatureCache:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
-        self._places: dict[int, tuple[Path, int]] = {}
-        self._shards: dict[Path, Any] = {}
+        self._files: set[Path] = set()
+        self._shards: dict[int, Any] = {}  # by example number
         folder.mkdir(parents=True, exist_ok=True)
         self._check_settings(settings)
         self.scan()
 
     def __contains__(self, number: int) -> bool:
-        return number in self._places
+        return number in self._shards
 
     def __getitem__(self, number: int) -> Targets:
         """The targets of one example."""
-        path, place = self._places[number]
-        shard, bounds, answers = self._shards[path]
-        rows, labels = slice(*bounds[place : place + 2]), slice(*answers[place : place + 2])
-        parts = ("features", rows), ("labels", labels), ("probabilities", labels)
-        return Targets(*(shard.get_slice(name)[part] for name, part in parts))
+        return Targets(*(self._shards[number].get_tensor(f"{number}.{name}") for name in Targets._fields))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -74,7 +67,7 @@ class FeatureCache:
     def scan(self) -> None:
         """Register shards that other processes have written. Raises ValueError if one is damaged."""
         for shard in sorted(self.folder.glob("*.safetensors")):
-            if shard not in self._shards:
+            if shard not in self._files:
                 self._register(shard)
 
     def fill(
@@ -89,24 +82,18 @@ class FeatureCache:
         self._check_contents(teacher, examples)
         shards = dict(list(_plan_shards(self.folder, examples))[process::processes])
         left = limit // processes - sum(path.stat().st_size for path in shards if path.exists())
-        missing = {path: batches for path, batches in shards.items() if path not in self._shards}
+        missing = {path: batches for path, batches in shards.items() if path not in self._files}
         total = sum(len(examples[number].tokens) for batches in missing.values() for number in chain(*batches))
-        interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
-        with tqdm(
-            desc="features",
-            unit=" tokens",
-            unit_scale=True,
-            total=total,
-            mininterval=interval,
-            disable=process > 0 or total == 0,
-        ) as bar:
+        shown = {"desc": "features", "unit": " tokens", "unit_scale": True, "disable": process > 0 or total == 0}
+        interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
+        with tqdm(total=total, mininterval=interval, **shown) as bar:
             for path, batches in missing.items():
                 numbers = [*chain(*batches)]
                 left -= _count_bytes([examples[number] for number in numbers], teacher)
                 if left < 0:
                     return
                 targets = chain(*(teacher.compute([examples[number] for number in batch]) for batch in batches))
-                self._write(path, numbers, [*targets])
+                self._write(path, dict(zip(numbers, targets, strict=True)))
                 bar.update(sum(len(examples[number].tokens) for number in numbers))
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
@@ -131,30 +118,28 @@ class FeatureCache:
 
     def _check_contents(self, teacher: Teacher, examples: Sequence[Example]) -> None:
         """Raise ValueError unless all sizes are those of the examples and one example's features are this model's."""
-        fits = max(self._places, default=-1) < len(examples)
-        for number, (path, place) in self._places.items() if fits else ():
-            _, bounds, answers = self._shards[path]
-            sizes = bounds[place + 1] - bounds[place], answers[place + 1] - answers[place]
-            fits = fits and sizes == (len(examples[number].tokens), examples[number].answer_tokens)
-        if fits and self._places:
-            number = max(self._places)
-            expected = teacher.compute([examples[number]])[0].features.float().cpu()
-            fits = bool((expected - self[number].features.float()).norm() < MAX_DIFFERENCE * expected.norm())
+        last = max(self._shards, default=-1)
+        fits = last < len(examples) and all(
+            shard.get_slice(f"{number}.{name}").get_shape()[0] == size
+            for number, shard in self._shards.items()
+            for name, size in (("features", len(examples[number].tokens)), ("labels", examples[number].answer_tokens))
+        )
+        if fits and last >= 0:
+            expected = teacher.compute([examples[last]])[0].features.float().cpu()
+            fits = bool((expected - self[last].features.float()).norm() < MAX_DIFFERENCE * expected.norm())
         if not fits:
             raise ValueError(
                 f"the features in {self.folder} are of other texts, or of another model at the same place; "
                 "choose another folder"
             )
 
-    def _write(self, path: Path, numbers: list[int], targets: list[Targets]) -> None:
-        tensors = {
-            "features": torch.cat([one.features for one in targets]).cpu(),  # [R, F]
-            "labels": torch.cat([one.labels for one in targets]).int().cpu(),  # [A, S]
-            "probabilities": torch.cat([one.probabilities for one in targets]).half().cpu(),  # [A, S]
-            "numbers": torch.tensor(numbers),
-            "bounds": torch.tensor([0, *(len(one.features) for one in targets)]).cumsum(0),
-            "answers": torch.tensor([0, *(len(one.labels) for one in targets)]).cumsum(0),
-        }
+    def _write(self, path: Path, targets: dict[int, Targets]) -> None:
+        """Store the targets of examples by number: labels as int32, probabilities in half precision."""
+        tensors = {}
+        for number, one in targets.items():
+            parts = one.features, one.labels.int(), one.probabilities.half()
+            named = zip(Targets._fields, parts, strict=True)
+            tensors |= {f"{number}.{name}": part.cpu().contiguous() for name, part in named}
         content = save(tensors)
         write_aside(path, lambda file: file.write(content))
         self._register(path)
@@ -162,11 +147,11 @@ class FeatureCache:
     def _register(self, path: Path) -> None:
         try:
             shard = safe_open(path, framework="pt")
-            numbers, bounds, answers = (shard.get_tensor(name).tolist() for name in ("numbers", "bounds", "answers"))
-        except SafetensorError as error:
+            numbers = [int(name.split(".")[0]) for name in shard.keys()]  # noqa: SIM118  (not a mapping)
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
-        self._shards[path] = (shard, bounds, answers)
-        self._places.update({number: (path, place) for place, number in enumerate(numbers)})
+        self._files.add(path)
+        self._shards |= dict.fromkeys(numbers, shard)
 
 
 class BatchLoader:
@@ -207,4 +192,4 @@ def _count_bytes(examples: Sequence[Example], teacher: Teacher) -> int:
     rows, answers = sum(len(example.tokens) for example in examples), sum(e.answer_tokens for e in examples)
     width = target.config.hidden_size * len(teacher.layers) * target.dtype.itemsize
     labels = min(LABELS, target.vocabulary) * (torch.int32.itemsize + torch.half.itemsize)
-    return rows * width + answers * labels + 24 * len(examples) + 1024  # three offsets an example, and the header
+    return rows * width + answers * labels + 320 * len(examples) + 64  # the header describes three tensors an example
