@@ -20,9 +20,8 @@ from tqdm import tqdm
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.default_model import NAME
-from scripts.distillation.answering import answer_jobs, group_jobs
 from scripts.distillation.answers_file import AnswersFile
-from scripts.distillation.jobs import Job, check_temperature, read_jobs
+from scripts.distillation.jobs import Job, answer_jobs, check_temperature, group_jobs, read_jobs
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, Options, add_model_options, load_target
 
@@ -119,15 +118,16 @@ def check_chat(jobs: Sequence[Job], target: Target) -> None:
 
 def distil(jobs: Sequence[Job], target: Target, answers: AnswersFile, options: DistillOptions) -> None:
     """Answer all jobs and add their rows to the file, with a progress bar."""
-    started, tokens, done = perf_counter(), 0, len(answers.rows)
-    interval = 1 if sys.stderr.isatty() else 60  # in a log, a line a minute is enough
+    started, tokens, done, dropped = perf_counter(), 0, len(answers.rows), 0
+    interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
     with tqdm(total=done + len(jobs), initial=done, unit=" answers", mininterval=interval) as bar:
         for group in group_jobs(jobs, options.batch_size):
             for new, row in answer_jobs(group, target, options.batch_size, options.max_new_tokens, options.seed):
                 tokens += new
                 if row is not None:
                     answers.append(row)
-                    speed, dropped = tokens / (perf_counter() - started), answers.dropped.total()
+                    dropped += "dropped" in row
+                    speed = tokens / (perf_counter() - started)
                     bar.set_postfix_str(f"{speed:.0f} tokens/s, {dropped} dropped", refresh=False)
                     bar.update()
 

@@ -17,9 +17,8 @@ import torch
 
 from heads.checkpoint import save_head
 from scripts.head_training.options import TrainOptions, make_parser
-from scripts.head_training.report import plot_training, print_plan
+from scripts.head_training.measurements import plot_training, print_plan, validate
 from scripts.head_training.setup import describe_settings, fill_cache, get_head, load_model_and_data, make_accelerator
-from scripts.head_training.validation import validate
 from scripts.shared.command import failing_clearly
 from training.checkpoint import load_checkpoint
 from training.factory import make_objective

@@ -25,7 +25,7 @@ import training.checkpoint
 import training.feature_cache
 import training.optimizer
 from heads.atomic_write import write_aside
-from scripts.head_training import validation
+from scripts.head_training import measurements
 from tests.predictable import train_predictable, write_answers
 from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
@@ -60,7 +60,7 @@ def train(place: Path, out: Path, *options: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:
             patch.setattr(training.optimizer, "is_hidden", lambda *_: False)
-        patch.setattr(validation, "NEW_TOKENS", NEW_TOKENS)
+        patch.setattr(measurements, "NEW_TOKENS", NEW_TOKENS)
         patch.setattr(training.feature_cache, "SHARD_TOKENS", SHARD_TOKENS)
         patch.setattr(training.feature_cache, "PASS_TOKENS", PASS_TOKENS)
         try:

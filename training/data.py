@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenized conversation; `spans` are the (begin, end) positions of its answers."""
+    """One tokenized conversation."""
 
     tokens: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]  # the (begin, end) positions of its answers
 
     @property
     def answer_tokens(self) -> int:
@@ -57,8 +58,13 @@ def load_dataset(
     ValueError, with file and line, if a row is no conversation or its answer is empty, or if no example is left.
     """
     examples, held_out, dropped, too_long = [], {}, 0, 0
-    rows = [(_hash_prompt(messages), place, messages, finished) for place, messages, finished in _read(files)]
-    chosen = _choose_held_out({digest for digest, *_ in rows})
+    lines = ((f"{file}, line {number}", row) for file in files for number, row in read_lines(file))
+    parsed = ((place, _parse_messages(row, place), row) for place, row in lines if "dropped" not in row)
+    rows = [(_hash_prompt(messages), place, messages, row.get("finished", True)) for place, messages, row in parsed]
+    digests = {digest for digest, *_ in rows}  # a prompt is held out or not, whatever other data there is
+    chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % VALIDATION_SHARE == 0}
+    if not chosen and len(digests) >= MIN_PROMPTS:
+        chosen = {min(digests)}
     for digest, place, messages, finished in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
         example = tokenize(messages, tokenizer, finished, place, ends)
         begin = example.spans[0][0]
@@ -116,21 +122,11 @@ def has_looped(tokens: Sequence[int]) -> bool:
     return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
 
 
-def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The `size` tokens most frequent in answers, ascending, and the share of all answer tokens that they cover.
-
-    As EAGLE-3 chooses its draft vocabulary; of equally frequent tokens the lower ids are taken.
-    """
+def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int) -> Tensor:
+    """The `size` tokens most frequent in answers, ascending, as in EAGLE-3. Ties go to the lower ids."""
     counts = Counter(token for one in examples for begin, end in one.spans for token in one.tokens[begin:end])
     chosen = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size]
-    covered = sum(counts[token] for token in chosen) / max(1, counts.total())
-    return torch.tensor(sorted(chosen)), covered
-
-
-def _choose_held_out(digests: set[bytes]) -> set[bytes]:
-    """The validation prompts by hash: the same prompts, whatever other data there is."""
-    chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % VALIDATION_SHARE == 0}
-    return chosen or ({min(digests)} if len(digests) >= MIN_PROMPTS else set())
+    return torch.tensor(sorted(chosen))
 
 
 def _list_answers(messages: Messages) -> list[int]:
@@ -155,17 +151,7 @@ def _render(messages: Messages, tokenizer: Any, place: str, answer_next: bool) -
 
 def _count_common(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
-
-
-def _read(files: Sequence[Path]) -> Iterator[tuple[str, Messages, bool]]:
-    """Place, messages, and whether the last answer is finished, for every row of the files."""
-    for file in files:
-        for number, row in read_lines(file):
-            if "dropped" not in row:
-                place = f"{file}, line {number}"
-                yield place, _parse_messages(row, place), bool(row.get("finished", True))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _parse_messages(row: dict[str, Any], place: str) -> Messages:
@@ -176,7 +162,7 @@ def _parse_messages(row: dict[str, Any], place: str) -> Messages:
     else:
         raise ValueError(f'{place}: a line needs "prompt" and "response", or "messages"')
     valid = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
         for message in messages
     )
     if not valid or not _list_answers(messages):

@@ -14,10 +14,9 @@ from heads import HEADS, LayerConfig, choose_features
 from heads.vocabulary import Output
 from training.data import Example, choose_draft_vocabulary
 from training.eagle_objective import EagleObjective
-from training.objectives import DECAY, MedusaObjective, Objective
+from training.objectives import MedusaObjective, Objective
 from training.teacher import Teacher
 
-TTT_STEPS = 3
 REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
@@ -60,7 +59,7 @@ def make_head(kind: str, target: Target, examples: Sequence[Example], shape: Hea
     given = {name: value for name, value in sizes.items() if value is not None}
     head: Any = network(config(model_config.hidden_size, vocab, **given))
     if draft_size < vocab:
-        head.token_map.copy_(choose_draft_vocabulary(examples, vocab, draft_size)[0])
+        head.token_map.copy_(choose_draft_vocabulary(examples, vocab, draft_size))
     head.borrow(target.output_matrix, target.output_bias)
     if kind == "eagle3":
         _match_norm(head, target, examples)
@@ -70,16 +69,8 @@ def make_head(kind: str, target: Target, examples: Sequence[Example], shape: Hea
     return head
 
 
-def make_objective(
-    head: Any,
-    target: Target,
-    loss: str = "kl",
-    decay: float = DECAY,
-    steps: int = TTT_STEPS,
-    regression: float | None = None,
-    noise: float = 0.0,
-) -> Objective:
-    """The objective that trains a head. steps, regression and noise are for EAGLE heads, see `EagleObjective`."""
+def make_objective(head: Any, target: Target, loss: str, decay: float, **eagle: Any) -> Objective:
+    """The objective that trains a head. eagle: `EagleObjective`'s steps, regression and noise."""
     if head.kind == "medusa":
         return MedusaObjective(head, loss, None, decay)
     with torch.no_grad():  # a call and not the weight: some models scale their embeddings
@@ -88,8 +79,7 @@ def make_objective(
         return MedusaObjective(head, loss, table, decay)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
-    regression = REGRESSION[head.kind] if regression is None else regression
-    return EagleObjective(head, loss, table, steps, regression, noise, decay)
+    return EagleObjective(head, loss, table, decay=decay, **eagle)
 
 
 def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:

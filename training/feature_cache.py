@@ -135,7 +135,7 @@ class FeatureCache:
 
     def _write(self, path: Path, targets: dict[int, Targets]) -> None:
         """Store the targets of examples by number: labels as int32, probabilities in half precision."""
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for number, one in targets.items():
             parts = one.features, one.labels.int(), one.probabilities.half()
             named = zip(Targets._fields, parts, strict=True)

@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,7 @@ from decode.models.features import find_decoder
 from training.objectives import Loss, MedusaObjective
 from training.teacher import Batch, Teacher, run_target
 
-# The weight of the head's loss, constant as in the authors' recipe for Vicuna. Their recipe for Zephyr raises it
-# slowly, which protects the target from untrained heads; here heads are trained before.
-HEADS_WEIGHT = 0.2
+HEADS_WEIGHT = 0.2  # of the head's loss, as in the authors' recipe for Vicuna
 ADAPTERS_LR_SHARE = 1 / 4  # of the head's learning rate, in all of the authors' recipes
 MIN_REST = 1e-6  # float32 cannot tell a smaller rest of a distribution from zero
 
@@ -55,10 +54,10 @@ class LowRankUpdate(nn.Module):
 
 
 class Adapters(nn.Module):
-    """Low-rank updates for all linear layers of a model's decoder. The model's own weights are frozen.
+    """Low-rank updates for all linear layers of a model's decoder, whose own weights are frozen.
 
-    The output layer has none: heads may share it. Default rank and alpha are those of Medusa-2's authors. Raises
-    ValueError if the model has no plain linear layer.
+    Heads may share the output layer: it has none. Rank and alpha: as Medusa-2's authors. Raises ValueError if the model
+    has no plain linear layer.
     """
 
     def __init__(self, model: PreTrainedModel, rank: int = 32, alpha: float = 16.0) -> None:
@@ -67,14 +66,12 @@ class Adapters(nn.Module):
         inside = set(find_decoder(model)[0].modules())
         linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear and part in inside}
         if not linears:
-            raise ValueError(
-                f"{type(model).__name__} has no linear layers to adapt; packed or quantized ones cannot be"
-            )
+            raise ValueError(f"{type(model).__name__} has no linear layers to adapt; packed or quantized ones are not")
         model.requires_grad_(False)
         self.by_name = {name: LowRankUpdate(linear, rank, alpha) for name, linear in linears.items()}
         self.updates = nn.ModuleList(self.by_name.values())
         for name, linear in linears.items():
-            linear.register_forward_hook(self._make_hook(self.by_name[name]))
+            linear.register_forward_hook(partial(self._add, self.by_name[name]))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -91,11 +88,8 @@ class Adapters(nn.Module):
         updates = {f"{name}.weight": update for name, update in self.by_name.items()}
         return {name: updates[name].merge(state) if name in updates else state for name, state in states.items()}
 
-    def _make_hook(self, update: LowRankUpdate) -> Any:
-        def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            return output + update(args[0]) if self.active else output
-
-        return add
+    def _add(self, update: LowRankUpdate, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + update(args[0]) if self.active else output
 
 
 class Medusa2Objective(nn.Module):
@@ -136,8 +130,7 @@ def divergence(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Tensor:
 def save_adapted(target: Target, adapters: Adapters, folder: Path) -> None:
     """Write the adapted target and its tokenizer as an ordinary Hugging Face folder, replacing an older one.
 
-    The new folder is written under another name, then renamed. A kill leaves a complete model or, between two
-    renames, none.
+    It is written under another name first: a kill leaves a complete model or, between two renames, none.
     """
     new, old = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)

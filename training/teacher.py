@@ -44,8 +44,8 @@ class Batch(NamedTuple):
 
 
 class Teacher:
-    """Computes training targets with the frozen model. `layers`: the hidden states that form the features, numbered
-    as in transformers. `context`: entered for each forward pass, e.g. to switch adapters off."""
+    """Computes training targets with the frozen model. `layers`: the hidden states that form the features, as
+    transformers numbers them. `context`: entered for each forward pass, e.g. to switch adapters off."""
 
     def __init__(
         self, target: Target, layers: Sequence[int], context: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -58,8 +58,7 @@ class Teacher:
         tokens, answers = (part.to(self.target.device) for part in pad_examples(examples))
         with self.context():
             features, logits = run_target(self.target, self.layers, tokens, answers)
-        parts = [_top_k(part) for part in logits.split(TOP_K_ROWS)]
-        columns = zip(*parts, strict=True)
+        columns = zip(*map(_top_k, logits.split(TOP_K_ROWS)), strict=True)
         labels, probabilities = (torch.cat(column).split(answers.sum(dim=1).tolist()) for column in columns)
         kept = [features[row, : len(example.tokens)] for row, example in enumerate(examples)]
         return [Targets(*parts) for parts in zip(kept, labels, probabilities, strict=True)]

@@ -57,32 +57,29 @@ class Progress:
     mean_loss: float | None = None
 
 
+@dataclass
 class Trainer:
     """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder.
 
-    load_batch: the batch of the examples with these numbers. validate: decode with the current head. save_best: save
-    the current head. settings: must be equal to resume. An objective's `lr_shares`, if any: see `make_optimizers`.
+    An objective may have `lr_shares`, see `make_optimizers`.
     """
 
-    def __init__(
-        self,
-        objective: torch.nn.Module,
-        dataset: Dataset,
-        load_batch: Callable[[Sequence[int]], Batch],
-        validate: Callable[[], Validation],
-        save_best: Callable[[], None],
-        schedule: Schedule,
-        folder: Path,
-        accelerator: Accelerator,
-        settings: dict[str, Any],
-    ) -> None:
-        self.dataset, self.load_batch, self.validate, self.save_best = dataset, load_batch, validate, save_best
-        self.schedule, self.folder, self.accelerator, self.settings = schedule, folder, accelerator, settings
-        self.weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
-        self.lengths = [len(example.tokens) for example in dataset.examples]
-        optimizers = make_optimizers(self.weights, schedule.lr, getattr(objective, "lr_shares", {}))
-        self.objective, *self.optimizers = accelerator.prepare(objective, *optimizers)
-        self.steps = sum(1 for _ in schedule.plan(self.lengths))
+    objective: torch.nn.Module
+    dataset: Dataset
+    load_batch: Callable[[Sequence[int]], Batch]  # the batch of the examples with these numbers
+    validate: Callable[[], Validation]  # decodes with the current head
+    save_best: Callable[[], None]  # saves the current head
+    schedule: Schedule
+    folder: Path
+    accelerator: Accelerator
+    settings: dict[str, Any]  # must be equal to resume
+
+    def __post_init__(self) -> None:
+        self.weights = {name: weight for name, weight in self.objective.named_parameters() if weight.requires_grad}
+        self.lengths = [len(example.tokens) for example in self.dataset.examples]
+        optimizers = make_optimizers(self.weights, self.schedule.lr, getattr(self.objective, "lr_shares", {}))
+        self.objective, *self.optimizers = self.accelerator.prepare(self.objective, *optimizers)
+        self.steps = sum(1 for _ in self.schedule.plan(self.lengths))
         # last_epoch=0 skips the schedule's first step, in which the learning rate is zero.
         length = int(WARMUP * self.steps) + 1, self.steps + 1
         self.lr_schedulers = [get_cosine_schedule_with_warmup(one, *length, last_epoch=0) for one in self.optimizers]

@@ -23,9 +23,6 @@ class AnswersFile:
         self.settings_path = path.with_name(path.name + ".settings.json")
         self.size = 0  # bytes of complete lines
         self.rows: dict[int | str, dict[str, Any]] = {}  # by id
-        self.tokens = 0  # of all answers
-        self.dropped = Counter[str]()  # by reason
-        self.cut = 0  # conversations that were cut before a dropped answer
         if path.exists() and path.stat().st_size:
             self._read()
 
@@ -40,7 +37,7 @@ class AnswersFile:
         """Add a row at once. If a kill leaves half a line, the next run removes it."""
         with self.path.open("ab") as file:
             file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._add(row)
+        self.rows[row["id"]] = row
 
     def list_missing(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs without a row. Raises ValueError if a row has a job's id but another prompt."""
@@ -53,11 +50,13 @@ class AnswersFile:
 
     def describe(self) -> str:
         """The contents in one line."""
-        dropped = self.dropped
+        rows = self.rows.values()
+        dropped = Counter(row["dropped"] for row in rows if "dropped" in row)
+        tokens = sum(row.get("response_tokens", 0) for row in rows)
         return (
-            f"{self.path}: {len(self.rows) - dropped.total()} answers, {self.tokens} tokens; dropped: "
-            f"{dropped['loop']} that fell into a loop, {dropped['context']} that the context has no room for, "
-            f"{dropped['empty']} without a word; {self.cut} conversations were cut before such an answer"
+            f"{self.path}: {len(rows) - dropped.total()} answers, {tokens} tokens; dropped: {dropped['loop']} that "
+            f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a word; "
+            f"{sum('cut' in row for row in rows)} conversations were cut before such an answer"
         )
 
     def _read(self) -> None:
@@ -72,18 +71,9 @@ class AnswersFile:
                 for name, now in self.settings.items()
                 if before[name] != now
             ]
-            for line in raw[: self.size].splitlines():
-                self._add(json.loads(line))
+            self.rows = {row["id"]: row for row in map(json.loads, raw[: self.size].splitlines())}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} or {self.settings_path.name} is damaged ({error}); remove both") from error
         if changed:
             changes = " and ".join(changed)
             raise ValueError(f"{self.path} was begun with {changes}; go on with the same, or give another --out")
-
-    def _add(self, row: dict[str, Any]) -> None:
-        self.rows[row["id"]] = row
-        if "dropped" in row:
-            self.dropped[row["dropped"]] += 1
-        else:
-            self.tokens += row["response_tokens"]
-            self.cut += "cut" in row

@@ -13,11 +13,12 @@ from heads import HEADS
 from heads.vocabulary import Output
 from scripts.shared.command import Parser, at_least, check_plot
 from training.checkpoint import METRICS
-from training.factory import REGRESSION, TTT_STEPS
+from training.factory import REGRESSION
 from training.losses import LOSSES
 from training.objectives import DECAY
 from training.schedule import Schedule
 
+TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
 MULTI_HEAD = "heads", "layers", "output", "joint"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
@@ -30,15 +31,13 @@ GROUPS = {  # of the help text, by their first option
 }
 
 EPILOG = """\
---out becomes the head's folder: config.json and model.safetensors are the head of the best validation so far, for
---proposer and --head of other commands. metrics.jsonl has a line for each logged step (step, tokens, loss, and for
-each depth how often the head's most likely token is the model's) and for each validation (tau). --resume continues
-from checkpoint.pt. Validation decodes held-out prompts (one in fifty). Tau is the mean acceptance length: tokens per
-forward pass of the model, bonus token included.
+--out becomes the head's folder for --head of other commands: the head of the best validation so far. metrics.jsonl has
+loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
+fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
 
---joint is Medusa-2: the model is trained too, through low-rank adapters, to be easier to draft for. Self-distillation
-keeps it close to the original, but its text changes a little. So the best head comes with its own model, an ordinary
-folder --out/model with merged adapters. Decoding with both is lossless with respect to that model, not the original.
+--joint is Medusa-2: the model is trained too, through low-rank adapters, to be easier to draft for. Its text changes a
+little, so the best head comes with its own model, an ordinary folder --out/model with merged adapters. Decoding with
+both is lossless with respect to that model, not the original.
 """
 
 
@@ -59,8 +58,7 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line of train.py: a field for each option. Raises ValueError if they exclude each other or are out
-    of range."""
+    """The command line of train.py, a field for each option. Raises ValueError if they do not fit together."""
 
     kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
     data: tuple[Path, ...] = flag(

@@ -1,23 +1,30 @@
-"""What train.py reports: before a training, its size and expected time; after it, a picture of loss and tau."""
+"""What train.py measures: the size and expected time of a training, tau in a validation, a picture of loss and tau."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import nn
 
+from decode import Target, generate
+from decode.stats import Stats
+from heads.vocabulary import VocabularyHead
+from proposers import HEAD_PROPOSERS
 from scripts.shared.plot import save_figure
 from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.feature_cache import BatchLoader
 from training.schedule import Schedule, padding_share
+from training.trainer import Validation
 
-TRIALS = 3  # batches to measure
+TRIALS = 3  # batches to measure for a plan
+NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; prompts at a time
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
@@ -47,6 +54,17 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "with features cached": _format_time(head_seconds * len(batches) / len(trials)),
     }
     print("\n".join(f"{name:21} {value}" for name, value in rows.items()))
+
+
+def validate(target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> Validation:
+    """Decode the prompts greedily with trees of `NODES` nodes."""
+    proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
+    answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
+    stats = Stats()
+    for answer in answers:
+        stats.add(answer.stats)
+    reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
+    return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])
 
 
 def plot_training(folder: Path, file: Path) -> None:
