@@ -16,8 +16,8 @@ if __name__ == "__main__":
 import torch
 
 from heads.checkpoint import save_head
-from scripts.head_training.options import TrainOptions, make_parser
 from scripts.head_training.measurements import plot_training, print_plan, validate
+from scripts.head_training.options import TrainOptions, make_parser
 from scripts.head_training.setup import describe_settings, fill_cache, get_head, load_model_and_data, make_accelerator
 from scripts.shared.command import failing_clearly
 from training.checkpoint import load_checkpoint

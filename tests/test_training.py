@@ -33,7 +33,6 @@ from training.schedule import Schedule, padding_share, plan_batches
 from training.teacher import Targets, collate
 from training.trainer import Trainer
 
-
 SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", "1e-2"]  # 22 steps
 
 

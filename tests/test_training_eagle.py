@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heads import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, LayerConfig
-from training.eagle_objective import EagleObjective, gather_anchors
+from training.objectives import EagleObjective, gather_anchors
 from training.teacher import Batch
 
 VOCABULARY, DRAFTED, SIZE, LABELS = 20, 12, 16, 6

@@ -13,8 +13,7 @@ from decode import Target
 from heads import HEADS, LayerConfig, choose_features
 from heads.vocabulary import Output
 from training.data import Example, choose_draft_vocabulary
-from training.eagle_objective import EagleObjective
-from training.objectives import MedusaObjective, Objective
+from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
 REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features

@@ -39,7 +39,7 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: this is not JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
         raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a line is a JSON object, not {json.dumps(row):.40}")

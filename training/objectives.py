@@ -1,6 +1,7 @@
 """What a head minimises on a batch: the loss of its draft tokens' distribution against the target's.
 
-Shapes: B rows, T tokens, R anchors, K depths, H hidden size, V vocabulary, D draft vocabulary, S labels.
+Shapes: B rows, T tokens, R anchors of all rows, K depths, F feature width, H hidden size, V vocabulary. In drafts of
+EAGLE heads: A anchors a row, S drafting steps so far, Q query heads, G key-value heads, D head size.
 
 An anchor is a committed token t whose feature a head drafts from. Token t + 1 is known already. Depth i predicts token
 t + 2 + i; its training targets are at position t + 1 + i.
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import HydraHead, MedusaHead
+from heads import Eagle3Head, EagleHead, HydraHead, MedusaHead
+from heads.layer_cache import attend
 from training.losses import vocabulary_loss
 from training.teacher import Batch
 
@@ -110,3 +112,101 @@ class MedusaObjective(Objective):
                 drafted = column[:, None] + torch.arange(1, depth + 2, device=column.device)
                 states = self.head(features, self.embed(batch.tokens[row[:, None], drafted]), depth)
             yield states, row, column + 1 + depth
+
+
+class EagleObjective(Objective):
+    """The loss of an EAGLE head over `steps` drafting steps from every anchor. The text's tokens are the draft tokens.
+
+    Several steps are EAGLE-3's training-time test (Li et al., 2025, section 3.2); their keys are HASS's harmonized
+    context (Zhang et al., 2024, section 3.2). regression: the weight of the smooth L1 distance between states and the
+    target's features, a mean over H (EAGLE, section 4.1: 10 times the token loss). noise: half the width of the uniform
+    noise added to the features of a text of 512 tokens; shorter texts get more (as in EAGLE's code).
+    """
+
+    head: EagleHead | Eagle3Head
+
+    def __init__(
+        self,
+        head: Any,
+        loss: str,
+        embedding: Tensor,
+        steps: int,
+        regression: float = 0.0,
+        noise: float = 0.0,
+        decay: float = DECAY,
+    ) -> None:
+        super().__init__(head, loss, embedding, decay)
+        self.steps, self.regression, self.noise = steps, regression, noise
+
+    def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        columns, chosen = gather_anchors(batch.answers)
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        tokens, answers = (nn.functional.pad(part, (0, self.steps + 1)) for part in (batch.tokens, batch.answers))
+        width = batch.tokens.shape[1]
+        context = UnrolledContext(columns)
+        positions = torch.arange(width, device=columns.device)[None]
+        fused = self.head.fuse(self._add_noise(self.features(batch)))
+        states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context=context)[rows, columns]
+        for step in range(self.steps):
+            if step:
+                embedded = self.embed(tokens[rows, columns + 1 + step])
+                states = self.head(embedded, states, columns + step, context=context)
+            chosen = chosen & answers[rows, columns + 1 + step]
+            yield states[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + step
+
+    def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor | float:
+        if not self.regression:
+            return 0.0
+        wanted = batch.features[row, column].to(states.dtype)
+        distance = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(dim=-1)
+        return self.regression * distance.sum(dtype=torch.float32)
+
+    def _add_noise(self, features: Tensor) -> Tensor:
+        if not (self.noise and self.training):
+            return features
+        width = self.noise * 512 / features.shape[1]
+        return features + (2 * torch.rand_like(features) - 1) * width
+
+
+def gather_anchors(answers: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns [B, A] where a mask [B, T] is true, in order, padded to at least one; and which of them are true."""
+    most = max(1, int(answers.sum(dim=1).max()))
+    columns = answers.logical_not().sort(dim=1, stable=True).indices[:, :most]
+    return columns, answers.gather(1, columns)
+
+
+class UnrolledContext:
+    """The keys and values that a head's layer attends to when drafts from all anchors are unrolled at once.
+
+    The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A], which
+    attends to the text up to its anchor and to its own draft: T + S scores per query, not T x S as with one mask.
+    """
+
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self.text: tuple[Tensor, Tensor] | None = None
+        self.drafts: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """See `heads.layer_cache.AttentionContext`. In drafting steps the mask is not used."""
+        if self.text is None:
+            self.text = keys, values
+            return attend(queries, keys, values, mask)
+        self.drafts.append((keys, values))
+        count, size = queries.shape[2:]
+        grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]
+        weights = self._weigh(grouped).split([self.text[0].shape[2], len(self.drafts)], dim=-1)
+        mixed = (weights[0].flatten(2, 3) @ self.text[1]).unflatten(2, (-1, count))
+        for (_, own), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
+            mixed = mixed + weight[..., None] * own[:, :, None]
+        return mixed.flatten(1, 2)
+
+    def _weigh(self, grouped: Tensor) -> Tensor:
+        """The attention weights [B, G, Q/G, A, T + S] of queries [B, G, Q/G, A, D]."""
+        assert self.text is not None
+        count = grouped.shape[3]
+        scores = (grouped.flatten(2, 3) @ self.text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
+        past = torch.arange(scores.shape[-1], device=scores.device) <= self.columns[..., None]  # [B, A, T]
+        own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in self.drafts]
+        weights = torch.cat([scores.masked_fill(~past[:, None, None], float("-inf")), *own], dim=-1).softmax(dim=-1)
+        return weights.to(grouped.dtype)

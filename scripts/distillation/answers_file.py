@@ -55,8 +55,8 @@ class AnswersFile:
         tokens = sum(row.get("response_tokens", 0) for row in rows)
         return (
             f"{self.path}: {len(rows) - dropped.total()} answers, {tokens} tokens; dropped: {dropped['loop']} that "
-            f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a word; "
-            f"{sum('cut' in row for row in rows)} conversations were cut before such an answer"
+            f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a "
+            f"word; {sum('cut' in row for row in rows)} conversations were cut before such an answer"
         )
 
     def _read(self) -> None:
