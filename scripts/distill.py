@@ -27,13 +27,15 @@ from scripts.shared.options import ModelOptions, Options, add_model_options, loa
 
 EPILOG = """\
 PROMPTS is a .jsonl file. Each line has one of these: "prompt"; "turns", questions to ask one after the other;
-"messages", a chat that ends with a question. A line may also have "id" (default: its number), "source" (default: the
-file's name) and "temperature". Any other file, or - for standard input, is plain text: one prompt.
+"messages", a chat that ends with a question. A line may also have "id" (default: its number, after the file's name if
+there are several files), "source" (default: the file's name) and "temperature". Any other file, or - for standard
+input, is plain text: one prompt.
 
 Each line of FILE is one answer, in the order in which they were finished: id, source, temperature, prompt, response
 (messages for turns and messages), finished (whether the model ended it), response_tokens. An answer can have no
 response but "dropped": "loop" (the last 60 tokens repeat with a period under 20), "context" (no room after the prompt)
-or "empty" (cut off before the first word). A later turn that is dropped is left out, with the reason in "cut".
+or "empty" (cut off before the first word). If a later turn is dropped, the line is the conversation before it, with
+the reason in "cut". An answer that is cut off ends its conversation.
 
 Start an interrupted run again, and prompts whose answers are in FILE are not asked again; their settings are in
 FILE.settings.json. Of several temperatures each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two

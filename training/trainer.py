@@ -106,8 +106,9 @@ class Trainer:
         """
         if state is not None:
             self._restore(state)
-        self._check_together()
         first = self.progress.step
+        if len(self._gather(first)) > 1:
+            raise ValueError(f"not every process finds the checkpoint in {self.folder}: it must be on a shared disk")
         self.metrics = Metrics(self.folder, first) if self.accelerator.is_main_process else None
         previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_terminated", True))
         try:
@@ -129,17 +130,16 @@ class Trainer:
                     return
                 losses = self._step(batches)
                 progress.step += 1
-                loss, speed = losses["loss"], (progress.tokens - tokens_before) / (perf_counter() - started)
-                bar.set_postfix_str(
-                    f"loss {loss:.3f}, tau {progress.best_tau:.2f}, {speed:.0f} tokens/s", refresh=False
-                )
+                speed = (progress.tokens - tokens_before) / (perf_counter() - started)
+                shown = f"loss {losses['loss']:.3f}, tau {progress.best_tau:.2f}, {speed:.0f} tokens/s"
+                bar.set_postfix_str(shown, refresh=False)
                 bar.update()
                 last = progress.step == self.steps
                 if last or progress.step % LOG_EVERY == 0:
                     self._log(**losses)
                 if last or progress.step % schedule.validate_every == 0:
                     self._validate()
-                stopping = self._stopping()
+                stopping = True in self._gather(self._terminated)  # in any process
                 if progress.step % schedule.save_every == 0 or self.finished or stopping:
                     self._save()
                 if stopping:
@@ -180,12 +180,6 @@ class Trainer:
                 "what was saved before; begin anew with a lower --lr, from the best head, if there is one, with --init"
             )
         progress.mean_loss = loss if mean is None else 0.98 * mean + 0.02 * loss
-
-    def _check_together(self) -> None:
-        """Raise ValueError if processes would resume from different steps."""
-        step = torch.tensor([self.progress.step], device=self.accelerator.device)
-        if len(set(self.accelerator.gather(step).tolist())) > 1:
-            raise ValueError(f"not every process finds the checkpoint in {self.folder}: it must be on a shared disk")
 
     def _validate(self) -> None:
         """Decode with the head, and save it if it is the best so far. The first process does this; others wait."""
@@ -230,7 +224,6 @@ class Trainer:
         if len(state["random_cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["random_cuda"])
 
-    def _stopping(self) -> bool:
-        """Whether any process has received SIGTERM."""
-        asked = torch.tensor([int(self._terminated)], device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum").item())
+    def _gather(self, value: int) -> set[int]:
+        """The values of all processes."""
+        return set(self.accelerator.gather(torch.tensor([int(value)], device=self.accelerator.device)).tolist())
