@@ -1,4 +1,4 @@
-# `make demo` and `make test` each work as the first command after a clone, with Python 3.11 or newer and make.
+# `make demo` and `make test` both work as the first command after a clone. They need Python 3.11 or newer, and make.
 PYTHON ?= python3
 TESTARGS ?=
 
@@ -13,16 +13,16 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    speculative and plain decoding side by side with the default model"
-	@echo "make test    the tests; others by TESTARGS, e.g. make test TESTARGS=\"-m slow\""
-	@echo "make lint    ruff and mypy"
+	@echo "make demo    compare plain and speculative decoding with the default model"
+	@echo "make test    run the tests; choose others with TESTARGS, e.g. make test TESTARGS=\"-m slow\""
+	@echo "make lint    run ruff and mypy"
 	@echo "make clean   remove the virtual environment and all caches in this folder"
-	@echo "The first of these makes $(VENV) with $(PYTHON) (choose another: make test PYTHON=python3.12)."
+	@echo "The first command creates $(VENV) with $(PYTHON); choose another: make test PYTHON=python3.12"
 
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py
 
-# A process for each core, with one thread each: the tests' models are too small for more.
+# One process for each core, with one thread each: the tests' models are too small for more threads.
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(TESTARGS)
 
@@ -37,12 +37,12 @@ clean:
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed, as $(PYTHON); choose one: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "making $(VENV)"
+		{ echo "$(PYTHON) is not Python 3.11 or newer; choose one that is: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-# The CPU build of torch is a tenth of the size; it is asked for wherever pip looks and then in torch's own index.
+# The CPU build of torch is a tenth of the size. pip looks for it in its own index first, then in torch's.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP) --quiet --upgrade pip
 	@echo "installing torch into $(VENV) (200 MB for a CPU, more for a GPU)"
@@ -52,6 +52,6 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 		$(PIP) "$(TORCH)+cpu" 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX) --retries 1 || \
 			$(PIP) "$(TORCH)"; \
 	fi
-	@echo "installing draftless and all else it needs into $(VENV) (80 MB, a minute)"
+	@echo "installing draftless and its other requirements into $(VENV) (80 MB, a minute)"
 	@PYTHONWARNINGS=ignore $(PIP) --quiet -e ".[dev]"
 	@touch $@

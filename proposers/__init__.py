@@ -1,19 +1,27 @@
-"""Ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
+"""Proposers: ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
 from decode import PlainProposer
+from proposers.calibration import Calibration, load_calibration
 from proposers.draft import DraftProposer
+from proposers.draft_budget import DraftBudget
 from proposers.eagle import EagleProposer
+from proposers.fixed_trees import PUBLISHED
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
-from proposers.load import HEAD_PROPOSERS, load_best, load_proposer
+from proposers.load import EAGLES, HEAD_PROPOSERS, NAMES, load_best, load_draft_head, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
 PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftProposer, **HEAD_PROPOSERS}
 
 __all__ = [
+    "EAGLES",
     "HEAD_PROPOSERS",
+    "NAMES",
     "PROPOSERS",
+    "PUBLISHED",
+    "Calibration",
+    "DraftBudget",
     "DraftProposer",
     "EagleProposer",
     "HeadProposer",
@@ -21,5 +29,7 @@ __all__ = [
     "MedusaProposer",
     "NGramProposer",
     "load_best",
+    "load_calibration",
+    "load_draft_head",
     "load_proposer",
 ]

@@ -1,6 +1,8 @@
-"""Who imports whom: the direction of every import between the packages at the root, read with `ast`."""
+"""Who imports whom, read with `ast`: the direction between packages, no circles, and a purpose for every folder."""
 
 import ast
+from collections.abc import Container
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,61 @@ def test_files_are_found():
 def test_the_checker_catches_a_broken_direction(package, source, names):
     breaches = find_breaches(package, source, "made_up.py")
     assert [breach.split()[-1] for breach in breaches] == names
+
+
+def name_module(path: Path, root: Path = ROOT) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_imports(source: str, modules: Container[str]) -> set[str]:
+    """Those of the modules that a file imports, wherever in it. `from package import module` leads to the module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in modules else node.module for name in names)
+    return {name for name in found if name in modules}
+
+
+def find_circle(sources: dict[str, str]) -> list[str]:
+    """The modules of a circle of imports, the first again at its end; empty if there is none."""
+    try:
+        TopologicalSorter({name: find_imports(source, sources) - {name} for name, source in sources.items()}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_imports_form_no_circle() -> None:
+    paths = [path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py")]
+    assert find_circle({name_module(path): path.read_text(encoding="utf-8") for path in paths}) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_circle"),
+    [
+        ({"a": "", "a.b": "import a.c", "a.c": "import a.d", "a.d": ""}, False),
+        ({"a.b": "import a.c", "a.c": "from a.b import name"}, True),
+        ({"a.b": "from a import c", "a.c": "def f():\n    import a.b"}, True),
+        ({"a.b": "if TYPE_CHECKING:\n    from a.c import C", "a.c": "from a.b import B"}, True),
+        ({"a": "from a.b import B", "a.b": "from a import name"}, True),
+        ({"a": "from a.b import B", "a.b": "from a import c", "a.c": ""}, False),
+    ],
+)
+def test_the_checker_finds_circles(sources: dict[str, str], is_circle: bool) -> None:
+    assert bool(find_circle(sources)) == is_circle
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_every_folder_states_its_purpose_in_one_line(package: str) -> None:
+    folders = {path.parent for path in (ROOT / package).rglob("*.py")}
+    silent = []
+    for folder in folders:
+        init = folder / "__init__.py"
+        purpose = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) if init.exists() else None
+        if not purpose or len(purpose.splitlines()) != 1:
+            silent.append(str(folder.relative_to(ROOT)))
+    assert silent == []

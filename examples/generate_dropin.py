@@ -1,0 +1,32 @@
+"""Speculative decoding inside transformers' `model.generate`: one more argument, the same tokens.
+
+python examples/generate_dropin.py [MODEL]
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode import speculate
+from decode.models.default_model import default_model
+from proposers import NGramProposer
+
+
+def main(name: str | None = None) -> None:
+    name = name or str(default_model())
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    chat = [{"role": "user", "content": "Repeat this list, then add two colours: red, orange, yellow, green, blue."}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+    plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    fast = model.generate(
+        **inputs, max_new_tokens=64, do_sample=False, custom_generate=speculate, proposer=NGramProposer()
+    )
+    print(tokenizer.decode(fast[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    print("the same tokens as plain decoding:", torch.equal(plain, fast))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+"""A chat in the terminal. Text streams in as it is decoded; an empty line ends the chat.
+
+python examples/streaming_chat.py [MODEL]
+"""
+
+import sys
+
+from decode import Sampling, Target, stream
+from proposers import NGramProposer
+
+
+def main(name: str | None = None) -> None:
+    target = Target.load(name)
+    target.warm_up()  # compiles and measures now, so that the first answer does not wait for it
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
+    messages: list[dict[str, str]] = []
+    while question := ask():
+        messages.append({"role": "user", "content": question})
+        for chunk in stream(target, messages, NGramProposer(), sampling=sampling, max_new_tokens=128):
+            print(chunk.text, end="", flush=True)
+            if chunk.answer is not None:
+                print(f"\n[tau {chunk.answer.stats.tau:.2f}]")
+                messages.append({"role": "assistant", "content": chunk.answer.text})
+
+
+def ask() -> str:
+    """The next question; empty at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Every Python block of README and docs runs, and every command line has options that exist."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import decode.models.default_model
+import heads
+import proposers.load
+from decode import Target, generate
+from docs.make_pages import COMMANDS, find_parser
+from heads import save_head
+from tests.drafting import make_head
+from tests.models import tiny
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("training/*.md"),
+        *ROOT.glob("heads/pretrained/*/*/README.md"),
+    )
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
+COMMAND = re.compile(rf"scripts/({'|'.join(COMMANDS)})\.py(.*)")
+END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
+
+
+def list_blocks(page: str, *languages: str) -> list[str]:
+    return [text for language, text in FENCE.findall(PAGES[page]) if language in languages]
+
+
+def list_commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, command and arguments of each command line in a code block."""
+    for page in PAGES:
+        blocks = [*list_blocks(page, "sh", "bash", "text", ""), *INDENTED.findall(FENCE.sub("", PAGES[page]))]
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            for command, rest in COMMAND.findall(line.strip()):
+                words = []
+                for word in shlex.split(rest.replace(";", " ; "), comments=True):
+                    if word in END_OF_COMMAND:
+                        break
+                    words.append(word)
+                yield page, command, words
+
+
+WITH_PYTHON = sorted(page for page in PAGES if list_blocks(page, "python"))
+COMMAND_LINES = list(list_commands())
+
+
+@pytest.fixture
+def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], tmp_path: Path) -> Target:
+    """A folder with the files that the pages name, where every name of a model leads to a tiny one."""
+    folder, load, tokenizer = save_model(), AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
+    load_target = Target.load
+    target = load_target(folder)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: load(folder, **options))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer(folder, **options))
+    monkeypatch.setattr(Target, "load", lambda name=None, **options: load_target(folder, **options))
+    monkeypatch.setattr(decode.models.default_model, "default_model", lambda: folder)
+    for place in (tmp_path / "my-head", tmp_path / "pretrained" / "eagle3"):
+        place.mkdir(parents=True)
+        save_head(make_head("eagle3", target), place)
+    (tmp_path / "my-other-head").mkdir()
+    save_head(make_head("medusa", target), tmp_path / "my-other-head")
+    for module in (heads, proposers.load):
+        monkeypatch.setattr(module, "PRETRAINED", tmp_path / "pretrained", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return target
+
+
+def run_page(page: str) -> dict[str, Any]:
+    """Run the page's Python blocks one after the other, with the names of those before."""
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in list_blocks(page, "python"):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_blocks_run(page: str, workplace: Target) -> None:
+    run_page(page)
+
+
+def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("README.md")
+    shown = capsys.readouterr().out.splitlines()
+    prompt = names["inputs"]["input_ids"][0].tolist()
+    plain = generate(workplace, [prompt], max_new_tokens=48)[0].tokens
+    assert names["output"][0, len(prompt) :].tolist() == plain
+    text = generate(workplace, ["Why is the sky blue?"])[0].text
+    assert text in shown
+    assert sum(repr(text[:50])[1:-1] in line for line in shown) == 3  # once as it is, twice in an answer's repr
+
+
+def test_the_own_proposer_drafts_and_changes_nothing() -> None:
+    (source,) = [block for block in list_blocks("docs/proposers.md", "python") if "class " in block]
+    target = Target(tiny("llama"))
+    names: dict[str, Any] = {"target": target, "generate": lambda *args, **settings: None}
+    exec(source, names)
+    proposer = names["BigramProposer"]()
+    prompts = [[5, 6, 5, 6, 5], [8, 9]]
+    plain = generate(target, prompts, max_new_tokens=30)
+    drafted = generate(target, prompts, proposer, max_new_tokens=30)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert sum(answer.stats.nodes for answer in drafted) > 0
+    assert len(source.splitlines()) <= 22
+
+
+def find_fault(command: str, words: list[str]) -> str | None:
+    """The parser's error for these arguments. An outline (`train.py ... --resume`) only needs options that exist."""
+    parser = find_parser(command)
+    if any(word == "..." and not before.startswith("--") for before, word in pairwise(["", *words])):
+        known = {option for action in parser._actions for option in action.option_strings}
+        unknown = {word for word in words if word.startswith("--")} - known
+        return f"unknown: {', '.join(sorted(unknown))}" if unknown else None
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors):
+            parser.parse_args(words)
+    except SystemExit:
+        return errors.getvalue().strip()
+    return None
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _, _ in COMMAND_LINES}))
+def test_command_lines_have_options_that_exist(page: str) -> None:
+    lines = [(command, words) for place, command, words in COMMAND_LINES if place == page]
+    faults = {f"{command}.py {shlex.join(words)}": find_fault(command, words) for command, words in lines}
+    assert {line: fault for line, fault in faults.items() if fault} == {}
+
+
+def test_the_readme_shows_every_step_to_a_head() -> None:
+    shown = {command for page, command, _ in COMMAND_LINES if page == "README.md"}
+    assert shown >= {"distill", "train", "calibrate", "check", "generate"}
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for page in PAGES:
+        for block in list_blocks(page, "sh"):
+            assert set(re.findall(r"^make (\w+)", block, re.M)) <= targets
