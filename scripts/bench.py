@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,17 @@ if __name__ == "__main__":
 import torch
 from tqdm import tqdm
 
-from decode import Target
-from scripts.benchmark.conversation import check_prompts, measure_group, warm_up
 from scripts.benchmark.files import Records, describe_machine, find_commit, read_report, write_report
-from scripts.benchmark.methods import Method
-from scripts.benchmark.models import make_loops, make_peers
+from scripts.benchmark.measurement import measure_group, open_conversations, warm_up
+from scripts.benchmark.methods import make_methods
 from scripts.benchmark.options import BenchOptions, add_bench_options
 from scripts.benchmark.plot import draw_plot
-from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
+from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
 from scripts.shared.command import Parser, check_plot, failing_clearly
 from scripts.shared.options import load_target
+from scripts.shared.prompts import encode_turn
 
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
@@ -62,50 +61,35 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     target = load_target(options.model)
-    check_prompts(questions, target)
+    encode_turn(open_conversations(questions), 0, target)  # finds questions that do not fit before the first is asked
     machine = {"dtype": str(target.dtype).removeprefix("torch."), "compiled": target.compiled}
     setup = {
         "settings": {**options.describe(questions), "commit": find_commit()},
         "machine": {**describe_machine(target.device), **machine},
     }
     records = Records(options.json and options.json.with_name(options.json.name + ".partial.jsonl"), setup)
-    methods = {**make_loops(options, target), **make_peers(options, target)}
-    measure_all(methods, form_groups(questions, options.batch_size), records, target, options)
-    differences = [difference for record in records.found for difference in record["differences"]]
-    report = {
-        **setup,
-        "rows": make_rows(records.found, differences, list(methods)),
-        "differences": differences,
-        "records": [{key: record[key] for key in record if key != "differences"} for record in records.found],
-    }
+    methods = make_methods(options, target)
+    groups = form_groups(questions, options.batch_size)
+    records.begin()
+    done = len(records.found)
+    finished = sum(map(len, groups[:done]))
+    if 0 < done < len(groups):
+        print(f"bench.py: continuing after {finished} of {len(questions)} questions", file=sys.stderr)
+    with tqdm(total=len(questions), initial=finished, unit="question", disable=None) as bar:
+        for number, group in enumerate(groups[done:], start=done):
+            if number == done:
+                bar.set_postfix_str("warming up")
+                warm_up(methods, max(groups, key=len), target, options)
+            bar.set_postfix_str(group[0].category)
+            records.append(measure_group(methods, group, number, target, options))
+            bar.update(len(group))
+    differences = [difference for record in records.found for difference in record.pop("differences")]
+    rows = make_rows(records.found, differences, list(methods))
+    report = {**setup, "rows": rows, "differences": differences, "records": records.found}
     if options.json is not None:
         write_report(options.json, report)
         records.remove()
     return report
-
-
-def measure_all(
-    methods: Mapping[str, Method],
-    groups: Sequence[Sequence[Question]],
-    records: Records,
-    target: Target,
-    options: BenchOptions,
-) -> None:
-    """Add the records of the groups that have none yet."""
-    records.begin()
-    done = len(records.found)
-    if done == len(groups):
-        return
-    total, finished = sum(map(len, groups)), sum(map(len, groups[:done]))
-    if finished:
-        print(f"bench.py: continuing after {finished} of {total} questions", file=sys.stderr)
-    with tqdm(total=total, initial=finished, unit="question", disable=None) as bar:
-        bar.set_postfix_str("warming up")
-        warm_up(methods, max(groups, key=len), target, options)
-        for number, group in enumerate(groups[done:], start=done):
-            bar.set_postfix_str(group[0].category)
-            records.append(measure_group(methods, group, number, target, options))
-            bar.update(len(group))
 
 
 if __name__ == "__main__":

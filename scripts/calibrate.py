@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
@@ -14,7 +14,6 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from decode import Target, stream
-from decode.text import encode
 from heads.checkpoint import find_folder
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
@@ -33,6 +32,7 @@ Written to DIR/calibration.json: acceptance (for each head, how often its draft 
 its ancestors are), confidence (how to map its own probabilities to acceptance), best_tree (the first n - 1 paths are
 the best tree of n nodes), expected_tau (of these trees, by number of nodes).
 """
+PROMPT_FILE_HELP = 'prompts: a .jsonl file with "prompt" or "turns" in each line; only the first turn is used'
 SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes
 
 
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = load_target(model)
         head = load_draft_head(args.head, target)
         proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
-        trials = list(measure(target, proposer, prompts, args.max_new_tokens))
-        calibration = calibrate(Trials.join(trials))
+        calibration = calibrate(measure(target, proposer, prompts, args.max_new_tokens))
         print(describe(calibration))
         calibration.save(args.head)
         if args.plot is not None:
@@ -58,28 +57,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> Parser:
     parser = Parser(prog="calibrate.py", description=__doc__, epilog=EPILOG)
-    parser.add_argument("--head", type=Path, required=True, metavar="DIR", help="the head's folder")
-    parser.add_argument(
-        "--prompt-file",
-        required=True,
-        metavar="FILE",
-        help='prompts: a .jsonl file with "prompt" or "turns" in each line; only the first turn is used',
-    )
-    parser.add_argument("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
-    parser.add_argument("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: a .png or .svg file")
+    add = parser.add_argument
+    add("--head", type=Path, required=True, metavar="DIR", help="the head's folder")
+    add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)
+    add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
+    add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
+    add("--plot", type=Path, metavar="FILE", help="draw the result: a .png or .svg file")
     add_model_options(parser)
     return parser
 
 
-def measure(target: Target, proposer: HeadProposer, prompts: Sequence[str], max_new_tokens: int) -> Iterator[Trials]:
-    """The head's drafts along the target's own answer to each prompt."""
-    encoded = [encode(prompt, target.tokenizer, None) for prompt in prompts]
-    settings = {"batch_size": 1, "max_new_tokens": max_new_tokens, "text": False}
-    answers = (chunk.answer for chunk in stream(target, encoded, NGramProposer(), **settings) if chunk.answer)
-    for answer in tqdm(answers, total=len(encoded), unit="answer", disable=None):
-        if len(answer.tokens) > 1:
-            yield try_head(target, proposer, answer.prompt, answer.tokens)
+def measure(target: Target, proposer: HeadProposer, prompts: Sequence[str], max_new_tokens: int) -> Trials:
+    """The head's drafts along the target's own answers to the prompts."""
+    chunks = stream(target, prompts, NGramProposer(), batch_size=1, max_new_tokens=max_new_tokens, text=False)
+    answers = (chunk.answer for chunk in chunks if chunk.answer)
+    bar = tqdm(answers, total=len(prompts), unit="answer", disable=None)
+    return Trials.join(
+        [try_head(target, proposer, answer.prompt, answer.tokens) for answer in bar if len(answer.tokens) > 1]
+    )
 
 
 def describe(calibration: Calibration) -> str:
@@ -103,9 +98,8 @@ def draw_calibration(calibration: Calibration, title: str, path: Path) -> None:
     """Draw the acceptance by head and rank, and the expected tau by tree size."""
     with save_figure(path, 8, 3.4, font_size=9.5) as figure:
         left, right = figure.subplots(ncols=2)
-        for number, row in enumerate(calibration.acceptance, start=1):
-            colour = COLOURS[(number - 1) % len(COLOURS)]
-            left.plot(range(len(row)), row, "o-", color=colour, markersize=4, label=f"{number + 1} tokens ahead")
+        for number, row in enumerate(calibration.acceptance):
+            left.plot(row, "o-", color=COLOURS[number % len(COLOURS)], markersize=4, label=f"{number + 2} tokens ahead")
         left.set(xlabel="rank of the draft token", ylabel="accepted, if its ancestors are", ylim=(0, None))
         left.legend(frameon=False)
         taus = calibration.expect_tau(max(SHOWN))

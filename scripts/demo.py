@@ -5,26 +5,25 @@ from __future__ import annotations
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode import Proposer, Target, generate, stream
+from decode import Proposer, Target, stream
 from decode.models.default_model import default_model
 from decode.text import encode
 from proposers import HeadProposer, load_proposer
 from proposers.load import DRAFT_LAYERS
+from scripts.benchmark.methods import NODES, Ask, Measured, ask_loop, ask_peer
 from scripts.shared.command import Parser, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
-from scripts.shared.terminal import colour_pieces, format_chunk, has_colour
-from scripts.shared.terminal_picture import draw_terminal
+from scripts.shared.terminal import Piece, colour_pieces, draw_terminal, format_chunk, has_colour
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         proposers = choose_proposers(target)
         best = list(proposers)[-1]
         print(f"\n> {PROMPTS[0]}\n")
-        pieces: list[tuple[str, int | None]] = [(f"> {PROMPTS[0]}\n\n", None)]
+        pieces: list[Piece] = [(f"> {PROMPTS[0]}\n\n", None)]
         for chunk in stream(target, PROMPTS[:1], proposers[best], max_new_tokens=MAX_NEW_TOKENS):
             print(format_chunk(chunk, has_colour(sys.stdout)), end="", flush=True)
             pieces += colour_pieces(chunk)
@@ -80,44 +79,25 @@ def choose_proposers(target: Target) -> dict[str, Proposer]:
 
 
 def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Proposer]) -> str:
-    """A table of speeds on `PROMPTS`, and whether the tokens are those of transformers' generate."""
+    """A table of speeds on `PROMPTS`, and whether the tokens are those of transformers' greedy generate."""
     prompts = [encode(prompt, target.tokenizer, chat=True) for prompt in PROMPTS]
-    runs: dict[str, Callable[[], tuple[list[list[int]], float]]] = {"hf": lambda: run_stock(stock, prompts)}
-    for name, proposer in proposers.items():
-        runs[name] = lambda proposer=proposer: run_ours(target, prompts, proposer)
-    texts, taus = {}, {}
-    run_stock(stock, prompts[:1])  # the first call is slow; ours are warm already
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    asks: dict[str, Ask] = {"hf": partial(ask_peer, stock, {"do_sample": False})}
+    asks |= {name: partial(ask_loop, target, proposer, 0.0, NODES) for name, proposer in proposers.items()}
+    asks["hf"](prompts[:1], 0, MAX_NEW_TOKENS)  # the first call is slow; ours are warm already
+    rounds: dict[str, list[list[Measured]]] = {name: [] for name in asks}
     for _ in range(ROUNDS):
-        for name, run in runs.items():
-            begun = perf_counter()
-            texts[name], taus[name] = run()
-            seconds[name].append(perf_counter() - begun)
-    speeds = {name: sum(map(len, texts[name])) / statistics.median(taken) for name, taken in seconds.items()}
+        for name, ask in asks.items():
+            rounds[name].append([ask([prompt], 0, MAX_NEW_TOKENS) for prompt in prompts])
     lines = [f"{'method':8}{'tau':>7}{'tokens/s':>10}{'against hf':>12}   same text"]
-    for name in runs:
-        same = "yes" if texts[name] == texts["hf"] else "no"
-        lines.append(f"{name:8}{taus[name]:7.2f}{speeds[name]:10.1f}{speeds[name] / speeds['hf']:11.2f}x   {same}")
+    speeds: dict[str, float] = {}
+    for name, measured in rounds.items():
+        texts = [answers.answers for answers in measured[0]]
+        tokens, steps = sum(len(text) for (text,) in texts), sum(answers.steps[0] for answers in measured[0])
+        speeds[name] = tokens / statistics.median(sum(answers.seconds for answers in each) for each in measured)
+        same = "yes" if texts == [answers.answers for answers in rounds["hf"][0]] else "no"
+        ratio = speeds[name] / speeds["hf"]
+        lines.append(f"{name:8}{tokens / steps:7.2f}{speeds[name]:10.1f}{ratio:11.2f}x   {same}")
     return "\n".join(lines)
-
-
-def run_ours(target: Target, prompts: list[list[int]], proposer: Proposer) -> tuple[list[list[int]], float]:
-    """The answers' tokens, and tau."""
-    answers = generate(target, prompts, proposer, max_new_tokens=MAX_NEW_TOKENS, batch_size=1)
-    stats = [answer.stats for answer in answers]
-    return [answer.tokens for answer in answers], sum(s.tokens for s in stats) / sum(s.steps for s in stats)
-
-
-def run_stock(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """The tokens of transformers' greedy generate, and its tau: 1."""
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=model.device)
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW_TOKENS, do_sample=False
-        )
-        texts.append(output[0, len(prompt) :].tolist())
-    return texts, 1.0
 
 
 if __name__ == "__main__":

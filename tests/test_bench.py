@@ -18,12 +18,12 @@ from decode.models import cost_curve
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from scripts import bench
 from scripts.benchmark import files
-from scripts.benchmark.conversation import Conversation
 from scripts.benchmark.files import find_commit
-from scripts.benchmark.methods import PEERS
+from scripts.benchmark.options import PEERS
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
+from scripts.shared.prompts import Conversation
 from training.data import has_looped
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -135,13 +135,14 @@ def test_conversations_continue_with_the_answers_of_plain_decoding(
 ) -> None:
     target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
     for fields, record in zip(QUESTIONS, report["records"], strict=True):
-        talk = Conversation(Question(fields["question_id"], fields["category"], tuple(fields["turns"])), [])
-        for text, turn in zip(fields["turns"], record["turns"], strict=True):
-            prompt = talk.encode(target.tokenizer)
+        conversation = Conversation(fields["question_id"], fields["turns"])
+        for turn in record["turns"]:
+            prompt = conversation.encode(target)
             (answer,) = generate(target, [prompt], max_new_tokens=20)
             assert turn["prompt_tokens"] == [len(prompt)]
             assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
-            talk.texts += [text, answer.text]
+            conversation.answers.append(answer.text)
+        assert len(conversation.answers) == len(fields["turns"])
 
 
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
@@ -390,8 +391,8 @@ def test_without_a_chat_template_texts_are_separated_by_empty_lines(save_model: 
     target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
     assert target.tokenizer is not None
     target.tokenizer.chat_template = None
-    talk = Conversation(Question(1, "qa", ("Who?", "Why?")), ["Who?", "They."])
-    assert target.tokenizer.decode(talk.encode(target.tokenizer)) == "Who?They.Why?"  # it has no line breaks
+    conversation = Conversation(1, ["Who?", "Why?"], ["They."])
+    assert target.tokenizer.decode(conversation.encode(target)) == "Who?They.Why?"  # it has no line breaks
 
 
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
@@ -461,7 +462,7 @@ def test_prompts_that_fill_the_context_are_refused(
 ) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
     options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--device", "cpu"]
-    assert "question 9 has 305 tokens; the model's context of 256" in refusal(options, capsys)
+    assert "prompt 9, turn 0, has 305 tokens; the model's context of 256" in refusal(options, capsys)
 
 
 def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
@@ -472,7 +473,8 @@ def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "o")]
     bench.main([*options, "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", "--repeats", "1"])
-    assert "question 0 outgrew the context before turn 2" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "prompt 0, turn 1, has" in err and "leaves no room for an answer: it ends here" in err
     report = json.loads((tmp_path / "o").read_text())
     assert [len(record["turns"]) for record in report["records"]] == [1, 2]
     last = report["records"][1]["turns"][1]

@@ -12,7 +12,8 @@ from decode import PlainProposer, Target
 from heads import save_head
 from proposers import DraftProposer, MedusaProposer, NGramProposer, load
 from scripts import demo
-from scripts.shared.terminal_picture import COLUMNS, draw_terminal
+from scripts.benchmark.methods import Measured
+from scripts.shared.terminal import COLUMNS, draw_terminal
 from tests.drafting import make_head
 
 
@@ -51,7 +52,7 @@ def test_the_table_has_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_different_texts_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(demo, "run_stock", lambda model, prompts: ([[1], [2]], 1.0))
+    monkeypatch.setattr(demo, "ask_peer", lambda *inputs: Measured([[1]], [1], 1.0))
     rows = demo.compare(target, target.model, {"none": PlainProposer()}).splitlines()[1:3]
     assert [row.split()[-1] for row in rows] == ["yes", "no"]
 

@@ -16,7 +16,7 @@ from heads.checkpoint import save_head
 from proposers import NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import bench, calibrate, generate
-from scripts.benchmark.models import make_loops
+from scripts.benchmark.methods import make_methods
 from scripts.benchmark.options import BenchOptions
 from scripts.calibrate import draw_calibration
 from scripts.shared import options
@@ -191,7 +191,7 @@ def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
     names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5", "eagle3-sampled-8", "eagle3-sampled-chain-2"]
     options = BenchOptions(ModelOptions("target"), names, heads={"eagle3": str(folder / "eagle3")})
     made = []
-    for loop in make_loops(options, Target(tiny("llama"))).values():
+    for loop in make_methods(options, Target(tiny("llama"))).values():
         _, proposer, _, nodes = loop().args
         shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, nodes
         made.append((*shape, proposer.sampled))

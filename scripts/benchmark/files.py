@@ -120,7 +120,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "os": _os_name(),
+        "os": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -143,9 +143,3 @@ def _cpu_name() -> str:
             if line.lower().startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _os_name() -> str:
-    with suppress(OSError):
-        return f"{platform.freedesktop_os_release()['PRETTY_NAME']} ({platform.machine()})"
-    return f"{platform.system()} {platform.release()} ({platform.machine()})"

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Proposer, Sampling, Target, generate
+from decode.models.loading import first_layers
 from decode.stats import PARTS
+from proposers import DraftProposer, HeadProposer
+from proposers.load import DRAFT_LAYERS
+from scripts.benchmark.options import PEERS, BenchOptions, parse_method
+from scripts.shared.options import load_model_only, make_proposer
 
-# The arguments of each peer's `generate`; "assistant_model" is filled in when the model is loaded.
-PEERS: dict[str, dict[str, Any]] = {
-    "hf": {},
-    "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
-    "hf-assistant": {"assistant_model": None},
-}
+NODES = 64  # largest draft tree
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,50 @@ class Measured:
 
 Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]  # takes token ids, seed and `max_new_tokens`
 Method: TypeAlias = Callable[[], Ask]  # begins a conversation with nothing learned from others
+
+
+def make_methods(options: BenchOptions, target: Target) -> dict[str, Method]:
+    """The methods of the options, with their draft models, heads and peers loaded."""
+    loops = {name: _make_loop(name, options, target) for name in options.methods}
+    return {**loops, **(_make_peers(options, target) if options.peers else {})}
+
+
+def _make_loop(name: str, options: BenchOptions, target: Target) -> Method:
+    """The project's loop. Each conversation has a proposer that has learned nothing yet and shares the models."""
+    drafting = parse_method(name)
+    if drafting.proposer == "draft":
+        drafting = replace(drafting, draft_model=options.draft_model)
+    drafting = replace(drafting, head=options.heads.get(drafting.proposer))
+    proposer = make_proposer(drafting, target, options.model)
+    renew: Callable[[], Proposer] = type(proposer)
+    if isinstance(proposer, HeadProposer):
+        renew = proposer.renew
+    elif isinstance(proposer, DraftProposer):
+        renew = partial(DraftProposer, proposer.draft)
+    return lambda: partial(ask_loop, target, renew(), options.temperature, drafting.nodes or NODES)
+
+
+def _make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
+    """Hugging Face's `generate` in each way, all on one unaccelerated copy of the model.
+
+    Of the model's generation config only the end tokens are kept: penalties or top-k would give peers another
+    distribution than the project's loop.
+    """
+    model, tokenizer = load_model_only(options.model, "off")
+    stops = sorted(target.stop_ids)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0} if options.temperature else {}
+    model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad, **sampling)
+    peers = {name: dict(PEERS[name]) for name in options.peers}
+    if "hf-assistant" in peers:
+        if options.draft_model is not None:
+            assistant, _ = load_model_only(replace(options.model, model=options.draft_model), "off")
+        else:
+            assistant = first_layers(model, DRAFT_LAYERS)
+            assistant.generation_config = copy.deepcopy(model.generation_config)  # transformers writes to it
+        peers["hf-assistant"]["assistant_model"] = assistant
+    # A conversation with a peer has no state, so opening one only binds the arguments.
+    return {name: partial(partial, ask_peer, model, settings) for name, settings in peers.items()}
 
 
 def ask_loop(
@@ -88,20 +134,16 @@ def ask_peer(
 
 def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """The result of `work`, and its seconds, GPU work included."""
-    _synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     begun = perf_counter()
     result = work()
-    _synchronize(device)
+    synchronize()
     return result, perf_counter() - begun
 
 
-def top_gap(target: Target, tokens: list[int]) -> float:
+def measure_gap(target: Target, tokens: list[int]) -> float:
     """The gap between the target's two highest logits for the next token; near 0, rounding decides."""
     logits, _ = target.open(1).extend([tokens])
     first, second = logits[0].double().topk(2).values.tolist()
     return first - second
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

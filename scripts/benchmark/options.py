@@ -13,7 +13,6 @@ from decode import Sampling
 from heads import PRETRAINED
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from proposers.load import DRAFT_LAYERS, EAGLES
-from scripts.benchmark.methods import PEERS
 from scripts.benchmark.questions import Question, digest_questions
 from scripts.shared.command import at_least, check_writable
 from scripts.shared.options import (
@@ -27,12 +26,18 @@ from scripts.shared.options import (
 )
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+# The arguments of each peer's `generate`; "assistant_model" is filled in when the model is loaded.
+PEERS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-assistant": {"assistant_model": None},
+}
 HEADS, CHAINS = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
-METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}; none is always added. {HEADS} take a number of nodes and a
-tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain: eagle3-chain-5
-(default: all that have a model)"""
-PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a model,
-none with --batch-size above 1)"""
+METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}; none is always added. {HEADS} take a number of nodes
+and a tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain:
+eagle3-chain-5 (default: all that have a model)"""
+PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a
+model, none with --batch-size above 1)"""
 HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
 default model only: its pretrained ones)"""
 
@@ -63,26 +68,24 @@ class BenchOptions(Options):
         Raises ValueError for unknown methods and peers, missing models and heads, and files that cannot be written.
         """
         model, heads = ModelOptions.from_args(args), dict(args.head)
-        has_draft = model.model is None or args.draft_model is not None
+        drafts = {"draft", "hf-assistant"} if model.model is None or args.draft_model is not None else set()
         pretrained = {kind for kind in HEAD_PROPOSERS if model.model is None and (PRETRAINED / kind).is_dir()}
-        possible = {"none", "ngram", *heads, *pretrained} | ({"draft"} if has_draft else set())
+        possible = {"none", "ngram", "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
         methods = _split(args.methods, [name for name in PROPOSERS if name in possible])
-        peers = [name for name in PEERS if has_draft or name != "hf-assistant"] if args.batch_size == 1 else []
-        peers = _split(args.peers, peers)
-        unknown = next((name for name in peers if name not in PEERS), None)
-        if unknown is not None:
-            raise ValueError(f"unknown peer {unknown!r}; choose from {', '.join(PEERS)}")
-        lacking = next((name for name in (*methods, *peers) if name in ("draft", "hf-assistant")), None)
-        if lacking is not None and not has_draft:
-            raise ValueError(f"{lacking} needs --draft-model, a smaller model with the vocabulary of --model")
+        peers = _split(args.peers, [name for name in PEERS if name in possible and args.batch_size == 1])
+        for name in peers:
+            if name not in PEERS:
+                raise ValueError(f"unknown peer {name!r}; choose from {', '.join(PEERS)}")
+        for name in {"draft", "hf-assistant"} & {*methods, *peers} - drafts:
+            raise ValueError(f"{name} needs --draft-model, a smaller model with the vocabulary of --model")
         for kind in {parse_method(name).proposer for name in methods} & {*HEAD_PROPOSERS}:
             find_head(kind, heads.get(kind), model.model)
         if peers and args.batch_size > 1:
             raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
         check_writable(args.json, "--json")
         Sampling(args.temperature)  # refuses a bad temperature
-        methods, peers = dict.fromkeys(["none", *methods]), dict.fromkeys(["hf", *peers]) if peers else {}
-        return super().from_args(args, model=model, heads=heads, methods=[*methods], peers=[*peers])
+        methods, peers = [*dict.fromkeys(["none", *methods])], [*dict.fromkeys(["hf", *peers])] if peers else []
+        return super().from_args(args, model=model, heads=heads, methods=methods, peers=peers)
 
     def describe(self, questions: Sequence[Question]) -> dict[str, Any]:
         """The settings of a report, without the name of any folder above a model."""
@@ -152,8 +155,8 @@ def parse_method(name: str) -> ProposerOptions:
     if rest or tree not in (None, *TREES) or number == 0 or (name != kind and kind not in HEAD_PROPOSERS):
         raise ValueError(
             f"unknown method {name!r}; trees and numbers of nodes are for {HEADS}, as in hydra-16 or hydra-static-16, "
-            f"with one of {', '.join(TREES)}; sampled draft tokens for them, as in hydra-sampled-16; chains for {CHAINS}, "
-            "as in eagle3-chain-5"
+            f"with one of {', '.join(TREES)}; so are sampled draft tokens, as in hydra-sampled-16; chains for "
+            f"{CHAINS}, as in eagle3-chain-5"
         )
     return ProposerOptions(kind, tree=tree, nodes=number, sampled=sampled)
 

@@ -8,7 +8,7 @@ part of the loop over all repeats. `nodes`, `parts` and `same` are null if unkno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -26,8 +26,8 @@ def make_rows(
     """A row for each method in each category, in MT-bench as a whole, and in all."""
     present = list(dict.fromkeys(record["category"] for record in records))
     labels = {category: [category] for category in present}
-    if any(category in MT_BENCH for category in present):
-        labels["mt_bench"] = [category for category in present if category in MT_BENCH]
+    if mt_bench := [category for category in present if category in MT_BENCH]:
+        labels["mt_bench"] = mt_bench
     labels["all"] = present
     rows = []
     for label, categories in labels.items():
@@ -37,51 +37,46 @@ def make_rows(
         samples = _resample(chosen, methods)
         for method, row in found.items():
             gaps = [entry["gap"] for entry in differences if entry["method"] == method and entry["question_id"] in ids]
-            ratios = {
-                f"{kind}speedup_vs_{base}": _divide(row[speed], found[base][speed]) if base in found else None
-                for kind, speed in (("", "tokens_per_second"), ("mean_", "mean_of_speeds"))
-                for base in ("none", "hf")
-            }
-            intervals = {
-                f"speedup_vs_{base}_interval": _find_interval(samples, method, base) for base in ("none", "hf")
-            }
-            head = {"method": method, "category": label, "questions": len(ids)}
-            rows.append({**head, **row, **ratios, **intervals, "largest_gap": max(gaps, default=None)})
+            row = {"method": method, "category": label, "questions": len(ids), **row}
+            for base in ("none", "hf"):
+                for kind, speed in (("", "tokens_per_second"), ("mean_", "mean_of_speeds")):
+                    row[f"{kind}speedup_vs_{base}"] = _divide(row[speed], found[base][speed]) if base in found else None
+                row[f"speedup_vs_{base}_interval"] = _find_interval(samples, method, base)
+            rows.append({**row, "largest_gap": max(gaps, default=None)})
     return rows
 
 
 def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
     """The part of a row that needs no other row. Times are medians over the repeats, turn by turn."""
-    groups = _list_turns(records, method)
-    turns = [turn for group in groups for turn in group]
-    tokens, steps, seconds = _count(turns), _count(turns, "steps"), _time(turns)
-    straight = [
-        (count, step)
-        for turn in turns
-        for count, step, loop in zip(turn["tokens"], turn["steps"], turn["loops"], strict=True)
-        if not loop
-    ]
-    loops = [loop for turn in turns for loop in turn["loops"]]
-    same = [equal for turn in turns for equal in turn["same"] or []]
+    turns = [turn["methods"][method] for record in records for turn in record["turns"]]
+    measured = [_count_tokens(record, method) for record in records]
+    tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
+    steps, loops, same = ([value for turn in turns for value in turn[key] or []] for key in ("steps", "loops", "same"))
+    counts = [count for turn in turns for count in turn["tokens"]]
+    straight = [pair for *pair, loop in zip(counts, steps, loops, strict=True) if not loop]
     nodes = [sum(turn["nodes"]) for turn in turns if turn["nodes"] is not None]
+    parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
+    total = sum(sum(part.values()) for part in parts)
     return {
         "answers": len(loops),
         "tokens": tokens,
-        "steps": steps,
+        "steps": sum(steps),
         "seconds": seconds,
-        "tau": _divide(tokens, steps),
+        "tau": _divide(tokens, sum(steps)),
         "tau_without_loops": _divide(sum(count for count, _ in straight), sum(step for _, step in straight)),
         "loops": fmean(loops),
-        "nodes_per_step": _divide(sum(nodes), steps) if nodes else None,
+        "nodes_per_step": _divide(sum(nodes), sum(steps)) if nodes else None,
         "tokens_per_second": _divide(tokens, seconds),
-        "mean_of_speeds": fmean(_count(group) / _time(group) for group in groups),
-        "parts": _share_out([turn["parts"] for turn in turns if turn["parts"] is not None]),
+        "mean_of_speeds": fmean(count / time for count, time in measured),
+        "parts": {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None,
         "identical": fmean(same) if same else None,
     }
 
 
-def _list_turns(records: Sequence[Mapping[str, Any]], method: str) -> list[list[Mapping[str, Any]]]:
-    return [[turn["methods"][method] for turn in record["turns"]] for record in records]
+def _count_tokens(record: Mapping[str, Any], method: str) -> tuple[int, float]:
+    """A record's tokens and seconds with a method."""
+    turns = [turn["methods"][method] for turn in record["turns"]]
+    return sum(sum(turn["tokens"]) for turn in turns), sum(median(turn["seconds"]) for turn in turns)
 
 
 def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Tensor]:
@@ -94,8 +89,8 @@ def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> d
     draws = torch.randint(len(records), (RESAMPLES, len(records)), generator=torch.Generator().manual_seed(0))
     speeds = {}
     for method in methods:
-        measured = [(_count(turns), _time(turns)) for turns in _list_turns(records, method)]
-        tokens, seconds = torch.tensor(measured, dtype=torch.float64)[draws].sum(1).T
+        measured = torch.tensor([_count_tokens(record, method) for record in records], dtype=torch.float64)
+        tokens, seconds = measured[draws].sum(1).T
         speeds[method] = tokens / seconds
     return speeds
 
@@ -104,24 +99,9 @@ def _find_interval(samples: Mapping[str, Tensor], method: str, base: str) -> lis
     """The 95 % percentile interval of the ratio of two methods' speeds; None without the base or for one record."""
     if base not in samples:
         return None
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = (samples[method] / samples[base]).quantile(ends).tolist()
+    low, high = (samples[method] / samples[base]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
     return [low, high]
-
-
-def _time(turns: Iterable[Mapping[str, Any]]) -> float:
-    return sum(median(turn["seconds"]) for turn in turns)
-
-
-def _count(turns: Iterable[Mapping[str, Any]], what: str = "tokens") -> int:
-    return sum(sum(turn[what]) for turn in turns)
 
 
 def _divide(upper: float, lower: float) -> float | None:
     return upper / lower if lower else None
-
-
-def _share_out(parts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """The share of the time that each part of the loop took."""
-    total = sum(sum(part.values()) for part in parts)
-    return {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scripts.benchmark.questions import task_of
@@ -12,26 +12,20 @@ def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by category."""
     overall = [row for row in rows if row["category"] == "all"]
     timed = [row for row in overall if row.get("parts") is not None]
-    tables = [_list_methods(overall)]
+    methods = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
+    for row in overall:
+        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
+        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
+        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        methods.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
+    tables = [methods]
     if timed:
-        head = ["share of time", "nodes", *timed[0]["parts"]]
         lines = [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
-        tables.append([head, *lines])
+        tables.append([["share of time", "nodes", *timed[0]["parts"]], *lines])
     if len(overall) > 1:
         tables.append(_list_categories(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
         tables.append(_list_categories(rows, "tau", lambda row: f"{row['tau']:.2f}"))
     return "\n\n".join(map(_to_markdown, tables))
-
-
-def _list_methods(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each method; speed-ups have their 95 % interval over questions."""
-    lines = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
-    for row in rows:
-        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
-        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
-        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
-        lines.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
-    return lines
 
 
 def _list_categories(
@@ -40,13 +34,11 @@ def _list_categories(
     """A line for each category: MT-bench's categories, MT-bench, the others, all. A column for each method but none."""
     found = {(row["category"], row["method"]): row for row in rows}
     names = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "none"]
-
-    def rank(category: str) -> tuple[bool, bool, bool]:
-        return category == "all", task_of(category) != "mt_bench", category == "mt_bench"
-
-    categories: Iterable[str] = sorted(dict.fromkeys(row["category"] for row in rows), key=rank)
+    categories = dict.fromkeys(row["category"] for row in rows)
     lines = [[title, "questions", *names]]
-    for category in categories:
+    for category in sorted(
+        categories, key=lambda name: (name == "all", task_of(name) != "mt_bench", name == "mt_bench")
+    ):
         questions = str(found[category, "none"]["questions"])
         lines.append([category, questions, *(show(found[category, name]) for name in names)])
     return lines
@@ -55,14 +47,10 @@ def _list_categories(
 def _to_markdown(lines: Sequence[Sequence[str]]) -> str:
     """The first line is the head; the first column is left-aligned, the others right-aligned."""
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    head, *body = [
-        f"| {line[0].ljust(first)} | "
-        + " | ".join(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))
-        + " |"
-        for line in lines
-    ]
+    body = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines]
     rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in others)
-    return "\n".join([head, rule, *body])
+    head, *rest = [f"| {' | '.join(line)} |" for line in body]
+    return "\n".join([head, rule, *rest])
 
 
 def _times(ratio: float | None, interval: Sequence[float] | None = None) -> str:

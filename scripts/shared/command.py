@@ -57,31 +57,23 @@ def at_least(low: int) -> Callable[[str], int]:
     """An argparse type: whole numbers from `low` on."""
 
     def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if number < low:
+        if not text.isdecimal() or int(text) < low:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
-        return number
+        return int(text)
 
     return parse
 
 
 def check_writable(path: Path | None, option: str) -> None:
     """Raise ValueError if a file cannot be written there. None is fine: the option was not given."""
-    if path is None:
-        return
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
         raise ValueError(f"{option} {path} cannot be written; it names a file in a folder that exists")
 
 
 def check_plot(path: Path | None) -> None:
     """Raise ValueError if `--plot` cannot be drawn: a bad place or suffix, or no matplotlib."""
     check_writable(path, "--plot")
-    if path is None:
-        return
-    if path.suffix not in PLOT_FORMATS:
+    if path is not None and path.suffix not in PLOT_FORMATS:
         raise ValueError(f"--plot {path} must end in {' or '.join(PLOT_FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs matplotlib: pip install "draftless[plot]"')

@@ -136,7 +136,10 @@ def load_target(options: ModelOptions) -> Target:
 
 def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
     """The model and its tokenizer; `accelerate` replaces the option. Raises ValueError if it cannot be loaded."""
-    _silence_transformers()
+    # Progress bars and warnings of transformers would hide the one line that matters.
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
     try:
         return load_model(settings.pop("model"), **settings)
@@ -156,10 +159,3 @@ def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions)
     if options.draft_model is not None:
         settings["draft_model"] = load_target(replace(model, model=options.draft_model))
     return load_proposer(name, target, **settings)
-
-
-def _silence_transformers() -> None:
-    """Its progress bars and warnings would hide the one line that matters."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -1,14 +1,16 @@
-"""Prompts: read from JSON Lines or plain text, checked, and encoded as conversations."""
+"""Prompts from JSON Lines or plain text, checked, and the conversations that they begin."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode.text import Tokenizer, encode
+from decode import Target
+from decode.text import Prompt, encode
 from training.json_lines import decode_text, parse_lines
 
 
@@ -61,12 +63,49 @@ def check_prompt(text: object, place: str) -> str:
     return text
 
 
-def encode_turns(texts: Sequence[str], tokenizer: Tokenizer | None, chat: bool | None) -> list[int]:
-    """The tokens of a conversation: the user's and the model's texts in turn, the last one the user's.
+@dataclass
+class Conversation:
+    """A prompt's turns, and the answers so far."""
 
-    chat as in `decode.text.encode`. Raises ValueError if several texts have no chat template.
+    id: int | str
+    turns: Sequence[str]
+    answers: list[str] = field(default_factory=list)
+
+    def encode(self, target: Target, chat: bool | None = None) -> list[int]:
+        """The tokens of the next turn after all earlier texts, which empty lines separate if there is no chat template.
+
+        chat as in `decode.text.encode`. Raises ValueError if the context has no room for an answer.
+        """
+        turn = len(self.answers)
+        texts = [text for pair in zip(self.turns, self.answers, strict=False) for text in pair] + [self.turns[turn]]
+        prompt: Prompt = "\n\n".join(texts)
+        if turn > 0 and getattr(target.tokenizer, "chat_template", None) is not None:
+            prompt = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+        ids = encode(prompt, target.tokenizer, chat)
+        if len(ids) >= target.context:
+            raise ValueError(
+                f"prompt {self.id}, turn {turn}, has {len(ids)} tokens; the model's context of {target.context} "
+                "leaves no room for an answer"
+            )
+        return ids
+
+
+def encode_turn(
+    conversations: Sequence[Conversation], turn: int, target: Target, chat: bool | None = None
+) -> tuple[list[Conversation], list[list[int]]]:
+    """The conversations that have this turn, and its tokens.
+
+    Raises ValueError if a first turn does not fit the context. A later one is reported on stderr and skipped.
     """
-    if len(texts) == 1:
-        return encode(texts[0], tokenizer, chat)
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
-    return encode(messages, tokenizer, chat)
+    asked, prompts = [], []
+    for conversation in conversations:
+        if len(conversation.answers) < turn or len(conversation.turns) <= turn:
+            continue
+        try:
+            prompts.append(conversation.encode(target, chat))
+            asked.append(conversation)
+        except ValueError as error:
+            if turn == 0:
+                raise
+            print(f"{error}: it ends here", file=sys.stderr)
+    return asked, prompts

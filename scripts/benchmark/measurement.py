@@ -1,0 +1,111 @@
+"""Measuring one group of questions with every method in turn, so that changes on the machine affect all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from decode import Target
+from scripts.benchmark.methods import Ask, Measured, Method, measure_gap
+from scripts.benchmark.options import BenchOptions
+from scripts.benchmark.questions import Question
+from scripts.shared.prompts import Conversation, encode_turn
+from training.data import has_looped
+
+WARM_UP = 64  # tokens of an answer that is not measured
+
+
+def open_conversations(questions: Sequence[Question]) -> list[Conversation]:
+    """Conversations whose answers will be plain decoding's, so that all methods see the same prompts."""
+    return [Conversation(question.id, question.turns) for question in questions]
+
+
+def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: BenchOptions) -> None:
+    """Compile kernels, measure the cost curve, and let every method answer once without measuring it."""
+    target.warm_up(len(group))
+    _, prompts = encode_turn(open_conversations(group), 0, target)
+    for method in methods.values():
+        method()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
+
+
+def measure_group(
+    methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: BenchOptions
+) -> dict[str, Any]:
+    """The record of one group (see `rows`), with its `differences` from plain decoding's answers.
+
+    number: the group's; it decides which method is first.
+    """
+    asks = [{name: method() for name, method in methods.items()} for _ in range(options.repeats)]
+    conversations = open_conversations(group)
+    turns: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
+    for turn in range(max(len(question.turns) for question in group)):
+        asked, prompts = encode_turn(conversations, turn, target)
+        if not asked:
+            break
+        seed, room = options.seed + 1000 * number + turn, _find_room(prompts, target, options)
+        found = _ask_all(asks, number + turn, prompts, seed, room)
+        plain = found["none"][0]
+        ids, results = [conversation.id for conversation in asked], {}
+        for name, measured in found.items():
+            # Peers that sample draw other texts from the same distribution.
+            comparable = options.temperature == 0 or measured[0].nodes is not None
+            breaks = _compare(target, prompts, plain, measured[0]) if comparable else None
+            results[name] = _describe(measured, breaks)
+            differences += [
+                {"question_id": question, "turn": turn, "method": name, **difference}
+                for question, difference in zip(ids, breaks or [], strict=False)
+                if difference is not None
+            ]
+        turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
+        for conversation, text in zip(asked, plain.texts or [], strict=True):
+            conversation.answers.append(text)
+    ids = [question.id for question in group]
+    return {"category": group[0].category, "questions": ids, "turns": turns, "differences": differences}
+
+
+def _find_room(prompts: Sequence[list[int]], target: Target, options: BenchOptions) -> int:
+    """The number of new tokens that every prompt of a batch has room for."""
+    return min(options.max_new_tokens, target.context - max(map(len, prompts)))
+
+
+def _ask_all(
+    asks: Sequence[Mapping[str, Ask]], shift: int, prompts: Sequence[list[int]], seed: int, room: int
+) -> dict[str, list[Measured]]:
+    """Every repeat of every method; the first method changes with each repeat and question."""
+    names = list(asks[0])
+    found: dict[str, list[Measured]] = {name: [] for name in names}
+    for repeat, methods in enumerate(asks):
+        first = (shift + repeat) % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(methods[name](prompts, seed, room))
+    return found
+
+
+def _compare(
+    target: Target, prompts: Sequence[list[int]], plain: Measured, measured: Measured
+) -> list[dict[str, Any] | None]:
+    """For each prompt None, or the position where the answer leaves plain decoding's and the target's gap there."""
+    differences: list[dict[str, Any] | None] = []
+    for prompt, expected, answer in zip(prompts, plain.answers, measured.answers, strict=True):
+        pairs = enumerate(zip(expected, answer, strict=False))
+        position = next((at for at, (left, right) in pairs if left != right), min(len(expected), len(answer)))
+        same = answer == expected
+        gap = None if same else measure_gap(target, prompt + expected[:position])
+        differences.append(None if same else {"position": position, "gap": gap})
+    return differences
+
+
+def _describe(measured: Sequence[Measured], differences: Sequence[Any] | None) -> dict[str, Any]:
+    """One method's entry in the record of a turn: the seconds of all repeats, the rest from the first one."""
+    first = measured[0]
+    parts = [entry.parts for entry in measured if entry.parts is not None]
+    return {
+        "tokens": list(map(len, first.answers)),
+        "steps": first.steps,
+        "nodes": first.nodes,
+        "loops": list(map(has_looped, first.answers)),
+        "same": None if differences is None else [difference is None for difference in differences],
+        "seconds": [entry.seconds for entry in measured],
+        "parts": {part: sum(entry[part] for entry in parts) for part in parts[0]} if parts else None,
+    }
