@@ -56,8 +56,8 @@ class LowRankUpdate(nn.Module):
 class Adapters(nn.Module):
     """Low-rank updates for all linear layers of a model's decoder, whose own weights are frozen.
 
-    Heads may share the output layer: it has none. Rank and alpha: as Medusa-2's authors. Raises ValueError if the model
-    has no plain linear layer.
+    The output layer has none: heads may share it. Default rank and alpha are those of Medusa-2's authors. Raises
+    ValueError if the model has no plain linear layer.
     """
 
     def __init__(self, model: PreTrainedModel, rank: int = 32, alpha: float = 16.0) -> None:
@@ -66,7 +66,9 @@ class Adapters(nn.Module):
         inside = set(find_decoder(model)[0].modules())
         linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear and part in inside}
         if not linears:
-            raise ValueError(f"{type(model).__name__} has no linear layers to adapt; packed or quantized ones are not")
+            raise ValueError(
+                f"{type(model).__name__} has no linear layers to adapt; packed or quantized ones do not count"
+            )
         model.requires_grad_(False)
         self.by_name = {name: LowRankUpdate(linear, rank, alpha) for name, linear in linears.items()}
         self.updates = nn.ModuleList(self.by_name.values())

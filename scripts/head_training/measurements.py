@@ -24,7 +24,7 @@ from training.schedule import Schedule, padding_share
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
-NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; prompts at a time
+NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; BATCH: prompts at a time
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
