@@ -88,7 +88,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     report = {**setup, "rows": rows, "differences": differences, "records": records.found}
     if options.json is not None:
         write_report(options.json, report)
-        records.remove()
+    if records.path is not None:
+        records.path.unlink()
     return report
 
 

@@ -42,7 +42,7 @@ the others continue, and the exit status is 1.
 
 With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (number), tokens
 (ids, end token included), text, finish (eos, stop, length or context), steps (forward passes of the model), tau
-(tokens per step), seconds, tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead).
+(tokens per step), tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead), seconds.
 """
 
 
@@ -142,18 +142,9 @@ def describe(answer: Answer) -> str:
 
 def to_json(answer: Answer) -> dict[str, Any]:
     """An answer as --json prints it."""
-    stats = answer.stats
-    return {
-        "prompt_tokens": len(answer.prompt),
-        "tokens": answer.tokens,
-        "text": answer.text,
-        "finish": answer.finish,
-        "steps": stats.steps,
-        "tau": stats.tau,
-        "seconds": stats.seconds.total,
-        "tokens_per_second": stats.tokens_per_second,
-        "accepted_by_depth": stats.accepted_by_depth,
-    }
+    shown = {name: getattr(answer, name) for name in ("tokens", "text", "finish")}
+    stats = {name: getattr(answer.stats, name) for name in ("steps", "tau", "tokens_per_second", "accepted_by_depth")}
+    return {"prompt_tokens": len(answer.prompt), **shown, **stats, "seconds": answer.stats.seconds.total}
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from statistics import StatisticsError
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ from scripts.benchmark.rows import make_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = ("settings", "machine", "rows", "differences", "records")
-SHOWN = {"settings": {"model", "temperature", "batch_size"}, "machine": {"cpu", "gpu", "threads", "dtype"}}  # in plots
+SHOWN = {"settings": ("model", "temperature", "batch_size"), "machine": ("cpu", "gpu", "threads", "dtype")}  # in plots
 
 
 class Records:
@@ -39,10 +38,11 @@ class Records:
         complete = path.read_bytes().rpartition(b"\n")[0].splitlines()  # a half last line is measured again
         try:
             head, *self.found = [json.loads(line) for line in complete] or [setup]
-            differing = list(_compare(head, setup))
+            keys = [(part, key) for part in setup for key in {**head[part], **setup[part]}]
+            values = [(key, head[part].get(key), setup[part].get(key)) for part, key in keys]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error}); remove it to start again") from error
-        if differing:
+        if differing := [f"{key} {json.dumps(old)}, not {json.dumps(new)}" for key, old, new in values if old != new]:
             raise ValueError(
                 f"{path} was begun with {' and '.join(differing)}; continue with the same, remove it to start again, "
                 "or give another --json"
@@ -51,9 +51,8 @@ class Records:
     def begin(self) -> None:
         """Write the file again with its complete lines only."""
         if self.path is not None:
-            lines = [json.dumps(line, allow_nan=False) + "\n" for line in (self.setup, *self.found)]
-            content = "".join(lines).encode()
-            write_aside(self.path, lambda file: file.write(content))
+            content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in (self.setup, *self.found))
+            write_aside(self.path, lambda file: file.write(content.encode()))
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record and write it to disk."""
@@ -63,19 +62,6 @@ class Records:
                 file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-
-    def remove(self) -> None:
-        """Delete the file."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-
-def _compare(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for part in new:
-        for key in {**old[part], **new[part]}:
-            before, now = old[part].get(key), new[part].get(key)
-            if before != now:
-                yield f"{key} {json.dumps(before)}, not {json.dumps(now)}"
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -99,16 +85,13 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    try:
         methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
         rows = make_rows(report["records"], report["differences"], methods)
-        known = all(keys <= {*report[part]} for part, keys in SHOWN.items())
-    except (KeyError, TypeError, AttributeError, StatisticsError):
-        known = False
-    if not known:
-        raise ValueError(f"{path} is not a report of bench.py")
+        missing = [key for part, keys in SHOWN.items() for key in keys if key not in report[part]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a report of bench.py ({error!r})") from error
+    if missing:
+        raise ValueError(f"{path} is not a report of bench.py: it lacks {', '.join(missing)}")
     return {**report, "rows": rows}
 
 
@@ -138,8 +121,7 @@ def find_commit() -> str | None:
 
 
 def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()

@@ -52,11 +52,9 @@ def measure_group(
             comparable = options.temperature == 0 or measured[0].nodes is not None
             breaks = _compare(target, prompts, plain, measured[0]) if comparable else None
             results[name] = _describe(measured, breaks)
-            differences += [
-                {"question_id": question, "turn": turn, "method": name, **difference}
-                for question, difference in zip(ids, breaks or [], strict=False)
-                if difference is not None
-            ]
+            for question, difference in zip(ids, breaks or [], strict=False):
+                if difference is not None:
+                    differences.append({"question_id": question, "turn": turn, "method": name, **difference})
         turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
         for conversation, text in zip(asked, plain.texts or [], strict=True):
             conversation.answers.append(text)
@@ -86,13 +84,13 @@ def _compare(
     target: Target, prompts: Sequence[list[int]], plain: Measured, measured: Measured
 ) -> list[dict[str, Any] | None]:
     """For each prompt None, or the position where the answer leaves plain decoding's and the target's gap there."""
-    differences: list[dict[str, Any] | None] = []
-    for prompt, expected, answer in zip(prompts, plain.answers, measured.answers, strict=True):
-        pairs = enumerate(zip(expected, answer, strict=False))
-        position = next((at for at, (left, right) in pairs if left != right), min(len(expected), len(answer)))
-        same = answer == expected
-        gap = None if same else measure_gap(target, prompt + expected[:position])
-        differences.append(None if same else {"position": position, "gap": gap})
+    differences: list[dict[str, Any] | None] = [None] * len(prompts)
+    for index, (expected, answer) in enumerate(zip(plain.answers, measured.answers, strict=True)):
+        if answer != expected:
+            pairs = enumerate(zip(expected, answer, strict=False))
+            position = next((at for at, (left, right) in pairs if left != right), min(len(expected), len(answer)))
+            gap = measure_gap(target, prompts[index] + expected[:position])
+            differences[index] = {"position": position, "gap": gap}
     return differences
 
 

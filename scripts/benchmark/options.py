@@ -62,7 +62,7 @@ class BenchOptions(Options):
     json: Path | None = None
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> BenchOptions:
+    def from_args(cls, args: argparse.Namespace, **others: Any) -> BenchOptions:
         """The parsed options, with default methods and peers filled in and the baselines first.
 
         Raises ValueError for unknown methods and peers, missing models and heads, and files that cannot be written.
@@ -85,23 +85,20 @@ class BenchOptions(Options):
         check_writable(args.json, "--json")
         Sampling(args.temperature)  # refuses a bad temperature
         methods, peers = [*dict.fromkeys(["none", *methods])], [*dict.fromkeys(["hf", *peers])] if peers else []
-        return super().from_args(args, model=model, heads=heads, methods=methods, peers=peers)
+        return super().from_args(args, model=model, heads=heads, methods=methods, peers=peers, **others)
 
     def describe(self, questions: Sequence[Question]) -> dict[str, Any]:
         """The settings of a report, without the name of any folder above a model."""
         draft = None
         if {"draft", "hf-assistant"} & {*self.methods, *self.peers}:
             draft = _base(self.draft_model) if self.draft_model else f"its first {DRAFT_LAYERS} layers"
-        names = ("limit", "max_new_tokens", "repeats", "temperature", "seed", "batch_size")
         return {
+            **{key: value for key, value in vars(self).items() if key not in ("threads", "json")},
             "model": _base(self.model.model) if self.model.model else DEFAULT_MODEL,
             "draft_model": draft,
             "heads": {kind: f"{_base(folder)} {_digest(folder)}" for kind, folder in self.heads.items()},
-            "methods": self.methods,
-            "peers": self.peers,
             "questions": self.questions.name,
             "questions_sha256": digest_questions(questions),
-            **{name: getattr(self, name) for name in names},
             "accelerate": self.model.accelerate,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,19 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
     """Draw all methods over all questions, and below them peers and best proposers by task."""
     rows = {(row["category"], row["method"]): row for row in report["rows"]}
     methods = [row["method"] for row in report["rows"] if row["category"] == "all"]
-    methods = [name for name in methods if name.startswith("hf")] + [name for name in methods if name[:2] != "hf"]
-    colours = choose_colours(methods)
-    proposers = [name for name in methods if name != "none" and not name.startswith("hf")]
+    methods.sort(key=lambda name: not name.startswith("hf"))
+    peers = [name for name in methods if name.startswith("hf")]
+    proposers = [name for name in methods if name not in ("none", *peers)]
+    colours = {
+        "none": INK,
+        **dict(zip(peers, cycle(GREYS), strict=False)),
+        **dict(zip(proposers, cycle(COLOURS), strict=False)),
+    }
     best = sorted(proposers, key=lambda name: -rows["all", name]["speedup_vs_none"])[:BEST]
-    by_task = [name for name in methods if name.startswith("hf") or name in best]
+    by_task = [name for name in methods if name in (*peers, *best)]
     count = next(row["questions"] for row in report["rows"] if row["category"] == "all")
-    tasks = list_tasks([category for category, _ in rows])
+    present = dict.fromkeys(task_of(category) for category, _ in rows)
+    tasks = [task for task in dict.fromkeys([*TASKS, *present]) if task in present and task != "all"]
     heights = [0.34 * len(methods) + 0.2, (0.13 * len(by_task) + 0.13) * len(tasks)]
     panels = 1 + (len(tasks) > 1 and bool(by_task))
     with save_figure(path, 7.2, sum(heights[:panels]) + 1.0, font_size=12) as figure:
@@ -59,20 +66,6 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
             dress(pane, questions)
         label = "speed relative to Draftless' plain decoding; black lines: 95 % intervals"
         figure.supxlabel(f"{label}\n{describe(report)}", fontsize=11)
-
-
-def choose_colours(methods: Sequence[str]) -> dict[str, str]:
-    """Greys for Hugging Face, ink for plain decoding, colours for proposers."""
-    peers = [name for name in methods if name.startswith("hf")]
-    proposers = [name for name in methods if name not in (*peers, "none")]
-    colours = {name: GREYS[place % len(GREYS)] for place, name in enumerate(peers)}
-    return colours | {"none": INK} | {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(proposers)}
-
-
-def list_tasks(categories: Sequence[str]) -> list[str]:
-    """Spec-Bench's tasks, in its order, then any others."""
-    present = dict.fromkeys(map(task_of, categories))
-    return [task for task in TASKS if task in present] + [task for task in present if task not in (*TASKS, "all")]
 
 
 def draw_bars(
@@ -111,10 +104,12 @@ def dress(pane: Any, caption: str) -> None:
 def describe(report: Mapping[str, Any]) -> str:
     """Model and machine in one line."""
     settings, machine = report["settings"], report["machine"]
-    place = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    parts = [settings["model"], machine["dtype"], place]
-    if settings["temperature"]:
-        parts.append(f"temperature {settings['temperature']:g}")
-    if settings["batch_size"] > 1:
-        parts.append(f"batches of {settings['batch_size']}")
+    threads, temperature, batch_size = machine["threads"], settings["temperature"], settings["batch_size"]
+    parts = [
+        settings["model"],
+        machine["dtype"],
+        machine["gpu"] or f"{machine['cpu']}, {threads} thread{'s' * (threads > 1)}",
+    ]
+    parts += [f"temperature {temperature:g}"] if temperature else []
+    parts += [f"batches of {batch_size}"] if batch_size > 1 else []
     return ", ".join(parts)

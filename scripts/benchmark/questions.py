@@ -42,8 +42,7 @@ def load_questions(path: Path) -> list[Question]:
 
 
 def _make_question(fields: dict[str, Any], place: str) -> Question:
-    missing = [name for name in ("question_id", "category", "turns") if name not in fields]
-    if missing:
+    if missing := [name for name in ("question_id", "category", "turns") if name not in fields]:
         raise ValueError(f"{place}: {' and '.join(missing)} missing")
     number, category, turns = fields["question_id"], fields["category"], fields["turns"]
     if isinstance(number, bool) or not isinstance(number, int | str):

@@ -56,8 +56,8 @@ def _to_markdown(lines: Sequence[Sequence[str]]) -> str:
 def _times(ratio: float | None, interval: Sequence[float] | None = None) -> str:
     if ratio is None:
         return "-"
-    known = interval is not None and interval[0] < interval[1]
-    return f"{ratio:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if known else "")
+    low, high = interval or (ratio, ratio)
+    return f"{ratio:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
 def _share(part: float | None) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import count, groupby
+from itertools import compress, count, groupby
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
@@ -47,18 +47,17 @@ class OrderedOutput:
     On leaving the context, also after an error, every ended answer is written.
     """
 
-    def __init__(self, count: int) -> None:
-        self._waiting: list[list[tuple[TextIO, str]]] = [[] for _ in range(count)]
-        self._ended = [False] * count
+    def __init__(self, answers: int) -> None:
+        self._waiting: list[list[tuple[TextIO, str]]] = [[] for _ in range(answers)]
+        self._ended = [False] * answers
         self._current = 0  # the answer that is written as it grows
 
     def __enter__(self) -> OrderedOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for index, ended in enumerate(self._ended):
-            if ended:
-                self._write(index)
+        for index in compress(count(), self._ended):
+            self._write(index)
 
     def put(self, index: int, text: str, file: TextIO | None = None) -> None:
         """Add text to an answer, for stdout or another file."""
@@ -89,7 +88,7 @@ def draw_terminal(pieces: Sequence[Piece], path: Path) -> None:
     width, height = 2 * MARGIN + COLUMNS * CELL, 2 * MARGIN + len(lines) * LINE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="{FONT}">',
+        f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="{FONT}">',
         f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>',
     ]
     for number, line in enumerate(lines):
