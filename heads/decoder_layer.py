@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from heads.layer_cache import AttentionContext, attend
-from heads.layers import Norm
+from heads.layers import Norm, make_norm
 from heads.rope import RopeScaling, rotate
 
 
@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.input_layernorm = make_norm(hidden_size, config.rms_norm_eps, config.input_norm)
         self.self_attn = Attention(hidden_size, config)
         self.post_attention_layernorm = Norm(hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
@@ -64,23 +64,18 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
-
-    inputs: how many tensors of the hidden size its input concatenates.
-    """
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions. `inputs` states are concatenated."""
 
     def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
         super().__init__()
         self.config = config
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(inputs * hidden_size, query_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
-        self.q_norm, self.k_norm = (
-            Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs * hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+            for heads in (queries, keys, keys)
         )
+        self.o_proj = nn.Linear(queries * config.head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (make_norm(config.head_dim, config.rms_norm_eps, config.qk_norm) for _ in "qk")
         nn.init.zeros_(self.o_proj.weight)
 
     def forward(
@@ -104,8 +99,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, intermediate_size, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
         nn.init.zeros_(self.down_proj.weight)
 

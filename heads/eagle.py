@@ -31,7 +31,6 @@ class EagleHead(VocabularyHead):
     """
 
     kind = "eagle"
-    features = (-1,)  # the hidden states it reads, in transformers' numbering
     embed_tokens = None  # token embeddings are the target's
     config: EagleConfig
 
@@ -63,10 +62,8 @@ class EagleHead(VocabularyHead):
 
 def copy_last(linear: nn.Linear) -> None:
     """Initialize a matrix so that it returns the last of its concatenated inputs."""
-    out_features, in_features = linear.weight.shape
-    size = min(out_features, in_features)
+    size = min(linear.weight.shape)
     with torch.no_grad():
-        linear.weight.zero_()
-        linear.weight[:size, in_features - size :] = torch.eye(size)
-        if linear.bias is not None:
-            linear.bias.zero_()
+        for parameter in linear.parameters():
+            parameter.zero_()
+        linear.weight[:size, -size:] = torch.eye(size)

@@ -34,7 +34,6 @@ class HydraHead(VocabularyHead):
     the tokens that the i heads before it drafted."""
 
     kind = "hydra"
-    features = (-1,)  # the hidden states it reads, in transformers' numbering
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
