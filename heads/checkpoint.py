@@ -17,9 +17,9 @@ from heads.atomic_write import write_aside
 from heads.formats.eagle import export_eagle, read_eagle
 from heads.formats.eagle3 import export_eagle3, read_eagle3
 from heads.formats.hydra import read_hydra
-from heads.formats.layout import OWN, ConfigDict, Head, Layout, Shapes, build_empty
+from heads.formats.layout import MAP, OWN, ConfigDict, Head, Layout, Shapes, build_empty
 from heads.formats.medusa import export_medusa, read_medusa
-from heads.formats.token_map import MAP, read_token_map, sort_vocabulary
+from heads.formats.token_map import read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
 EXPORTS: dict[str, Callable[[Any], tuple[dict[str, Tensor], dict[str, Any]]]] = {

@@ -9,7 +9,7 @@ from typing import Any
 from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
-from heads.formats.layout import ConfigDict, Shapes, extent, number, section
+from heads.formats.layout import OWN, ConfigDict, Shapes, extent, number, section
 from heads.rope import RopeScaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
@@ -23,11 +23,13 @@ def read_layer(shapes: Shapes, prefix: str, config: ConfigDict) -> LayerConfig:
     What shapes do not show comes from the config (ours or transformers'), then from Vicuna. Raises ValueError if that
     contradicts the shapes, or if the layer is of an unsupported kind.
     """
+    own = section(config, OWN)
+    config = section(own, "layer") or section(own, "prefix") or config
     q, k, v = (f"{prefix}self_attn.{name}_proj.weight" for name in "qkv")
     query_size, key_size = (extent(shapes, names, 0, VICUNA_HEAD_DIM) for names in ((q, k), (k, v, q)))
     head_dim = _read_head_dim(shapes, prefix, config, query_size, key_size)
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"its config has hidden_act: {act!r}; only silu is supported")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"its config has hidden_act: {activation!r}; only silu is supported")
     theta = number(config, "rope_theta") or number(section(config, "rope_parameters"), "rope_theta")
     return LayerConfig(
         num_attention_heads=query_size // head_dim,

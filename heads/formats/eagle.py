@@ -13,8 +13,7 @@ from torch import Tensor
 
 from heads.eagle import EagleConfig, EagleHead
 from heads.formats.decoder_layer import export_layer, read_layer
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, extent, read_target, read_vocab_size, section
-from heads.formats.token_map import MAP
+from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, extent, read_target, read_vocab_size, section
 
 LAYER = "layers.0."
 EMBEDDING = "embed_tokens.weight"
@@ -35,7 +34,7 @@ def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
     head_config = EagleConfig(
         hidden_size=hidden_size,
         vocab_size=find_vocab_size(shapes, config, vocab_size, hidden_size),
-        layer=read_layer(shapes, LAYER, section(own, "layer") or config),
+        layer=read_layer(shapes, LAYER, config),
         draft_size=extent(shapes, [MAP], 0) if MAP in shapes else None,
         bias=bias,
         **read_target(config),

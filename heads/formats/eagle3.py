@@ -13,8 +13,8 @@ from torch import Tensor
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
 from heads.formats.decoder_layer import export_layer, read_layer
 from heads.formats.eagle import EMBEDDING, LAYER, find_vocab_size
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, number, read_target, section
-from heads.formats.token_map import MAP, write_offsets
+from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, count, extent, number, read_target, section
+from heads.formats.token_map import write_offsets
 from heads.vocabulary import Output
 
 MIDLAYER = "midlayer."
@@ -47,7 +47,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     head_config = Eagle3Config(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        layer=read_layer(shapes, prefix, section(own, "layer") or layer_config),
+        layer=read_layer(shapes, prefix, layer_config),
         features=features,
         target_hidden_size=None if target_size == hidden_size else target_size,
         embedding=target_size != hidden_size or (trained and EMBEDDING in shapes),
@@ -119,20 +119,16 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
     """
     own, nested = section(config, OWN), NESTED in config
     fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))
-    if own:
-        before, feedback = bool(own.get("norm_before_residual")), bool(own.get("normed_feedback"))
-        final = bool(own.get("final_norm", True))
-    else:
-        norm_output, is_feedback = config.get("norm_output"), nested or fc_norm or prefix == LAYER
-        before = bool(config.get("norm_before_residual", nested))
-        feedback, final = is_feedback and bool(norm_output), is_feedback or norm_output is not False
-    return {
-        "norm_before_residual": before,
-        "normed_feedback": feedback,
-        "final_norm": final,
-        "fc_norm": fc_norm,
-        "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes,
+    norm_before_fc = bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes
+    norm_output, is_feedback = config.get("norm_output"), nested or fc_norm or prefix == LAYER
+    others = {
+        "norm_before_residual": bool(config.get("norm_before_residual", nested)),
+        "normed_feedback": is_feedback and bool(norm_output),
+        "final_norm": is_feedback or norm_output is not False,
     }
+    if own:
+        others = {name: bool(own.get(name, getattr(Eagle3Config, name))) for name in others}
+    return {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc, **others}
 
 
 def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -141,19 +137,15 @@ def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
     SGLang ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
     norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
     """
-    states, config = dict(head.state_dict()), head.config
-    tokens = states.pop(MAP, None)
-    if tokens is not None:
-        states |= write_offsets(tokens, config.vocab_size)
-    qwen3 = config.layer.qk_norm
+    states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
+    if MAP in states:
+        states |= write_offsets(states.pop(MAP), config.vocab_size)
     return states, export_layer(config) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if qwen3 else "llama",
         "target_hidden_size": head.target_hidden_size,
         "draft_vocab_size": None if config.output == "target" else head.draft_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
+        **{name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")},
         "norm_output": config.normed_feedback,
         READ: list(config.features),
         "num_aux_hidden_states": len(config.features),

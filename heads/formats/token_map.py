@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.layout import OWN, ConfigDict, section
-
-MAP = "token_map"
+from heads.formats.layout import MAP, OWN, ConfigDict, section
 
 
 def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[str, Tensor]:
@@ -23,8 +21,7 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
     the draft vocabulary; it stays, because its length is V. Raises ValueError if they are malformed or differ.
     """
     found = dict(tensors)
-    listed = section(config, OWN).get(MAP)
-    if listed is not None:
+    if (listed := section(config, OWN).get(MAP)) is not None:
         if not isinstance(listed, list) or not all(type(token) is int for token in listed):
             raise ValueError(f"its config's {MAP} must be a list of tokens")
         found[MAP] = torch.tensor(listed)
