@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,7 @@ from heads.formats.medusa import export_medusa, read_medusa
 from heads.formats.token_map import read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
-EXPORTS: dict[str, Callable[[Any], tuple[dict[str, Tensor], dict[str, Any]]]] = {
-    "medusa": export_medusa,
-    "hydra": lambda head: (head.state_dict(), {"model_type": "hydra"}),
-    "eagle": export_eagle,
-    "eagle3": export_eagle3,
-}
+EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
 
 
 def load_head(
@@ -66,7 +62,8 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     """
     path = Path(folder)
     _check_overwrite(path)
-    states, config = EXPORTS[head.kind](head)
+    export = EXPORTS.get(head.kind, lambda head: (head.state_dict(), {"model_type": head.kind}))
+    states, config = export(head)
     config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
@@ -82,12 +79,10 @@ def _check_overwrite(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save a head as {str(path)!r}: it is a file; name a folder")
     held = [name for name in (*NAMES, CONFIG) if (path / name).exists()]
-    try:
-        ours = not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1]))
-    except ValueError:
-        ours = False
-    if not ours:
-        raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
+    with suppress(ValueError):
+        if not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1])):
+            return
+    raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
 
 
 def _format(config: dict[str, Any]) -> str:

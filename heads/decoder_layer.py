@@ -30,11 +30,9 @@ class LayerConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads; "
-                "the first number must be a multiple of the second"
-            )
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries % keys:
+            raise ValueError(f"{queries} attention heads cannot share {keys} key-value heads; use a multiple of {keys}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
@@ -55,10 +53,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: AttentionContext | None = None
     ) -> Tensor:
-        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H].
-
-        context: earlier tokens to attend to; None: there are none. mask: as in `AttentionContext.attend`.
-        """
+        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]. mask: as in `AttentionContext.attend`."""
         states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
         return states + self.mlp(self.post_attention_layernorm(states))
 

@@ -54,8 +54,7 @@ class EagleHead(VocabularyHead):
     ) -> Tensor:
         """States [B, N, H]: the input of `logits`, and the features of the next level.
 
-        features [B, N, H]: the target's, or earlier states. embedded [B, N, H]: the target's embeddings of the token
-        after each. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
+        features: the target's, or earlier states. embedded: the target's embeddings of the token after each.
         """
         return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, context)
 

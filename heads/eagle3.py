@@ -75,9 +75,8 @@ class Eagle3Head(VocabularyHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""
-        parts = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
-        normed = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(self.input_norm(normed))
+        parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+        return self.fc(self.input_norm(torch.cat([norm(part) for norm, part in parts], dim=-1)))
 
     def forward(
         self,

@@ -36,8 +36,7 @@ class ResidualBlock(nn.Module):
 class GroundedBlock(nn.Module):
     """First block of a Hydra head: a concatenation [..., inputs x H] of feature and embeddings -> [..., H].
 
-    projected: the residual connection is a learned matrix, as published (`res_connection`). Otherwise it is the
-    feature itself, which halves the block's parameters.
+    projected: the residual connection is a learned matrix, as published; else the feature, with half the parameters.
     """
 
     def __init__(self, hidden_size: int, inputs: int, projected: bool) -> None:

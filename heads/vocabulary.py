@@ -66,11 +66,9 @@ class VocabularyHead(nn.Module):
 
         Raises ValueError if the matrix has another shape.
         """
-        if weight.shape != (self.vocab_size, self.hidden_size):
-            raise ValueError(
-                f"the target's output matrix is {list(weight.shape)}; this head needs "
-                f"[{self.vocab_size}, {self.hidden_size}]"
-            )
+        given, needed = list(weight.shape), [self.vocab_size, self.hidden_size]
+        if given != needed:
+            raise ValueError(f"the target's output matrix is {given}; this head needs {needed}")
         rows, offsets = self.drafted_rows(weight).detach(), None if bias is None else self.drafted_rows(bias).detach()
         if self.output == "target":
             dtype = next(self.parameters()).dtype
@@ -86,15 +84,16 @@ class VocabularyHead(nn.Module):
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Raise ValueError if the head was trained for a target of other sizes."""
-        name = self.config.target_name
+        trained = self.config.target_name or "another target"
         for what, own, given in (
             ("hidden size", self.target_hidden_size, hidden_size),
             ("vocabulary size", self.vocab_size, vocab_size),
             ("number of layers", self.config.target_layers, layers),
         ):
             if own is not None and own != given:
-                trained = f"for {name}, " if name else "for another target, "
-                raise ValueError(f"this head was trained {trained}whose {what} is {own}; this target's is {given}")
+                raise ValueError(
+                    f"this head was trained for {trained}, whose {what} is {own}; this target's is {given}"
+                )
 
     def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The output matrix [D, H] and bias [D] of head `index`. Raises ValueError before `borrow` if it needs it."""

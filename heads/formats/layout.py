@@ -108,8 +108,7 @@ def read_target(config: ConfigDict) -> dict[str, Any]:
 def read_common(shapes: Shapes, matrices: Collection[str], config: ConfigDict, given: int | None) -> dict[str, Any]:
     """`HeadConfig`'s entries except hidden_size, for a Medusa or Hydra head with these output matrices.
 
-    given: the target's vocabulary size, from the caller. Raises ValueError if it is needed and unknown, or if a draft
-    vocabulary has no token map.
+    Raises ValueError if the target's vocabulary size is needed and unknown, or if a draft vocabulary has no token map.
     """
     rows = extent(shapes, matrices, 0, 0)
     mapped = extent(shapes, [MAP], 0) if MAP in shapes else None

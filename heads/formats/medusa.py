@@ -24,10 +24,7 @@ BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
 
 
 def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a Medusa head; None if the file has no Medusa block.
-
-    Raises ValueError if the target's vocabulary size is unknown.
-    """
+    """The layout of a Medusa head; None if the file has no Medusa block."""
     styles = [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}.weight", shapes)]
     if not styles:
         return None

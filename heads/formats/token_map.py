@@ -25,9 +25,8 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
         if not isinstance(listed, list) or not all(type(token) is int for token in listed):
             raise ValueError(f"its config's {MAP} must be a list of tokens")
         found[MAP] = torch.tensor(listed)
-    offsets, mask = found.pop("d2t", None), found.get("t2d")
-    marked = None if mask is None else mask.flatten().nonzero().flatten()
-    if offsets is not None:
+    marked = found["t2d"].flatten().nonzero().flatten() if "t2d" in found else None
+    if (offsets := found.pop("d2t", None)) is not None:
         if offsets.ndim != 1 or offsets.is_floating_point():
             raise ValueError(f"its d2t is {list(offsets.shape)} of {offsets.dtype}; it must be a list of offsets")
         found[MAP] = offsets.long() + torch.arange(len(offsets))
@@ -36,13 +35,6 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
     elif marked is not None:
         found[MAP] = marked
     return found
-
-
-def write_offsets(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The d2t and t2d of a token map [D]."""
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[token_map.cpu()] = True
-    return {"d2t": token_map - torch.arange(len(token_map), device=token_map.device), "t2d": mask}
 
 
 def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:

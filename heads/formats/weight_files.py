@@ -43,8 +43,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     The tensors are memory-mapped, so unused ones are never read; copy what you keep. Raises ValueError if a file is
     missing, is damaged or holds more than tensors.
     """
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
+    tensors, metadata = dict[str, Tensor](), dict[str, str]()
     for path in _find_weights(folder):
         try:
             if path.suffix == ".safetensors":
