@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,12 @@ from heads.atomic_write import write_aside
 from heads.formats.eagle import export_eagle, read_eagle
 from heads.formats.eagle3 import export_eagle3, read_eagle3
 from heads.formats.hydra import read_hydra
-from heads.formats.layout import OWN, ConfigDict, Head, Layout, Shapes, build_empty
+from heads.formats.layout import MAP, OWN, ConfigDict, Head, Layout, Shapes, build_empty
 from heads.formats.medusa import export_medusa, read_medusa
-from heads.formats.token_map import MAP, read_token_map, sort_vocabulary
+from heads.formats.token_map import read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
 EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
-SHOWN = 4  # names of each sort in an error
 
 
 def load_head(
@@ -57,26 +57,18 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     """Save a head in a new folder, or replace the head saved there. dtype: of the weights; None keeps the head's.
 
     Files are replaced atomically and the weights contain the config, so a kill or a full disk leaves a whole head.
-
-    EAGLE and EAGLE-3 folders were served in vLLM 0.32 and 0.33 on a CPU with the same drafts as here, and load in
-    SGLang 0.5.23's classes (not served). Medusa folders are for vLLM's Medusa class, which 0.33 removed. With a draft
-    vocabulary they do not serve in vLLM 0.21 to 0.32: it reports `token_map` as not initialized (tried with 0.32; by
-    its source, versions up to 0.20 load them). No server has Hydra.
-
-    Raises ValueError if the folder holds something else, or if a Medusa head uses the target's output matrix and has
-    not borrowed it: vLLM needs it in the file.
+    docs/serving-and-check.md lists the servers that load it. Raises ValueError if the folder holds something else, or
+    if a Medusa head uses the target's output matrix and has not borrowed it: vLLM needs it in the file.
     """
     path = Path(folder)
     _check_overwrite(path)
-    states: dict[str, Tensor] = dict(head.state_dict())
-    config: dict[str, Any] = {"model_type": head.kind}
-    if head.kind in EXPORTS:
-        states, config = EXPORTS[head.kind](head)
+    export = EXPORTS.get(head.kind, lambda head: (head.state_dict(), {"model_type": head.kind}))
+    states, config = export(head)
     config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
-    stored = {name: _convert(tensor, dtype).cpu() for name, tensor in states.items()}
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
     path.mkdir(parents=True, exist_ok=True)
+    stored = {name: _convert(tensor, dtype).cpu() for name, tensor in states.items()}
     weights = save(stored, {"format": "pt", OWN: json.dumps(config)})
     write_aside(path / WEIGHTS, lambda file: file.write(weights))
     write_aside(path / CONFIG, lambda file: file.write(_format(config).encode()))
@@ -87,12 +79,10 @@ def _check_overwrite(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save a head as {str(path)!r}: it is a file; name a folder")
     held = [name for name in (*NAMES, CONFIG) if (path / name).exists()]
-    try:
-        ours = not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1]))
-    except ValueError:
-        ours = False
-    if not ours:
-        raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
+    with suppress(ValueError):
+        if not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1])):
+            return
+    raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
 
 
 def _format(config: dict[str, Any]) -> str:
@@ -104,7 +94,7 @@ def _find_layout(shapes: Shapes, config: ConfigDict, vocab_size: int | None, lay
     """The layout of tensors with these names and shapes. Raises ValueError if they are of no known head."""
     layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
     layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
-    if layout is not None:
+    if layout:
         return layout
     if "fc.weight" in shapes:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
@@ -125,9 +115,7 @@ def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     if MAP in states:
         sort_vocabulary(states, layout.config.vocab_size)
     head = build_empty(layout.config)
-    expected = {name: state.shape for name, state in head.state_dict().items()}
-    expected["borrowed"] = torch.Size([head.draft_size, head.hidden_size])
-    _refuse_misfits(layout, tensors, states, expected)
+    _refuse_misfits(layout, tensors, states, head)
     dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
     states = {name: _convert(state, dtype, copy=True) for name, state in states.items()}  # out of the mapped file
     head.borrowed = states.pop("borrowed", None)
@@ -135,29 +123,25 @@ def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     return head
 
 
-def _refuse_misfits(
-    layout: Layout, tensors: Mapping[str, Tensor], states: Mapping[str, Tensor], expected: Mapping[str, torch.Size]
-) -> None:
+def _refuse_misfits(layout: Layout, tensors: Mapping[str, Tensor], states: Mapping[str, Tensor], head: Head) -> None:
     """Raise ValueError with the file's names of tensors that are missing, unexpected or wrong."""
+    expected = {name: list(state.shape) for name, state in head.state_dict().items()}
+    expected["borrowed"] = [head.draft_size, head.hidden_size]
     wrong = []
     for name, ours in layout.names.items():
-        state = states.get(ours)
-        if state is not None and state.shape != expected[ours]:
-            wrong.append(f"{name} is {list(tensors[name].shape)}, not {list(expected[ours])}")
-        elif state is not None and not state.is_floating_point() and ours != MAP:
-            wrong.append(f"{name} is of {state.dtype}, not of a floating-point type")
-    faults = {
-        "missing": [name for name in layout.names if name not in tensors],
-        "unexpected": [name for name in tensors if name not in layout.names and name not in layout.ignored],
-        "wrong": wrong,
-    }
+        if ours in states and list(states[ours].shape) != expected[ours]:
+            wrong.append(f"{name} is {list(tensors[name].shape)}, not {expected[ours]}")
+        elif ours in states and not states[ours].is_floating_point() and ours != MAP:
+            wrong.append(f"{name} is of {states[ours].dtype}, not of a floating-point type")
+    missing = [name for name in layout.names if name not in tensors]
+    unexpected = [name for name in tensors if name not in layout.names and name not in layout.ignored]
+    faults = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
     if found := [f"{fault}: {_list(names)}" for fault, names in faults.items() if names]:
         raise ValueError("; ".join(found))
 
 
 def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor:

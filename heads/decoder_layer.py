@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from heads.layer_cache import AttentionContext, attend
-from heads.layers import Norm
+from heads.layers import Norm, make_norm
 from heads.rope import RopeScaling, rotate
 
 
@@ -30,11 +30,9 @@ class LayerConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads; "
-                "the first number must be a multiple of the second"
-            )
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries % keys:
+            raise ValueError(f"{queries} attention heads cannot share {keys} key-value heads; use a multiple of {keys}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
@@ -47,7 +45,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, hidden_size: int, config: LayerConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(hidden_size, config.rms_norm_eps) if config.input_norm else nn.Identity()
+        self.input_layernorm = make_norm(hidden_size, config.rms_norm_eps, config.input_norm)
         self.self_attn = Attention(hidden_size, config)
         self.post_attention_layernorm = Norm(hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
@@ -55,32 +53,24 @@ class DecoderLayer(nn.Module):
     def forward(
         self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: AttentionContext | None = None
     ) -> Tensor:
-        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H].
-
-        context: earlier tokens to attend to; None: there are none. mask: as in `AttentionContext.attend`.
-        """
+        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]. mask: as in `AttentionContext.attend`."""
         states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
-
-    inputs: how many tensors of the hidden size its input concatenates.
-    """
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions. `inputs` states are concatenated."""
 
     def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
         super().__init__()
         self.config = config
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(inputs * hidden_size, query_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(inputs * hidden_size, key_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=False)
-        self.q_norm, self.k_norm = (
-            Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs * hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+            for heads in (queries, keys, keys)
         )
+        self.o_proj = nn.Linear(queries * config.head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (make_norm(config.head_dim, config.rms_norm_eps, config.qk_norm) for _ in "qk")
         nn.init.zeros_(self.o_proj.weight)
 
     def forward(
@@ -104,8 +94,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, intermediate_size, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
         nn.init.zeros_(self.down_proj.weight)
 

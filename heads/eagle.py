@@ -31,7 +31,6 @@ class EagleHead(VocabularyHead):
     """
 
     kind = "eagle"
-    features = (-1,)  # the hidden states it reads, in transformers' numbering
     embed_tokens = None  # token embeddings are the target's
     config: EagleConfig
 
@@ -55,18 +54,15 @@ class EagleHead(VocabularyHead):
     ) -> Tensor:
         """States [B, N, H]: the input of `logits`, and the features of the next level.
 
-        features [B, N, H]: the target's, or earlier states. embedded [B, N, H]: the target's embeddings of the token
-        after each. positions [B, N] or [1, N], mask and context: see `DecoderLayer.forward`.
+        features: the target's, or earlier states. embedded: the target's embeddings of the token after each.
         """
         return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, context)
 
 
 def copy_last(linear: nn.Linear) -> None:
     """Initialize a matrix so that it returns the last of its concatenated inputs."""
-    out_features, in_features = linear.weight.shape
-    size = min(out_features, in_features)
+    size = min(linear.weight.shape)
     with torch.no_grad():
-        linear.weight.zero_()
-        linear.weight[:size, in_features - size :] = torch.eye(size)
-        if linear.bias is not None:
-            linear.bias.zero_()
+        for parameter in linear.parameters():
+            parameter.zero_()
+        linear.weight[:size, -size:] = torch.eye(size)

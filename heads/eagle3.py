@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from heads.decoder_layer import Attention, FeedForward, LayerConfig
 from heads.eagle import copy_last
 from heads.layer_cache import AttentionContext
-from heads.layers import Norm
+from heads.layers import Norm, make_norm
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -64,23 +64,19 @@ class Eagle3Head(VocabularyHead):
         super().__init__(config, config.output)
         size, eps, count = config.hidden_size, config.layer.rms_norm_eps, len(config.features)
         self.features = config.features
-        self.target_hidden_size = config.target_hidden_size or size
-        width = count * self.target_hidden_size
-        self.fc_norm = nn.ModuleList(
-            Norm(self.target_hidden_size, eps) if config.fc_norm else nn.Identity() for _ in range(count)
-        )
-        self.input_norm = Norm(width, eps) if config.norm_before_fc else nn.Identity()
-        self.fc = nn.Linear(width, size, bias=config.bias)
+        self.target_hidden_size = target_size = config.target_hidden_size or size
+        self.fc_norm = nn.ModuleList(make_norm(target_size, eps, config.fc_norm) for _ in range(count))
+        self.input_norm = make_norm(count * target_size, eps, config.norm_before_fc)
+        self.fc = nn.Linear(count * target_size, size, bias=config.bias)
         self.midlayer = FusionLayer(size, config.layer, config.norm_before_residual)
-        self.norm = Norm(size, eps) if config.final_norm else nn.Identity()
+        self.norm = make_norm(size, eps, config.final_norm)
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.embedding else None
         copy_last(self.fc)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""
-        parts = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
-        normed = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(self.input_norm(normed))
+        parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+        return self.fc(self.input_norm(torch.cat([norm(part) for norm, part in parts], dim=-1)))
 
     def forward(
         self,
@@ -90,9 +86,9 @@ class Eagle3Head(VocabularyHead):
         mask: Tensor | None = None,
         context: AttentionContext | None = None,
     ) -> Tensor:
-        """States [B, N, H], as in `EagleHead.forward`. fused [B, N, H]: fused features, or earlier states.
+        """States [B, N, H], as in `EagleHead.forward`. fused: fused features, or earlier states.
 
-        embedded [B, N, H]: embeddings of the token after each, by `embed_tokens` if the head has it.
+        embedded: by the head's `embed_tokens` if it has it.
         """
         states = self.midlayer(embedded, fused, positions, mask, context)
         return self.norm(states) if self.config.normed_feedback else states

@@ -26,7 +26,7 @@ class HydraConfig(HeadConfig):
     output: Output = "shared"
     output_bias: bool = False
     projected: bool = False  # see GroundedBlock
-    prefix: LayerConfig | None = None  # Hydra++: see PrefixLayer
+    prefix: LayerConfig | None = None  # Hydra++: attention over the features of all tokens so far
 
 
 class HydraHead(VocabularyHead):
@@ -34,7 +34,6 @@ class HydraHead(VocabularyHead):
     the tokens that the i heads before it drafted."""
 
     kind = "hydra"
-    features = (-1,)  # the hidden states it reads, in transformers' numbering
     config: HydraConfig
 
     def __init__(self, config: HydraConfig) -> None:
@@ -44,7 +43,10 @@ class HydraHead(VocabularyHead):
             GroundedBlock(config.hidden_size, index + 2, config.projected) for index in range(config.heads)
         )
         self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size, config.layers - 1) for _ in range(config.heads))
-        self.prefix = None if config.prefix is None else PrefixLayer(config.hidden_size, config.prefix)
+        self.prefix: nn.ModuleDict | None = None
+        if config.prefix is not None:
+            norm = Norm(config.hidden_size, config.prefix.rms_norm_eps)
+            self.prefix = nn.ModuleDict({"layer": DecoderLayer(config.hidden_size, config.prefix), "norm": norm})
 
     def contextualize(
         self, features: Tensor, cache: LayerCache | None = None, counts: Sequence[int] | None = None
@@ -54,27 +56,16 @@ class HydraHead(VocabularyHead):
         Without a cache, the features start at position 0 and can be padded on the right. With a cache, they follow
         its tokens, and it keeps the first counts[b] of each row (None: all).
         """
-        return features if self.prefix is None else self.prefix(features, cache, counts)
+        if self.prefix is None:
+            return features
+        (batch, tokens), device = features.shape[:2], features.device
+        positions = torch.arange(tokens, device=device)[None] if cache is None else cache.positions(tokens, device)
+        states = self.prefix["norm"](self.prefix["layer"](features, positions, context=cache))
+        if cache is not None:
+            cache.keep([tokens] * batch if counts is None else counts)
+        return states
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:
         """Features [..., H] and embeddings [..., index + 1, H] of the next tokens -> head `index`'s state [..., H]."""
         states = torch.cat([features, embedded.flatten(-2)], dim=-1)
         return self.blocks[index](self.grounded[index](states))
-
-
-class PrefixLayer(nn.Module):
-    """Hydra++'s prefix attention: a decoder layer and a norm over the features of all tokens so far."""
-
-    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
-        super().__init__()
-        self.layer = DecoderLayer(hidden_size, config)
-        self.norm = Norm(hidden_size, config.rms_norm_eps)
-
-    def forward(self, features: Tensor, cache: LayerCache | None, counts: Sequence[int] | None) -> Tensor:
-        """[B, T, H] -> [B, T, H]; see `HydraHead.contextualize`."""
-        batch, tokens = features.shape[:2]
-        if cache is None:
-            return self.norm(self.layer(features, torch.arange(tokens, device=features.device)[None]))
-        states = self.norm(self.layer(features, cache.positions(tokens, features.device), context=cache))
-        cache.keep([tokens] * batch if counts is None else counts)
-        return states

@@ -28,18 +28,11 @@ class AttentionContext(Protocol):
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Grouped-query attention as in `AttentionContext`, without earlier tokens."""
-    if mask is not None and queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
-        return _attend_folded(queries, keys, values, mask)
-    return nn.functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
-
-
-def _attend_folded(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Fold grouped queries into the token axis: torch's grouped bfloat16 kernel on a CPU takes up to 5 times as long.
-
-    `decode.cpu` does the same for transformers' models, inside their attention interface.
-    """
+    if mask is None or queries.dtype != torch.bfloat16 or queries.device.type != "cpu":
+        return nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+    # torch's grouped bfloat16 kernel on a CPU takes up to 5 times as long as folding groups into the token axis.
     groups = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (keys.shape[1], groups)).flatten(2, 3)  # [B, G, groups x T, D]
     mixed = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(1, 1, groups, 1))
@@ -58,7 +51,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `AttentionContext`. Writes the tokens after the kept ones; no gradient flows through them."""
+        """Attend as in `AttentionContext`. Writes the tokens after the kept ones; no gradient flows through them."""
         used = max(self.lengths) + keys.shape[2]
         slots = self.positions(keys.shape[2], keys.device)
         if mask is None:
@@ -84,8 +77,7 @@ class LayerCache:
         """Keep only these rows of the batch, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         if self.keys is not None and self.values is not None:
-            index = torch.tensor(rows, device=self.keys.device)
-            self.keys, self.values = self.keys[index], self.values[index]
+            self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]
 
 
 def _write(held: Tensor | None, new: Tensor, slots: Tensor, used: int) -> Tensor:

@@ -12,6 +12,11 @@ class Norm(nn.RMSNorm):
         return super().forward(states.to(self.weight.dtype))
 
 
+def make_norm(size: int, eps: float, wanted: bool) -> nn.Module:
+    """A `Norm` if `wanted`, else the identity."""
+    return Norm(size, eps) if wanted else nn.Identity()
+
+
 class ResidualBlock(nn.Module):
     """`layers` times x + SiLU(W x + b) (Medusa, section 2.1.1). A new block is the identity: W and b are zero."""
 
@@ -31,8 +36,7 @@ class ResidualBlock(nn.Module):
 class GroundedBlock(nn.Module):
     """First block of a Hydra head: a concatenation [..., inputs x H] of feature and embeddings -> [..., H].
 
-    projected: the residual connection is a learned matrix, as published (`res_connection`). Otherwise it is the
-    feature itself, which halves the block's parameters.
+    projected: the residual connection is a learned matrix, as published; else the feature, with half the parameters.
     """
 
     def __init__(self, hidden_size: int, inputs: int, projected: bool) -> None:
@@ -40,11 +44,10 @@ class GroundedBlock(nn.Module):
         self.hidden_size = hidden_size
         self.linear = nn.Linear(inputs * hidden_size, hidden_size)
         self.residual = nn.Linear(inputs * hidden_size, hidden_size) if projected else None
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
         if self.residual is not None:
             nn.init.eye_(self.residual.weight)
-            nn.init.zeros_(self.residual.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         residual = states[..., : self.hidden_size] if self.residual is None else self.residual(states)

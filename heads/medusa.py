@@ -31,7 +31,6 @@ class MedusaHead(VocabularyHead):
     """
 
     kind = "medusa"
-    features = (-1,)  # the hidden states it reads, in transformers' numbering
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:

@@ -36,12 +36,11 @@ class VocabularyHead(nn.Module):
     """
 
     kind: ClassVar[str]  # its key in HEADS
+    features: tuple[int, ...] = (-1,)  # the hidden states it reads, in transformers' numbering
     config: Any  # the config class of its kind
     token_map: Tensor | None
     borrowed: Tensor | None
     borrowed_bias: Tensor | None
-    lm_head: nn.Linear
-    lm_heads: nn.ModuleList
 
     def __init__(self, config: HeadConfig, output: Output, matrices: int = 1, bias: bool = False) -> None:
         super().__init__()
@@ -52,14 +51,14 @@ class VocabularyHead(nn.Module):
         if not 1 <= draft_size <= vocab_size:
             raise ValueError(f"draft_size is {draft_size}; it must be from 1 to the vocabulary size, {vocab_size}")
         self.config, self.output = config, output
-        self.hidden_size, self.vocab_size, self.draft_size = hidden_size, vocab_size, draft_size
-        self.target_hidden_size = hidden_size
+        self.hidden_size, self.target_hidden_size = hidden_size, hidden_size
+        self.vocab_size, self.draft_size = vocab_size, draft_size
         if output == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(matrices))
         elif output == "shared":
             self.lm_head = nn.Linear(hidden_size, draft_size, bias=bias)
-        self.register_buffer("borrowed", None, persistent=False)
-        self.register_buffer("borrowed_bias", None, persistent=False)
+        for name in ("borrowed", "borrowed_bias"):
+            self.register_buffer(name, None, persistent=False)
         self.register_buffer("token_map", torch.arange(draft_size) if draft_size < vocab_size else None)
 
     def borrow(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -67,16 +66,13 @@ class VocabularyHead(nn.Module):
 
         Raises ValueError if the matrix has another shape.
         """
-        if weight.shape != (self.vocab_size, self.hidden_size):
-            raise ValueError(
-                f"the target's output matrix is {list(weight.shape)}; this head needs "
-                f"[{self.vocab_size}, {self.hidden_size}]"
-            )
-        rows, offsets = self.drafted_rows(weight), None if bias is None else self.drafted_rows(bias)
+        given, needed = list(weight.shape), [self.vocab_size, self.hidden_size]
+        if given != needed:
+            raise ValueError(f"the target's output matrix is {given}; this head needs {needed}")
+        rows, offsets = self.drafted_rows(weight).detach(), None if bias is None else self.drafted_rows(bias).detach()
         if self.output == "target":
             dtype = next(self.parameters()).dtype
-            self.borrowed = rows.detach().to(dtype)
-            self.borrowed_bias = None if offsets is None else offsets.detach().to(dtype)
+            self.borrowed, self.borrowed_bias = rows.to(dtype), None if offsets is None else offsets.to(dtype)
         for linear in self._output_layers():
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
@@ -88,20 +84,20 @@ class VocabularyHead(nn.Module):
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Raise ValueError if the head was trained for a target of other sizes."""
-        name = self.config.target_name
+        trained = self.config.target_name or "another target"
         for what, own, given in (
             ("hidden size", self.target_hidden_size, hidden_size),
             ("vocabulary size", self.vocab_size, vocab_size),
             ("number of layers", self.config.target_layers, layers),
         ):
             if own is not None and own != given:
-                trained = f"for {name}, " if name else "for another target, "
-                raise ValueError(f"this head was trained {trained}whose {what} is {own}; this target's is {given}")
+                raise ValueError(
+                    f"this head was trained for {trained}, whose {what} is {own}; this target's is {given}"
+                )
 
     def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The output matrix [D, H] and bias [D] of head `index`. Raises ValueError before `borrow` if it needs it."""
-        layers = self._output_layers()
-        if layers:
+        if layers := self._output_layers():
             linear = layers[index % len(layers)]
             return linear.weight, linear.bias
         if self.borrowed is None:
@@ -120,7 +116,7 @@ class VocabularyHead(nn.Module):
         """The target's token ids for ids of the draft vocabulary."""
         return drafted if self.token_map is None else self.token_map[drafted]
 
-    def _output_layers(self) -> list[nn.Linear]:
+    def _output_layers(self) -> list[Any]:
         if self.output == "own":
-            return [linear for linear in self.lm_heads if isinstance(linear, nn.Linear)]
+            return list(self.lm_heads)
         return [self.lm_head] if self.output == "shared" else []

@@ -9,7 +9,7 @@ from typing import Any
 from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
-from heads.formats.layout import ConfigDict, Shapes, extent, number, section
+from heads.formats.layout import OWN, ConfigDict, Shapes, extent, number, section
 from heads.rope import RopeScaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
@@ -20,14 +20,15 @@ LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's
 def read_layer(shapes: Shapes, prefix: str, config: ConfigDict) -> LayerConfig:
     """The sizes of the decoder layer with this prefix.
 
-    What shapes do not show comes from the config (ours or transformers'), then from Vicuna. Raises ValueError if that
-    contradicts the shapes, or if the layer is of an unsupported kind.
+    What shapes do not show comes from the config (ours or transformers'), then from Vicuna.
     """
+    own = section(config, OWN)
+    config = section(own, "layer") or section(own, "prefix") or config
     q, k, v = (f"{prefix}self_attn.{name}_proj.weight" for name in "qkv")
     query_size, key_size = (extent(shapes, names, 0, VICUNA_HEAD_DIM) for names in ((q, k), (k, v, q)))
     head_dim = _read_head_dim(shapes, prefix, config, query_size, key_size)
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"its config has hidden_act: {act!r}; only silu is supported")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"its config has hidden_act: {activation!r}; only silu is supported")
     theta = number(config, "rope_theta") or number(section(config, "rope_parameters"), "rope_theta")
     return LayerConfig(
         num_attention_heads=query_size // head_dim,
@@ -80,7 +81,14 @@ def _read_scaling(config: ConfigDict) -> RopeScaling | None:
 def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
     """What the configs of both EAGLE formats have in common, for transformers 4 and 5."""
     layer = config.layer
-    copied = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
+    copied = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "rms_norm_eps",
+        "rope_theta",
+    )
     scaling = None if layer.rope_scaling is None else layer.rope_scaling.describe()
     return {
         "model_type": "llama",
@@ -91,7 +99,6 @@ def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": layer.qkv_bias,
         "mlp_bias": False,
-        "rope_theta": layer.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,

@@ -13,18 +13,14 @@ from torch import Tensor
 
 from heads.eagle import EagleConfig, EagleHead
 from heads.formats.decoder_layer import export_layer, read_layer
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, extent, read_target, read_vocab_size, section
-from heads.formats.token_map import MAP
+from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, extent, read_target, read_vocab_size, section
 
 LAYER = "layers.0."
 EMBEDDING = "embed_tokens.weight"
 
 
 def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of an EAGLE-1 head; None if the file has no such layer. Check for EAGLE-3 names first.
-
-    Raises ValueError if a size is unknown, or if the file contradicts itself.
-    """
+    """The layout of an EAGLE-1 head; None if the file has no such layer. Check for EAGLE-3 names first."""
     if "fc.weight" not in shapes or not any(name.startswith(f"{LAYER}self_attn.") for name in shapes):
         return None
     own = section(config, OWN)
@@ -35,7 +31,7 @@ def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
     head_config = EagleConfig(
         hidden_size=hidden_size,
         vocab_size=find_vocab_size(shapes, config, vocab_size, hidden_size),
-        layer=read_layer(shapes, LAYER, section(own, "layer") or config),
+        layer=read_layer(shapes, LAYER, config),
         draft_size=extent(shapes, [MAP], 0) if MAP in shapes else None,
         bias=bias,
         **read_target(config),
@@ -60,12 +56,12 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     vLLM would ignore a bias silently, so a head that has one does not name vLLM's class. The token map is in our
     section of the config, which servers do not read.
     """
-    states, config = dict(head.state_dict()), head.config
-    tokens = states.pop(MAP, None)
+    states, config = head.state_dict(), head.config
+    tokens = {MAP: states.pop(MAP).tolist()} if MAP in states else {}
     states.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=head.fc.weight.dtype))
     return states, export_layer(config) | {
         "architectures": ["LlamaForCausalLMEagle", *([] if config.bias else ["LlamaForCausalLM"])],
         "attention_bias": False,  # true would mean a bias of o_proj too
         "qkv_bias": config.layer.qkv_bias,
-        OWN: {} if tokens is None else {MAP: tokens.tolist()},
+        OWN: tokens,
     }

@@ -1,37 +1,30 @@
 """EAGLE-3 heads as published by the authors, SpecForge, ModelOpt and speculators, and as servers load them.
 
 The layer is named `midlayer` or `layers.0`. speculators' config keeps the layer's sizes in a nested object.
-`norm_output` has two meanings; see `_read_norms`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
 from heads.formats.decoder_layer import export_layer, read_layer
 from heads.formats.eagle import EMBEDDING, LAYER, find_vocab_size
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, number, read_target, section
-from heads.formats.token_map import MAP, write_offsets
+from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, count, extent, number, read_target, section
 from heads.vocabulary import Output
 
 MIDLAYER = "midlayer."
 READ = "eagle_aux_hidden_state_layer_ids"
 NESTED = "transformer_layer_config"  # speculators' sizes of the layer
-KNOWN = {  # flags of speculators' configs that may be true
-    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad"),
-    *("tie_word_embeddings", "return_dict", "use_cache"),
-}
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
+KNOWN = {*NORMS, "norm_output", "embed_requires_grad", "tie_word_embeddings", "return_dict", "use_cache"}  # may be true
 
 
 def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout | None:
-    """The layout of an EAGLE-3 head; None if the file has no such layer.
-
-    vocab_size, layers: the target's, for files without them. Raises ValueError if a size is unknown, if a draft
-    vocabulary has no token map, or for an unsupported variant.
-    """
+    """The layout of an EAGLE-3 head; None if the file has no such layer."""
     _refuse_unknown(config)
     prefix = MIDLAYER if any(name.startswith(MIDLAYER) for name in shapes) else LAYER
     fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in shapes
@@ -47,7 +40,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     head_config = Eagle3Config(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        layer=read_layer(shapes, prefix, section(own, "layer") or layer_config),
+        layer=read_layer(shapes, prefix, layer_config),
         features=features,
         target_hidden_size=None if target_size == hidden_size else target_size,
         embedding=target_size != hidden_size or (trained and EMBEDDING in shapes),
@@ -74,16 +67,15 @@ def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
     vLLM and speculators use this numbering, at the top of the config. SGLang and SpecForge list them inside
     `eagle_config`, by the index of the layer that outputs them, from 0: one less.
     """
-    own, outer = section(config, OWN).get("features"), config.get(READ)
-    inner = section(config, "eagle_config").get(READ)
-    given, shift = (own or outer, 0) if own or outer else (inner, 1)
-    if not given:
-        if layers is None:
-            raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
+    outer = section(config, OWN).get("features") or config.get(READ)
+    given = outer or section(config, "eagle_config").get(READ)
+    if not given and layers is not None:
         return choose_features(layers)
+    if not given:
+        raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
     if not isinstance(given, list) or not all(type(layer) is int for layer in given):
         raise ValueError(f"its config has {READ}: {given!r}; it must be a list of layers")
-    return tuple(layer + shift for layer in given)
+    return tuple(given) if outer else tuple(layer + 1 for layer in given)
 
 
 def _read_target_size(shapes: Shapes, config: ConfigDict, parts: int, hidden_size: int) -> int:
@@ -119,20 +111,16 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
     """
     own, nested = section(config, OWN), NESTED in config
     fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))
-    if own:
-        before, feedback = bool(own.get("norm_before_residual")), bool(own.get("normed_feedback"))
-        final = bool(own.get("final_norm", True))
-    else:
-        norm_output, is_feedback = config.get("norm_output"), nested or fc_norm or prefix == LAYER
-        before = bool(config.get("norm_before_residual", nested))
-        feedback, final = is_feedback and bool(norm_output), is_feedback or norm_output is not False
-    return {
-        "norm_before_residual": before,
-        "normed_feedback": feedback,
-        "final_norm": final,
-        "fc_norm": fc_norm,
-        "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes,
+    norm_before_fc = bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes
+    norm_output, is_feedback = config.get("norm_output"), nested or fc_norm or prefix == LAYER
+    others = {
+        "norm_before_residual": bool(config.get("norm_before_residual", nested)),
+        "normed_feedback": is_feedback and bool(norm_output),
+        "final_norm": is_feedback or norm_output is not False,
     }
+    if own:
+        others = {name: bool(own.get(name, getattr(Eagle3Config, name))) for name in others}
+    return {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc, **others}
 
 
 def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -141,19 +129,17 @@ def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
     SGLang ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
     norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
     """
-    states, config = dict(head.state_dict()), head.config
-    tokens = states.pop(MAP, None)
-    if tokens is not None:
-        states |= write_offsets(tokens, config.vocab_size)
-    qwen3 = config.layer.qk_norm
+    states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
+    if MAP in states:
+        tokens = states.pop(MAP)
+        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
+        states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
     return states, export_layer(config) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if qwen3 else "llama",
         "target_hidden_size": head.target_hidden_size,
         "draft_vocab_size": None if config.output == "target" else head.draft_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
+        **{name: getattr(config, name) for name in NORMS},
         "norm_output": config.normed_feedback,
         READ: list(config.features),
         "num_aux_hidden_states": len(config.features),

@@ -6,9 +6,8 @@ and `hydra_lm_head.{i}`. "prefix-mlp" has a prefix layer: a Llama model of one l
 
 from __future__ import annotations
 
-from heads.decoder_layer import LayerConfig
 from heads.formats.decoder_layer import read_layer
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_common, replace_prefix, section
+from heads.formats.layout import ConfigDict, Layout, Shapes, count, extent, read_common, replace_prefix
 from heads.hydra import HydraConfig
 from heads.vocabulary import Output
 
@@ -21,10 +20,7 @@ IGNORED = {  # copies of the target's tensors, and a computed one
 
 
 def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a Hydra head; None if the file has no Hydra block.
-
-    Raises ValueError if a size is unknown, or if the heads read no draft tokens, which Hydra heads must.
-    """
+    """The layout of a Hydra head; None if the file has no Hydra block."""
     published = count("hydra_mlp.{}.{}.linear.weight", shapes)
     found = published or count("grounded.{}.linear.weight", shapes)
     if not found:
@@ -39,6 +35,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
         raise ValueError("its heads read no draft tokens (grounded_heads: false); Hydra heads must")
     output: Output = "shared" if "lm_head.weight" in shapes else "target"
     output = "own" if published or count("lm_heads.{}.weight", shapes) else output
+    has_prefix = any(name.startswith("prefix.") for name in shapes)
     matrices = [f"lm_heads.{i}" for i in range(heads)] if output == "own" else ["lm_head"]
     head_config = HydraConfig(
         hidden_size=hidden_size,
@@ -47,7 +44,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
         output=output,
         output_bias=any(f"{matrix}.bias" in shapes for matrix in matrices),
         projected=bool(count("grounded.{}.residual.weight", shapes)),
-        prefix=_read_prefix(shapes, config),
+        prefix=read_layer(shapes, "prefix.layer.", config) if has_prefix else None,
         **read_common(shapes, [f"{matrix}.weight" for matrix in matrices], config, vocab_size),
     )
     return Layout.of(head_config, renamed, IGNORED if published else frozenset())
@@ -65,9 +62,3 @@ def _rename_published(shapes: Shapes, heads: int, places: int) -> dict[str, str]
         renamed |= {f"blocks.{i}.layers.{j}.": f"hydra_mlp.{i}.{place}.linear." for j, place in enumerate(further)}
         renamed[f"lm_heads.{i}."] = matrix.format(i)
     return renamed
-
-
-def _read_prefix(shapes: Shapes, config: ConfigDict) -> LayerConfig | None:
-    if not any(name.startswith("prefix.") for name in shapes):
-        return None
-    return read_layer(shapes, "prefix.layer.", section(section(config, OWN), "prefix") or config)

@@ -29,6 +29,7 @@ HEADS = {
     "eagle3": (Eagle3Head, Eagle3Config),
 }
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
+MAP = "token_map"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def replace_prefix(name: str, replaced: Mapping[str, str]) -> str:
 def count(form: str, names: Iterable[str]) -> tuple[int, ...]:
     """For each {} of a form such as "blocks.{}.layers.{}.weight", 1 + its highest number; () if no name matches."""
     pattern = re.compile(re.escape(form).replace(r"\{\}", r"(\d+)"))
-    found = [tuple(map(int, match.groups())) for match in map(pattern.fullmatch, names) if match]
-    return tuple(1 + max(column) for column in zip(*found, strict=True))
+    found = [match.groups() for match in map(pattern.fullmatch, names) if match]
+    return tuple(1 + max(map(int, column)) for column in zip(*found, strict=True))
 
 
 def extent(shapes: Shapes, names: Iterable[str], axis: int, otherwise: int = 1) -> int:
@@ -107,11 +108,10 @@ def read_target(config: ConfigDict) -> dict[str, Any]:
 def read_common(shapes: Shapes, matrices: Collection[str], config: ConfigDict, given: int | None) -> dict[str, Any]:
     """`HeadConfig`'s entries except hidden_size, for a Medusa or Hydra head with these output matrices.
 
-    given: the target's vocabulary size, from the caller. Raises ValueError if it is needed and unknown, or if a draft
-    vocabulary has no token map.
+    Raises ValueError if the target's vocabulary size is needed and unknown, or if a draft vocabulary has no token map.
     """
     rows = extent(shapes, matrices, 0, 0)
-    mapped = extent(shapes, ["token_map"], 0) if "token_map" in shapes else None
+    mapped = extent(shapes, [MAP], 0) if MAP in shapes else None
     size = rows if rows > (mapped or 0) else read_vocab_size(config, given)
     drafted = number(section(config, OWN), "draft_size") or number(config, "truncated_vocab_size")
     if mapped is None and rows == drafted and rows < (whole := read_vocab_size(config, given or rows)):

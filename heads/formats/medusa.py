@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.layout import OWN, ConfigDict, Layout, Shapes, count, extent, read_common, section
+from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, count, extent, read_common, section
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
@@ -24,44 +24,34 @@ BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
 
 
 def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a Medusa head; None if the file has no Medusa block.
-
-    Raises ValueError if the target's vocabulary size is unknown.
-    """
+    """The layout of a Medusa head; None if the file has no Medusa block."""
     styles = [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}.weight", shapes)]
     if not styles:
         return None
     prefix, block = styles[0]
     whole = prefix == WHOLE
     files = {name.removeprefix(prefix): name for name in shapes if not whole or name.startswith(prefix)}
-    layout = _read({name: shapes[file] for name, file in files.items()}, block, config, vocab_size)
-    names = {files.get(name, prefix + name): ours for name, ours in layout.names.items()}
-    if not whole:
-        return Layout(layout.config, names)
-    # The config is the base model's; its base_model_name_or_path is an earlier model.
-    head_config = replace(layout.config, target_layers=config.get("num_hidden_layers"), target_name=None)
-    return Layout(head_config, names, {name for name in shapes if name.startswith(BASE)})
-
-
-def _read(shapes: Shapes, block: str, config: ConfigDict, vocab_size: int | None) -> Layout:
-    forms = (f"{block}.weight", f"{block}.bias", "{}.{}.weight", "lm_heads.{}.weight")
-    blocks, biases, *matrices = (count(form, shapes) for form in forms)
-    heads = max(numbers[0] for numbers in (blocks, biases, *matrices) if numbers)
-    layers = blocks[1]
+    bare = {name: shapes[file] for name, file in files.items()}  # without the prefix
+    blocks, biases, *matrices = (
+        count(form, bare) for form in (f"{block}.weight", f"{block}.bias", "{}.{}.weight", "lm_heads.{}.weight")
+    )
+    heads, layers = max(numbers[0] for numbers in (blocks, biases, *matrices) if numbers), blocks[1]
     modules = {f"blocks.{i}.layers.{j}.": f"{block.format(i, j)}." for i in range(heads) for j in range(layers)}
-    output, outputs = _name_output(shapes, config, heads, layers)
+    output, outputs = _name_output(bare, config, heads, layers)
     head_config = MedusaConfig(
-        hidden_size=extent(shapes, [module + part for module in modules.values() for part in ("weight", "bias")], 0),
+        hidden_size=extent(bare, [module + part for module in modules.values() for part in ("weight", "bias")], 0),
         heads=heads,
         layers=layers,
         output=output,
         bias=bool(biases),
-        **read_common(shapes, outputs.values(), config, vocab_size),
+        **read_common(bare, outputs.values(), config, vocab_size),
     )
-    layout = Layout.of(head_config, modules | outputs)
-    more = {file: ours for ours, file in outputs.items() if ours == "borrowed"}
-    more |= {"token_map": "token_map"} if "token_map" in shapes else {}
-    return replace(layout, names=layout.names | more)
+    if whole:  # The config is the base model's; its base_model_name_or_path is an earlier model.
+        head_config = replace(head_config, target_layers=config.get("num_hidden_layers"), target_name=None)
+    names = Layout.of(head_config, modules | outputs).names | {file: ours for ours, file in outputs.items()}
+    names |= {MAP: MAP} if MAP in bare else {}
+    ignored = {name for name in shapes if whole and name.startswith(BASE)}
+    return Layout(head_config, {files.get(name, prefix + name): ours for name, ours in names.items()}, ignored)
 
 
 def _name_output(shapes: Shapes, config: ConfigDict, heads: int, layers: int) -> tuple[Output, dict[str, str]]:
@@ -84,10 +74,10 @@ def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises ValueError if the head uses the target's and has not borrowed it.
     """
-    states, config = dict(head.state_dict()), head.config
+    states, config = head.state_dict(), head.config
     if head.output == "target":
         states["lm_head.weight"] = head.output_layer(0)[0]
-    exported = {
+    return states, {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": config.hidden_size,
@@ -98,4 +88,3 @@ def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.output != "own",
     }
-    return states, exported

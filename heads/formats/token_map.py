@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.layout import OWN, ConfigDict, section
-
-MAP = "token_map"
+from heads.formats.layout import MAP, OWN, ConfigDict, section
 
 
 def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[str, Tensor]:
@@ -23,14 +21,12 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
     the draft vocabulary; it stays, because its length is V. Raises ValueError if they are malformed or differ.
     """
     found = dict(tensors)
-    listed = section(config, OWN).get(MAP)
-    if listed is not None:
+    if (listed := section(config, OWN).get(MAP)) is not None:
         if not isinstance(listed, list) or not all(type(token) is int for token in listed):
             raise ValueError(f"its config's {MAP} must be a list of tokens")
         found[MAP] = torch.tensor(listed)
-    offsets, mask = found.pop("d2t", None), found.get("t2d")
-    marked = None if mask is None else mask.flatten().nonzero().flatten()
-    if offsets is not None:
+    marked = found["t2d"].flatten().nonzero().flatten() if "t2d" in found else None
+    if (offsets := found.pop("d2t", None)) is not None:
         if offsets.ndim != 1 or offsets.is_floating_point():
             raise ValueError(f"its d2t is {list(offsets.shape)} of {offsets.dtype}; it must be a list of offsets")
         found[MAP] = offsets.long() + torch.arange(len(offsets))
@@ -39,13 +35,6 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
     elif marked is not None:
         found[MAP] = marked
     return found
-
-
-def write_offsets(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The d2t and t2d of a token map [D]."""
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[token_map.cpu()] = True
-    return {"d2t": token_map - torch.arange(len(token_map), device=token_map.device), "t2d": mask}
 
 
 def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:

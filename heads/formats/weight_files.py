@@ -15,21 +15,14 @@ from torch import Tensor
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = ".index.json"
-# In this order: a head's own file comes before a whole model in the same folder.
-NAMES = (
-    "medusa_lm_head.safetensors",
-    "medusa_lm_head.pt",
-    "hydra_lm_head.safetensors",
-    "hydra_lm_head.pt",
-    WEIGHTS,
-    WEIGHTS + INDEX,
-    "pytorch_model.bin",
-    "pytorch_model.bin" + INDEX,
+NAMES = (  # in this order: a head's own file comes before a whole model in the same folder
+    *(f"{kind}_lm_head.{suffix}" for kind in ("medusa", "hydra") for suffix in ("safetensors", "pt")),
+    *(name + index for name in (WEIGHTS, "pytorch_model.bin") for index in ("", INDEX)),
 )
 
 
-def find_weights(folder: Path) -> list[Path]:
-    """The weight file, or the shards that an index lists. Raises ValueError if there is none or a shard is missing."""
+def _find_weights(folder: Path) -> list[Path]:
+    """The weight file, or the shards that an index lists."""
     found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if found is None:
         raise ValueError(f"it holds none of {', '.join(NAMES)}")
@@ -47,12 +40,11 @@ def find_weights(folder: Path) -> list[Path]:
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors by name, on the CPU, and the metadata of safetensors files.
 
-    The tensors are memory-mapped, so unused ones are never read; copy what you keep. Raises ValueError as
-    `find_weights` does, and if a file is damaged or holds more than tensors.
+    The tensors are memory-mapped, so unused ones are never read; copy what you keep. Raises ValueError if a file is
+    missing, is damaged or holds more than tensors.
     """
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    for path in find_weights(folder):
+    tensors, metadata = dict[str, Tensor](), dict[str, str]()
+    for path in _find_weights(folder):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from decode import Target
 from heads.formats.eagle import LAYER
-from heads.formats.layout import OWN, section
-from heads.formats.token_map import MAP
+from heads.formats.layout import MAP, OWN, section
 from scripts.serving_rules.folder import Finding, HeadFolder, error, note, warning
 
 FAMILIES = ("Llama", "Llama4", "Mistral", "Cohere", "MiniCPM")  # vLLM has an "Eagle..." class of each
