@@ -107,26 +107,19 @@ class DraftProposer:
 
     def _search(self, roots: Tensor, logits: Tensor, levels: int, width: int) -> Tree:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
-        batch = len(roots)
-        tokens, parents, scores = roots[:, :0], roots[:, :0], roots[:, :0].float()
-        beam, logits = torch.zeros(batch, 1, device=roots.device), logits[:, None]
-        sizes = torch.ones_like(roots[:, 0])
+        tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
+        beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
         for level in range(levels):
+            first = tokens.shape[1] - beam.shape[1]  # node of the level before
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
-            above = index // width + (level - 1) * width if level else torch.full_like(index, -1)
             tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, index)], dim=1)
-            parents, scores = torch.cat([parents, above], dim=1), torch.cat([scores, beam], dim=1)
-            if level + 1 < levels:
-                grown = Tree(tokens, parents, sizes * tokens.shape[1], height=level)
-                logits = self._session.verify(grown, start=level * width).logits
-        return Tree(
-            tokens=torch.cat([roots, tokens], dim=1),
-            parents=torch.cat([torch.full_like(roots, -1), parents + 1], dim=1),
-            sizes=sizes * (1 + tokens.shape[1]),
-            height=levels,
-            scores=torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1),
-        )
+            parents = torch.cat([parents, first + index // width], dim=1)
+            scores = torch.cat([scores, beam], dim=1)
+            if level + 1 < levels:  # the root is in the cache
+                drafted = Tree(tokens[:, 1:], parents[:, 1:] - 1, sizes * (tokens.shape[1] - 1), height=level)
+                logits = self._session.verify(drafted, start=level * width).logits
+        return Tree(tokens, parents, sizes * tokens.shape[1], height=levels, scores=scores)
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier."""

@@ -127,11 +127,9 @@ class Text:
             self.acceptance.count(self.matched + index, index < accepted)
 
     def _find(self) -> int | None:
-        for size in range(min(len(self.places), len(self.tokens) - 1), 0, -1):
-            place = self.places[size - 1].get(tuple(self.tokens[-size:]))
-            if place is not None:
-                return place
-        return None
+        sizes = range(min(len(self.places), len(self.tokens) - 1), 0, -1)
+        places = (self.places[size - 1].get(tuple(self.tokens[-size:])) for size in sizes)
+        return next((place for place in places if place is not None), None)
 
     def _match_length(self, place: int) -> int:
         size, limit = 1, min(place, LONGEST_MATCH)

@@ -65,7 +65,10 @@ class SampledTokens:
         log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
         q = q.expand(-1, places.shape[1], -1)  # [B, W, D]
         self._samples.append((places, q))
-        ids = sample_without_replacement(q.flatten(0, 1), self._next_uniforms(places, ranks).flatten(0, 1))
+        indices = torch.arange(self._used, self._used + places.shape[1] * ranks * 2, device=places.device)
+        self._used += len(indices)
+        uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2], two new ones for each sample
+        ids = sample_without_replacement(q.flatten(0, 1), uniforms)
         return ids.unflatten(0, places.shape), log_q
 
     def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
@@ -84,13 +87,6 @@ class SampledTokens:
         for owners, q in self._samples:
             laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
         return laid_out[:, :nodes]
-
-    def _next_uniforms(self, places: Tensor, ranks: int) -> Tensor:
-        """Two new uniforms for each sample, [B, W, R, 2]."""
-        size = places.shape[1] * ranks * 2
-        indices = torch.arange(self._used, self._used + size, device=places.device)
-        self._used += size
-        return stream_uniforms(self._seeds, indices).view(*places.shape, ranks, 2)
 
 
 def sample_without_replacement(q: Tensor, uniforms: Tensor) -> Tensor:
