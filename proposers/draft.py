@@ -26,10 +26,9 @@ class DraftProposer:
 
     draft: the small model; it must share the target's vocabulary and tokenizer.
     width: 1 drafts a chain; more a tree with the `width` most likely paths at each depth, as far as the budget allows.
-    sampled: sample a chain from the draft model, at the run's temperature, top-k and top-p. A sampling target accepts
-    more of it, and a seed gives another text than without a proposer.
-    length: tokens ahead; None adapts it to the acceptance so far, the size of the draft model and the target's cost
-    curve.
+    sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
+    gives another text than without a proposer.
+    length: tokens ahead; None adapts it to acceptance, the size of the draft model and the target's cost curve.
 
     Raises ValueError for sizes below 1, for a sampled tree, and, in its first step, for another vocabulary.
     """
@@ -42,14 +41,10 @@ class DraftProposer:
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
         self.draft, self.width, self.sampled, self.length = draft, width, sampled, length
+        self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.draft_budget = DraftBudget()
         self._accepted, self._tried = 2.4, 4.0  # decayed counts of draft tokens; a token counts if its parent was right
         self._session: Session
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether drafts are sized by the target's cost curve."""
-        return self.length is None
 
     def check(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary."""
@@ -128,10 +123,8 @@ class DraftProposer:
         for level in range(levels):
             qs.append(sampling.probabilities(logits))
             # The key has the draft's start, too: acceptance depends on draft tokens that it then rejects.
-            table = [
-                [(sampling.seed, request_id, len(sequence), DRAFT, level)]
-                for request_id, sequence in zip(step.request_ids, step.sequences, strict=True)
-            ]
+            starts = zip(step.request_ids, map(len, step.sequences), strict=True)
+            table = [[(sampling.seed, request_id, start, DRAFT, level)] for request_id, start in starts]
             sampled = inverse_cdf(qs[-1], uniforms(table, roots.device)[:, 0])
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:

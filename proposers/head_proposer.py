@@ -37,13 +37,12 @@ class HeadProposer(ABC):
     depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
     tree, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
-    head was measured; "static" the published tree of the method. Else the name of a tree in `fixed_trees.PUBLISHED`,
-    or paths of ranks.
-    nodes: the size of every tree, root included, as far as tree and budget allow. None adapts it to this device (most
-    tokens per second), down to no draft at all.
+    head was measured; "static" the method's published tree. Or a name in `fixed_trees.PUBLISHED`, or paths of ranks.
+    nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
+    to no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
-    sampled: where the target samples, sample the draft tokens as well (`proposers.sampled_trees`) instead of taking the
-    most likely. The text keeps its distribution, but a seed gives another text than without a proposer.
+    sampled: if the target samples, sample the draft tokens as well (`proposers.sampled_trees`). The text keeps its
+    distribution, but a seed gives another text than without a proposer.
 
     Raises ValueError for an impossible tree or size, for a calibration of another head, and, in its first step, for a
     head that was trained for another target.
@@ -127,10 +126,8 @@ class HeadProposer(ABC):
         """
         self.check(target)
         packed = isinstance(self.head.logits, PackedOutput)
-        if packed and self.head.logits.device != target.device:
-            raise ValueError(
-                f"this proposer was prepared for {self.head.logits.device}, not {target.device}; load it again"
-            )
+        if packed and (device := self.head.logits.device) != target.device:
+            raise ValueError(f"this proposer was prepared for {device}, not {target.device}; load it again")
         self.head.to(target.device)
         borrowed = self.head.borrowed
         if self.head.output != "target" or (borrowed is not None and self._borrowed_from is target.model):
@@ -138,9 +135,7 @@ class HeadProposer(ABC):
         if not packed:
             self.head.borrow(target.output_matrix, target.output_bias)
         elif not torch.equal(borrowed, self.head.drafted_rows(target.output_matrix).to(borrowed)):
-            raise ValueError(
-                "this proposer was prepared for another target, whose output matrix it uses; load it again"
-            )
+            raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = target.model
 
     @torch.no_grad()
@@ -239,10 +234,7 @@ def pick_last_features(step: Step) -> Tensor:
 
 
 def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:
-    """The paths of a fixed tree, or None for a dynamic one. Raises ValueError if there is no such tree.
-
-    static: the name of the method's published tree.
-    """
+    """The paths of a fixed tree, or None for a dynamic one. static: the name of the method's published tree."""
     if not isinstance(tree, str):
         return check_tree(tree)
     if tree == "dynamic":

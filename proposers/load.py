@@ -70,13 +70,12 @@ def load_proposer(
     """
     if isinstance(name, Path) or name not in OPTIONS:
         if head is not None or not Path(name).is_dir():
-            raise ValueError(
-                f"unknown proposer {str(name)!r}; choose from {', '.join(OPTIONS)} or name a head's folder"
-            )
+            known = ", ".join(OPTIONS)
+            raise ValueError(f"unknown proposer {str(name)!r}; choose from {known} or name a head's folder")
         name, head = "auto", name
     options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
     options = {key: value for key, value in options.items() if value is not None}
-    given = {key for key, value in {"head": head, "draft_model": draft_model}.items() if value is not None} | {*options}
+    given = {*options} | {key for key, value in (("head", head), ("draft_model", draft_model)) if value is not None}
     if name != "auto" or head is None:
         _check_options(name, given)
     if name in HEAD_PROPOSERS or head is not None:

@@ -211,7 +211,7 @@ def test_cost_never_falls_and_is_linear_between_measures() -> None:
 def test_cost_is_measured_on_warm_kernels(
     monkeypatch: pytest.MonkeyPatch, target: Target, rise: float, largest: int
 ) -> None:
-    """Each size's first pass is a slow one, the first of all the slowest, and sizes that are too expensive are not timed again."""
+    """Each size's first pass is slow, the very first one slowest. Sizes that are too expensive are timed once."""
     passes: list[int] = []
 
     def time(session: Session, tree: Tree) -> float:

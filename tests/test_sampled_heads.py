@@ -1,4 +1,4 @@
-"""Sampled drafts of heads: every draft and every acceptance of small cases, with their exact probabilities.
+"""Sampled drafts of heads: every draft and every acceptance of small cases, with exact probabilities.
 
 The conditions for a draft's tree are in `proposers.sampled_trees`. The wrong variants at the end break one each.
 """
