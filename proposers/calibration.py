@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +76,18 @@ class Calibration:
 
     def expect_tau(self, nodes: int) -> list[float]:
         """The tau to be expected of the best trees of 1, 2, ... `nodes` nodes."""
-        taus = [1.0]
-        for _, p in islice(self._most_likely_paths(), nodes - 1):
-            taus.append(taus[-1] + p)
-        return taus
+        return list(accumulate((p for _, p in islice(self._most_likely_paths(), nodes - 1)), initial=1.0))
 
     def _most_likely_paths(self) -> Iterator[tuple[Ranks, float]]:
         """All paths with their probabilities, the most likely first; of equals the shorter, then the lower rank."""
-        orders = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in self.acceptance]
-
-        def push(parent: Ranks, p: float, place: int) -> None:
-            if len(parent) < len(orders) and place < len(orders[len(parent)]):
-                path = (*parent, orders[len(parent)][place])
-                own = p * self.acceptance[len(parent)][path[-1]]
-                heapq.heappush(heap, (-own, len(path), path, parent, p, place))
-
-        heap: list[tuple[float, int, Ranks, Ranks, float, int]] = []
-        push((), 1.0, 0)
+        heap: list[tuple[float, int, Ranks]] = [(-1.0, 0, ())]
         while heap:
-            negative, _, path, parent, p, place = heapq.heappop(heap)
-            yield path, -negative
-            push(parent, p, place + 1)
-            push(path, -negative, 0)
+            negative, depth, path = heapq.heappop(heap)
+            if path:
+                yield path, -negative
+            if depth < len(self.acceptance):
+                for rank, p in enumerate(self.acceptance[depth]):
+                    heapq.heappush(heap, (negative * p, depth + 1, (*path, rank)))
 
     def save(self, folder: Path | str) -> None:
         """Write it into the head's folder, atomically. The best trees are written for other programs."""

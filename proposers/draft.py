@@ -26,10 +26,9 @@ class DraftProposer:
 
     draft: the small model; it must share the target's vocabulary and tokenizer.
     width: 1 drafts a chain; more a tree with the `width` most likely paths at each depth, as far as the budget allows.
-    sampled: sample a chain from the draft model, at the run's temperature, top-k and top-p. A sampling target accepts
-    more of it, and a seed gives another text than without a proposer.
-    length: tokens ahead; None adapts it to the acceptance so far, the size of the draft model and the target's cost
-    curve.
+    sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
+    gives another text than without a proposer.
+    length: tokens ahead; None adapts it to acceptance, the size of the draft model and the target's cost curve.
 
     Raises ValueError for sizes below 1, for a sampled tree, and, in its first step, for another vocabulary.
     """
@@ -42,14 +41,10 @@ class DraftProposer:
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
         self.draft, self.width, self.sampled, self.length = draft, width, sampled, length
+        self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.draft_budget = DraftBudget()
         self._accepted, self._tried = 2.4, 4.0  # decayed counts of draft tokens; a token counts if its parent was right
         self._session: Session
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether drafts are sized by the target's cost curve."""
-        return self.length is None
 
     def check(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary."""
@@ -107,26 +102,19 @@ class DraftProposer:
 
     def _search(self, roots: Tensor, logits: Tensor, levels: int, width: int) -> Tree:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
-        batch = len(roots)
-        tokens, parents, scores = roots[:, :0], roots[:, :0], roots[:, :0].float()
-        beam, logits = torch.zeros(batch, 1, device=roots.device), logits[:, None]
-        sizes = torch.ones_like(roots[:, 0])
+        tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
+        beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
         for level in range(levels):
+            first = tokens.shape[1] - beam.shape[1]  # node of the level before
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
-            above = index // width + (level - 1) * width if level else torch.full_like(index, -1)
             tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, index)], dim=1)
-            parents, scores = torch.cat([parents, above], dim=1), torch.cat([scores, beam], dim=1)
-            if level + 1 < levels:
-                grown = Tree(tokens, parents, sizes * tokens.shape[1], height=level)
-                logits = self._session.verify(grown, start=level * width).logits
-        return Tree(
-            tokens=torch.cat([roots, tokens], dim=1),
-            parents=torch.cat([torch.full_like(roots, -1), parents + 1], dim=1),
-            sizes=sizes * (1 + tokens.shape[1]),
-            height=levels,
-            scores=torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1),
-        )
+            parents = torch.cat([parents, first + index // width], dim=1)
+            scores = torch.cat([scores, beam], dim=1)
+            if level + 1 < levels:  # the root is in the cache
+                drafted = Tree(tokens[:, 1:], parents[:, 1:] - 1, sizes * (tokens.shape[1] - 1), height=level)
+                logits = self._session.verify(drafted, start=level * width).logits
+        return Tree(tokens, parents, sizes * tokens.shape[1], height=levels, scores=scores)
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier."""
@@ -135,10 +123,8 @@ class DraftProposer:
         for level in range(levels):
             qs.append(sampling.probabilities(logits))
             # The key has the draft's start, too: acceptance depends on draft tokens that it then rejects.
-            table = [
-                [(sampling.seed, request_id, len(sequence), DRAFT, level)]
-                for request_id, sequence in zip(step.request_ids, step.sequences, strict=True)
-            ]
+            starts = zip(step.request_ids, map(len, step.sequences), strict=True)
+            table = [[(sampling.seed, request_id, start, DRAFT, level)] for request_id, start in starts]
             sampled = inverse_cdf(qs[-1], uniforms(table, roots.device)[:, 0])
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:

@@ -21,8 +21,7 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
     """The index of the option that yields most tokens per unit of time; of equals the first.
 
     tokens, times: of the step, with each option. rate: tokens per unit of time over all steps. With a rate, a step is
-    worth its tokens minus rate x time, because time spent now is missing later (renewal-reward theorem). This drafts
-    more where drafts are good and less where they are poor. None maximizes the ratio in this step alone.
+    worth its tokens minus rate x time (renewal-reward theorem). None maximizes the ratio in this step alone.
     """
     options = list(zip(tokens, times, strict=True))
     worth = [token / time if rate is None else token - rate * time for token, time in options]
@@ -93,8 +92,7 @@ class DraftBudget:
     def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
         """Start with another batch size, at which a pass over n nodes takes `cost(n)`.
 
-        The first draft of a batch reads the whole prompts. Where `expected_tau` promises no gain, as in large batches
-        on a CPU, it is made late. What does not pay in a large batch may pay in a smaller one.
+        The first draft of a batch reads the whole prompts, so it is made late where `expected_tau` promises no gain.
         """
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf

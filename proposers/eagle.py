@@ -6,18 +6,15 @@ far, S cache slots, D draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
-from heads import Eagle3Head, EagleHead, LayerCache
-from proposers.calibration import Calibration
-from proposers.fixed_trees import Ranks
-from proposers.head_proposer import HeadProposer, pick_last, split_in_chunks
+from heads import LayerCache
+from proposers.head_proposer import HeadProposer
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -28,52 +25,27 @@ class EagleProposer(HeadProposer):
     Slot i of its cache is for the target's feature i with token i + 1, at position i. Before each draft the head reads
     the features committed since the last. It never attends to its own features of earlier drafts, which would cost 8 to
     15% of acceptance (vLLM, #14649).
-
-    depth: levels of a tree at most. width: paths followed at each level of a dynamic tree, and next tokens of each path
-    (EAGLE-2, section 4); 1 drafts a chain. The rest is as in `HeadProposer`. Raises ValueError as it does, for a depth
-    or width below 1, and for a width with a fixed tree.
     """
 
     static = "eagle_25"
+    levels, width, ranks = DEPTH, WIDTH, WIDTH
 
     @property
     def reads_all_features(self) -> bool:
         return True
 
-    def __init__(
-        self,
-        head: EagleHead | Eagle3Head,
-        *,
-        depth: int = DEPTH,
-        width: int | None = None,
-        tree: str | Sequence[Ranks] = "dynamic",
-        nodes: int | None = None,
-        calibration: Calibration | None = None,
-        sampled: bool = False,
-    ) -> None:
-        if width is not None and tree != "dynamic":
-            raise ValueError(f"width is for a dynamic tree; {tree} has its own paths")
-        self.width = self.ranks = WIDTH if width is None else width
-        if depth < 1 or self.width < 1:
-            raise ValueError(f"depth {depth} and width {self.width} must be at least 1")
-        super().__init__(head, depth=depth, tree=tree, nodes=nodes, calibration=calibration, sampled=sampled)
-
     def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter:
-        """Read the features that are new, each with the token after it; the root is the last of these."""
-        features, counts = self._history.take_unread()
-        features, cache = features.to(self.dtype), self._history.cache
-        # Forget the last draft's own features.
-        cache.crop([len(text) - 1 - count for text, count in zip(step.sequences, counts, strict=True)])
-        following = [torch.tensor(text[-count:]) for text, count in zip(step.sequences, counts, strict=True)]
-        tokens = pad_sequence(following, batch_first=True).to(features.device)  # [B, T]
-        embed = self.embedding(step.target)
-        states = []
-        for part, kept in split_in_chunks(counts):
-            fused = self.head.fuse(features[:, part])
-            positions = cache.positions(fused.shape[1], fused.device)
-            states.append(self.head(embed(tokens[:, part]), fused, positions, context=cache))
-            cache.keep(kept)
-        return EagleDrafter(self.head, pick_last(torch.cat(states, dim=1), counts), cache, embed)
+        cache, embed = self._history.cache, self.embedding(step.target)
+
+        def read(features: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+            fused = self.head.fuse(features)
+            states: Tensor = self.head(
+                embed(tokens), fused, cache.positions(fused.shape[1], fused.device), context=cache
+            )
+            cache.keep(counts)
+            return states
+
+        return EagleDrafter(self.head, self._history.read(step, self.dtype, read), cache, embed)
 
 
 class EagleDrafter:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
@@ -78,11 +79,9 @@ class FixedTree:
         tensor = partial(torch.tensor, dtype=torch.long, device=device)
         inner = {path[:-1] for path in paths}
         place = {path: index for index, path in enumerate(paths)}
-        listed: list[Ranks] = []
         levels: list[TreeLevel] = []
         previous: list[Ranks] = [()]  # the paths followed at the level before
-        for depth in range(1, max(map(len, paths)) + 1):
-            level = [path for path in paths if len(path) == depth]
+        for level in (list(group) for _, group in groupby(sorted(paths, key=len), key=len)):
             ranks = [path[-1] for path in level]
             parents = [previous.index(path[:-1]) for path in level]
             followed = [node for node, path in enumerate(level) if path in inner]
@@ -90,8 +89,7 @@ class FixedTree:
             followed_parents, places = [parents[node] for node in followed], [place[path] for path in previous]
             indices = map(tensor, (parents, ranks, followed, followed_parents, places))
             levels.append(TreeLevel(1 + max(ranks), *indices))
-            listed += level
-        number = {path: index for index, path in enumerate(listed)}
+        number = {path: index for index, path in enumerate(sorted(paths, key=len))}
         return cls(
             parents=tensor([place.get(path[:-1], -1) for path in paths]),
             order=tensor([number[path] for path in paths]),

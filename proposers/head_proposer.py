@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from time import perf_counter
 from typing import Any, ClassVar, Self
@@ -34,20 +34,22 @@ CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 class HeadProposer(ABC):
     """Drafts trees with a trained head.
 
+    depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
+    tree, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
-    head was measured; "static" the published tree of the method. Else the name of a tree in `fixed_trees.PUBLISHED`,
-    or paths of ranks.
-    nodes: the size of every tree, root included, as far as tree and budget allow. None adapts it to this device (most
-    tokens per second), down to no draft at all.
+    head was measured; "static" the method's published tree. Or a name in `fixed_trees.PUBLISHED`, or paths of ranks.
+    nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
+    to no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
-    sampled: where the target samples, sample the draft tokens as well (`proposers.sampled_trees`) instead of taking the
-    most likely. The text keeps its distribution, but a seed gives another text than without a proposer.
+    sampled: if the target samples, sample the draft tokens as well (`proposers.sampled_trees`). The text keeps its
+    distribution, but a seed gives another text than without a proposer.
 
-    Raises ValueError for an impossible tree or number of nodes, for a calibration of another head, and, in its first
-    step, for a head that was trained for another target.
+    Raises ValueError for an impossible tree or size, for a calibration of another head, and, in its first step, for a
+    head that was trained for another target.
     """
 
     static: ClassVar[str] = "mc_sim_7b_63"  # its name in `PUBLISHED`
+    levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
     width: int  # paths followed at each level of a dynamic tree
     ranks = RANKS  # next tokens of each path that become candidates
     levelwise: ClassVar[bool] = True  # each level takes a pass of the head
@@ -57,17 +59,25 @@ class HeadProposer(ABC):
         head: VocabularyHead,
         *,
         depth: int | None = None,
+        width: int | None = None,
         tree: str | Sequence[Ranks] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
         sampled: bool = False,
     ) -> None:
         self.head: Any = head
-        self.depth = head.config.heads if depth is None else depth  # levels of a tree at most
+        if width is not None:
+            if tree != "dynamic":
+                raise ValueError(f"width is for a dynamic tree; {tree} has its own paths")
+            self.width = self.ranks = width
+        heads = self.levels or self.head.config.heads
+        self.depth = heads if depth is None else depth
+        if self.depth < 1 or self.width < 1:
+            raise ValueError(f"depth {self.depth} and width {self.width} must be at least 1")
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-        if calibration is not None and depth is None and len(calibration.acceptance) != self.depth:
-            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {self.depth}")
+        if calibration is not None and self.levels is None and len(calibration.acceptance) != heads:
+            raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {heads}")
         self.dtype = next(head.parameters()).dtype
         self.nodes, self.sampled, self.calibration = nodes, sampled, calibration
         self.paths = choose_paths(tree, calibration, self.static)
@@ -116,10 +126,8 @@ class HeadProposer(ABC):
         """
         self.check(target)
         packed = isinstance(self.head.logits, PackedOutput)
-        if packed and self.head.logits.device != target.device:
-            raise ValueError(
-                f"this proposer was prepared for {self.head.logits.device}, not {target.device}; load it again"
-            )
+        if packed and (device := self.head.logits.device) != target.device:
+            raise ValueError(f"this proposer was prepared for {device}, not {target.device}; load it again")
         self.head.to(target.device)
         borrowed = self.head.borrowed
         if self.head.output != "target" or (borrowed is not None and self._borrowed_from is target.model):
@@ -127,9 +135,7 @@ class HeadProposer(ABC):
         if not packed:
             self.head.borrow(target.output_matrix, target.output_bias)
         elif not torch.equal(borrowed, self.head.drafted_rows(target.output_matrix).to(borrowed)):
-            raise ValueError(
-                "this proposer was prepared for another target, whose output matrix it uses; load it again"
-            )
+            raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = target.model
 
     @torch.no_grad()
@@ -185,7 +191,6 @@ class FeatureHistory:
     """
 
     def add(self, step: Step) -> None:
-        """Keep a step's features, and the rows that go on."""
         if step.is_prefill:
             self.cache, self._unread = LayerCache(len(step.request_ids)), [list[Tensor]() for _ in step.request_ids]
         elif len(step.kept) < len(self._unread):
@@ -195,17 +200,25 @@ class FeatureHistory:
         for unread, features, tokens in zip(self._unread, step.features, step.committed, strict=True):
             unread.append(features[: len(tokens)])
 
-    def take_unread(self) -> tuple[Tensor, list[int]]:
-        """The features [B, T, F] added since the last call, padded at the right, and each row's number of them."""
+    def read(self, step: Step, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int]], Tensor]) -> Tensor:
+        """Let a head read the features that it has not read; returns each row's last state [B, H].
+
+        read: from features [B, T, F], padded at the right, the tokens [B, T] after them, and each row's number of them,
+        to states [B, T, H]; it adds them to the cache. The root is the last of the tokens.
+        """
         unread = [torch.cat(parts) for parts in self._unread]
         self._unread = [[] for _ in unread]
-        return pad_sequence(unread, batch_first=True), [len(part) for part in unread]
-
-
-def split_in_chunks(counts: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:
-    """Passes of at most `CHUNK` tokens over rows of `counts` tokens: each pass's slice, and its tokens of each row."""
-    for begin in range(0, max(counts), CHUNK):
-        yield slice(begin, begin + CHUNK), [min(max(count - begin, 0), CHUNK) for count in counts]
+        counts = [len(part) for part in unread]
+        texts = list(zip(step.sequences, counts, strict=True))
+        self.cache.crop([len(text) - 1 - count for text, count in texts])  # forget the last draft's own features
+        features = pad_sequence(unread, batch_first=True).to(dtype)
+        tokens = pad_sequence([torch.tensor(text[-count:]) for text, count in texts], batch_first=True)
+        tokens, states = tokens.to(features.device), []
+        for begin in range(0, max(counts), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            sizes = [min(max(count - begin, 0), CHUNK) for count in counts]
+            states.append(read(features[:, part], tokens[:, part], sizes))
+        return pick_last(torch.cat(states, dim=1), counts)
 
 
 def pick_last(states: Tensor, counts: Sequence[int]) -> Tensor:
@@ -221,10 +234,7 @@ def pick_last_features(step: Step) -> Tensor:
 
 
 def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:
-    """The paths of a fixed tree, or None for a dynamic one. Raises ValueError if there is no such tree.
-
-    static: the name of the method's published tree.
-    """
+    """The paths of a fixed tree, or None for a dynamic one. static: the name of the method's published tree."""
     if not isinstance(tree, str):
         return check_tree(tree)
     if tree == "dynamic":

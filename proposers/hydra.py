@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode import Step
-from proposers.head_proposer import HeadProposer, pick_last, pick_last_features, split_in_chunks
+from proposers.head_proposer import HeadProposer, pick_last_features
 
 
 class HydraProposer(HeadProposer):
@@ -25,15 +25,11 @@ class HydraProposer(HeadProposer):
         return self.head.prefix is not None
 
     def start_drafter(self, step: Step, roots: Tensor) -> HydraDrafter:
-        if self.reads_all_features:
-            features, counts = self._history.take_unread()
-            features, cache = features.to(self.dtype), self._history.cache
-            chunks = split_in_chunks(counts)
-            states = [self.head.contextualize(features[:, part], cache, kept) for part, kept in chunks]
-            last = pick_last(torch.cat(states, dim=1), counts)
-        else:
-            last = pick_last_features(step).to(self.dtype)
-        return HydraDrafter(self.head, last, roots, self.embedding(step.target))
+        def read(features: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+            return self.head.contextualize(features, self._history.cache, counts)
+
+        last = self._history.read(step, self.dtype, read) if self.reads_all_features else pick_last_features(step)
+        return HydraDrafter(self.head, last.to(self.dtype), roots, self.embedding(step.target))
 
 
 class HydraDrafter:

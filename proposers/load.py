@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -40,7 +40,6 @@ OPTIONS = {  # of `load_proposer`, by the proposer's name
     **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
     "auto": ("head",),
 }
-NAMES = tuple(OPTIONS)
 DRAFT_LAYERS = 8  # of the target, where no draft model is named
 COMPARED = 64  # nodes of the largest tree by which heads are compared
 TRIAL_TOKENS, TRIAL_STEPS = 16, 8  # of the prompt and the answer by which they are timed
@@ -60,7 +59,7 @@ def load_proposer(
 ) -> Proposer:
     """A proposer that is ready for this target.
 
-    name: one of `NAMES`, or the folder of a head. "auto" takes the pretrained head that should be fastest, or
+    name: a key of `OPTIONS`, or the folder of a head. "auto" takes the pretrained head that should be fastest, or
     "ngram" if none fits.
     head: a trained head's folder; None takes the default model's pretrained head of that kind.
     draft_model: for "draft", a target, or a folder or hub id to load; None takes the target's own first layers.
@@ -69,22 +68,21 @@ def load_proposer(
     Raises ValueError for an unknown name, an option that the proposer does not have, and a head of another kind or for
     another target.
     """
-    if isinstance(name, Path) or name not in NAMES:
+    if isinstance(name, Path) or name not in OPTIONS:
         if head is not None or not Path(name).is_dir():
-            raise ValueError(f"unknown proposer {str(name)!r}; choose from {', '.join(NAMES)} or name a head's folder")
+            known = ", ".join(OPTIONS)
+            raise ValueError(f"unknown proposer {str(name)!r}; choose from {known} or name a head's folder")
         name, head = "auto", name
     options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
     options = {key: value for key, value in options.items() if value is not None}
-    given = {key for key, value in {"head": head, "draft_model": draft_model}.items() if value is not None} | {*options}
-    if name in HEAD_PROPOSERS or (name == "auto" and head is not None):
+    given = {*options} | {key for key, value in (("head", head), ("draft_model", draft_model)) if value is not None}
+    if name != "auto" or head is None:
+        _check_options(name, given)
+    if name in HEAD_PROPOSERS or head is not None:
         folder = PRETRAINED / name if head is None else Path(head)
-        if name != "auto":
-            _check_options(name, given)
         trained = _load_head(name, folder, target)
         _check_options(trained.kind, given)
-        make: Callable[..., HeadProposer] = HEAD_PROPOSERS[trained.kind]
-        return make(trained, calibration=load_calibration(folder), **options).prepare(target)
-    _check_options(name, given)
+        return _make_head_proposer(trained, folder, target, **options)
     if name == "draft":
         return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
     if name == "auto":
@@ -93,7 +91,6 @@ def load_proposer(
 
 
 def _check_options(kind: str, given: set[str]) -> None:
-    """Raise ValueError if an option does not exist for this kind of proposer."""
     if unknown := sorted(given - {*OPTIONS[kind]}):
         raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS[kind]) or 'none'}")
 
@@ -115,6 +112,10 @@ def _load_head(name: str, folder: Path, target: Target) -> Head:
     return head
 
 
+def _make_head_proposer(head: Head, folder: Path, target: Target, **options: Any) -> HeadProposer:
+    return HEAD_PROPOSERS[head.kind](head, calibration=load_calibration(folder), **options).prepare(target)
+
+
 def _load_draft_proposer(
     target: Target, model: Target | str | Path | None, length: int | None, width: int, sampled: bool
 ) -> DraftProposer:
@@ -133,18 +134,16 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
     Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Heads
     without a calibration come last. Raises ValueError if a head fits and its calibration is damaged.
     """
-    fitting: list[tuple[HeadProposer, Calibration | None]] = []
-    for folder in folders:
+    fitting = []
+    for folder in map(Path, folders):
         try:
-            head = load_draft_head(folder, target)
-            HEAD_PROPOSERS[head.kind](head).bind(target)
+            head = _load_head("auto", folder, target)
         except ValueError:
             continue
-        calibration = load_calibration(folder)
-        fitting.append((HEAD_PROPOSERS[head.kind](head, calibration=calibration).prepare(target), calibration))
+        fitting.append(_make_head_proposer(head, folder, target))
     if len(fitting) > 1:
-        fitting.sort(key=lambda candidate: expect_speed(target, *candidate), reverse=True)
-    return fitting[0][0] if fitting else None
+        fitting.sort(key=lambda proposer: expect_speed(target, proposer, proposer.calibration), reverse=True)
+    return fitting[0] if fitting else None
 
 
 def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> float:

@@ -36,10 +36,10 @@ class Trials:
     @classmethod
     def join(cls, parts: Iterable[Trials]) -> Trials:
         """All of them together. Raises ValueError if there are none."""
-        columns = list(zip(*((part.log_q, part.right, part.known) for part in parts), strict=True))
-        if not columns or not sum(len(part) for part in columns[0]):
+        columns = [torch.cat(c) for c in zip(*((part.log_q, part.right, part.known) for part in parts), strict=True)]
+        if not columns or not len(columns[0]):
             raise ValueError("there is no position to measure at: every answer ended with its first token")
-        return cls(*(torch.cat(column) for column in columns))
+        return cls(*columns)
 
     @property
     def reached(self) -> Tensor:

@@ -42,22 +42,17 @@ class NGramProposer:
         if length is not None and length < 1:
             raise ValueError(f"length is {length}; a draft has at least one token (None chooses it)")
         self.max_size, self.length, self.first = max_size, length, first
+        self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.acceptance = CopyAcceptance()  # in all texts so far
         self._texts: dict[int, Text] = {}
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether drafts are sized by the target's cost curve."""
-        return self.length is None
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
         longest = budget - 1 if self.length is None else min(self.length, budget - 1)
         texts = [self._texts[request_id] for request_id in step.request_ids]
-        drafts = [
-            text.draft(min(longest, room - 1), step.stop_ids) for text, room in zip(texts, step.room, strict=True)
-        ]
-        if self.length is None and any(drafts):
+        rows = zip(texts, step.room, strict=True)
+        drafts = [text.draft(min(longest, room - 1), step.stop_ids) for text, room in rows]
+        if self.adaptive and any(drafts):
             drafts = _cut_drafts(texts, drafts, step.target.cost_curve(len(texts)))
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)
@@ -127,11 +122,9 @@ class Text:
             self.acceptance.count(self.matched + index, index < accepted)
 
     def _find(self) -> int | None:
-        for size in range(min(len(self.places), len(self.tokens) - 1), 0, -1):
-            place = self.places[size - 1].get(tuple(self.tokens[-size:]))
-            if place is not None:
-                return place
-        return None
+        sizes = range(min(len(self.places), len(self.tokens) - 1), 0, -1)
+        places = (self.places[size - 1].get(tuple(self.tokens[-size:])) for size in sizes)
+        return next((place for place in places if place is not None), None)
 
     def _match_length(self, place: int) -> int:
         size, limit = 1, min(place, LONGEST_MATCH)
@@ -153,15 +146,12 @@ class CopyAcceptance:
 
     def rate(self, matched: int) -> float:
         matched = min(matched, LONGEST_MATCH)
-        if self.parent is None:
-            prior, weight = PRIOR[matched], PRIOR_WEIGHT
-        else:
-            prior, weight = self.parent.rate(matched), TEXT_WEIGHT
+        prior, weight = (self.parent.rate(matched), TEXT_WEIGHT) if self.parent else (PRIOR[matched], PRIOR_WEIGHT)
         return (self.hits[matched] + weight * prior) / (self.trials[matched] + weight)
 
     def count(self, matched: int, accepted: bool) -> None:
         matched = min(matched, LONGEST_MATCH)
         self.hits[matched] += accepted
         self.trials[matched] += 1
-        if self.parent is not None:
+        if self.parent:
             self.parent.count(matched, accepted)

@@ -6,21 +6,20 @@ are exact if each token, given all tokens sampled before it, has the probabiliti
 a node is kept must not depend on the node's own token. These conditions ensure it:
 
  1. Every path samples its own next tokens, in order, without replacement.
- 2. The score of a path's j-th sample is computed from the path's score and the probability of its j-th most likely
-    token, not of the token sampled. So it depends only on the tokens above the node. No node scores above its parent or
-    an earlier sibling.
- 3. Hence the n best nodes (ties: the earlier candidate first) are what a tree reaches that grows node by node, best
-    first, and samples each token when its node is added. The next node, and which paths of a level are followed,
-    depend only on tokens sampled before. Candidates that are left out count as never sampled.
- 4. If n is not given, growth stops at the first node that does not pay (`draft_budget.grow_while_worth`). That is
+ 2. The score of a path's j-th sample is the path's score times the probability of its j-th most likely token, not of
+    the token sampled. So it depends only on the tokens above the node. No node scores above its parent or an earlier
+    sibling.
+ 3. Hence the n best nodes (ties: the earlier candidate first) are those of a tree that grows node by node, best first,
+    and samples each token when its node is added: the next node, and the paths that are followed, depend only on
+    tokens sampled before. Candidates that are left out count as never sampled.
+ 4. If n is not given, growth stops at the first node that is not worth it (`draft_budget.grow_while_worth`). That is
     known before the node's token is sampled. Choosing the best size of the finished tree would be biased.
  5. The number of levels is chosen from the first level's scores, which depend on no sampled token.
 
-The first n nodes of a fixed tree need neither 2 nor 3. They need 4. The rows of a batch may share n: each row has its
-i-th node at the same time, and the next one is known for all.
+A fixed tree needs only 1 and 4. The rows of a batch may share n: each row gets its i-th node at the same time.
 
-Shapes: B rows, W paths followed at a level, R ranks (samples per path), M candidates, N nodes, D draft vocabulary,
-V the target's vocabulary, P paths of all rows.
+Shapes: B rows, W paths followed, R ranks (samples per path), M candidates, N nodes, D draft vocabulary, V the target's
+vocabulary, P paths of all rows.
 """
 
 from __future__ import annotations
@@ -65,7 +64,10 @@ class SampledTokens:
         log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
         q = q.expand(-1, places.shape[1], -1)  # [B, W, D]
         self._samples.append((places, q))
-        ids = sample_without_replacement(q.flatten(0, 1), self._next_uniforms(places, ranks).flatten(0, 1))
+        indices = torch.arange(self._used, self._used + places.shape[1] * ranks * 2, device=places.device)
+        self._used += len(indices)
+        uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2], two new ones for each sample
+        ids = sample_without_replacement(q.flatten(0, 1), uniforms)
         return ids.unflatten(0, places.shape), log_q
 
     def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
@@ -85,21 +87,13 @@ class SampledTokens:
             laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
         return laid_out[:, :nodes]
 
-    def _next_uniforms(self, places: Tensor, ranks: int) -> Tensor:
-        """Two new uniforms for each sample, [B, W, R, 2]."""
-        size = places.shape[1] * ranks * 2
-        indices = torch.arange(self._used, self._used + size, device=places.device)
-        self._used += size
-        return stream_uniforms(self._seeds, indices).view(*places.shape, ranks, 2)
-
 
 def sample_without_replacement(q: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens [P, R] sampled in order, without replacement, from each of P distributions.
 
-    q [P, D], float64, at least 0 and not all 0; uniforms [P, R, 2] in [0, 1), float64. Each sample is found by its
-    group's sum first: a running sum over all tokens for every sample would be slow. A sampled token's probability is
-    set to zero and its group is summed again, because a subtraction would leave a rounding error. Once all tokens
-    with a probability are used up, the rest of the result has probability 0, and no rejection rule accepts it.
+    q [P, D] and uniforms [P, R, 2] are float64. Each sample is found by its group's sum first, which is faster than a
+    running sum over all tokens. A sampled token's group is summed again, because subtraction would leave a rounding
+    error. If fewer than R tokens have a probability, the others have q = 0, and no rejection rule accepts them.
     """
     size = q.shape[1]
     groups = q.new_zeros(len(q), -(-size // GROUP), GROUP)  # [P, G, GROUP]

@@ -28,7 +28,7 @@ Paths = dict[tuple[int, ...], float]
 
 
 def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False, **settings: Any) -> Any:
-    """A head with random weights, in the target's sizes and number format; one of 3 where it is several."""
+    """A head with random weights, in the target's sizes and number format; 3 of them where the kind has several."""
     width, layers = target.config.hidden_size, target.config.num_hidden_layers
     settings = {"target_layers": layers, **settings}
     head: Any
@@ -81,12 +81,12 @@ def list_paths(tree: Tree, row: int) -> Paths:
 
 
 class Recorder:
-    """Notes what a proposer drafts behind each text."""
+    """Records what a proposer drafts after each text."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.layers = proposer, proposer.layers
         self.trees: list[Tree] = []
-        self.accepted: list[list[int]] = []  # guesses, of each row at each step
+        self.accepted: list[list[int]] = []  # draft tokens, of each row at each step
         self.drafted: dict[tuple[int, ...], Paths] = {}
 
     def propose(self, step: Step, budget: int) -> Tree:

@@ -1,4 +1,4 @@
-"""Which head drafts: the best that fits the target, and none for a target that it was not trained for."""
+"""Loading a proposer by name, by folder, or as the best head for a target."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.drafting import make_head
 from tests.models import tiny
 
 
-def calibrate_by_hand(folder: Path, chance: float) -> None:
-    """As if each of 3 heads' first guess were right with this chance, the others never."""
-    acceptance = ((chance, 0.0),) * 3
+def calibrate_by_hand(folder: Path, p: float) -> None:
+    """As if each of 3 heads' first draft token were right with probability p, the others never."""
+    acceptance = ((p, 0.0),) * 3
     Calibration(acceptance, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(folder)
 
 
@@ -31,7 +31,7 @@ def target() -> Target:
 
 @pytest.fixture
 def heads(target: Target, tmp_path: Path) -> Path:
-    """Heads for the target and for others, none of them calibrated but a spoilt one."""
+    """Heads for this target and for others. None is calibrated; one has a damaged calibration."""
     for kind in ("medusa", "hydra", "eagle3"):
         save_head(make_head(kind, target, output="own" if kind == "medusa" else "target"), tmp_path / kind)
     for name, changes in {
@@ -40,8 +40,8 @@ def heads(target: Target, tmp_path: Path) -> Path:
         "deep": {"num_hidden_layers": 3},
     }.items():
         save_head(make_head("medusa", Target(tiny("llama", **changes))), tmp_path / name)
-    save_head(make_head("medusa", target), tmp_path / "spoilt")
-    (tmp_path / "spoilt" / FILE).write_text("{}")
+    save_head(make_head("medusa", target), tmp_path / "damaged")
+    (tmp_path / "damaged" / FILE).write_text("{}")
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def test_the_best_head_is_the_one_that_should_be_fastest(
     seconds["medusa"] = 1.3
     assert best("hydra", "medusa") == "hydra" and best("medusa") == "medusa"
     with pytest.raises(ValueError, match=r"calibration.json is no calibration"):
-        best("hydra", "spoilt")
+        best("hydra", "damaged")
 
 
 def test_heads_are_tried_with_as_many_nodes_as_pay(
@@ -101,7 +101,7 @@ def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -
 def test_auto_takes_pretrained_heads_for_the_default_model_only(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
-    """The model here has the sizes of the heads, so that nothing but its name speaks against them."""
+    """The model here has the sizes of the heads, so only its name tells that they are not for it."""
     monkeypatch.setattr(load, "PRETRAINED", heads)
     monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)

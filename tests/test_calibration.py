@@ -30,27 +30,27 @@ def target() -> Target:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_tree_has_the_likeliest_paths(seed: int) -> None:
+def test_the_best_tree_has_the_most_likely_paths(seed: int) -> None:
     choose = random.Random(seed)
     table = tuple(tuple(choose.random() for _ in range(4)) for _ in range(3))
     calibration = Calibration(table, (PLAIN,) * 3, (1,) * 3)
-    chances = {
+    products = {
         path: math.prod(table[depth][rank] for depth, rank in enumerate(path))
         for length in (1, 2, 3)
         for path in product(range(4), repeat=length)
     }
     for nodes in (1, 2, 7, 30, 85):
         tree = calibration.best_tree(nodes)
-        best = sorted(chances.values(), reverse=True)[: nodes - 1]
+        best = sorted(products.values(), reverse=True)[: nodes - 1]
         assert len(tree) == nodes - 1 and all(path[:-1] in ((), *tree) for path in tree)
-        assert [chances[path] for path in tree] == pytest.approx(best)
+        assert [products[path] for path in tree] == pytest.approx(best)
         assert tree == calibration.best_tree(85)[: nodes - 1]
         assert calibration.expect_tau(nodes)[-1] == pytest.approx(1 + sum(best))
-    assert len(calibration.best_tree(1000)) == len(chances)
+    assert len(calibration.best_tree(1000)) == len(products)
 
 
 def made_up_trials(count: int) -> Trials:
-    """Guesses that a head is sure of to chances of 0.6, 0.25 and 0.1, and that are right as often as `TABLE` says."""
+    """Draft tokens with probabilities 0.6, 0.25 and 0.1, that are right as often as in `TABLE`."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(count, 3, generator=generator)
     right = torch.zeros(count, 3, 3, dtype=torch.bool)
@@ -70,8 +70,8 @@ def test_known_accuracies_are_found() -> None:
     assert list(calibration.positions) == pytest.approx(reached, rel=0.02)
 
 
-def test_confidence_is_how_often_a_guess_is_right() -> None:
-    """Even where the head exaggerates and a path's doubt carries over, as it does with Medusa."""
+def test_confidence_is_how_often_a_draft_token_is_right() -> None:
+    """Even where the head is overconfident and depends on the path's probability, as Medusa is."""
     generator = torch.Generator().manual_seed(0)
     sure = -3 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
     before = -2 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_confidence_is_how_often_a_guess_is_right() -> None:
     assert weights.tolist() == pytest.approx([-0.7, 0.6, 0.5], abs=0.05)
 
 
-def test_few_trials_do_not_make_for_certainty() -> None:
+def test_few_trials_do_not_give_certainty() -> None:
     trials = made_up_trials(6)
     trials.right[:] = False
     calibration = calibrate(trials)
@@ -90,17 +90,17 @@ def test_few_trials_do_not_make_for_certainty() -> None:
     assert calibration.positions == (6, 0, 0) and calibration.confidence[1] == PLAIN
 
 
-def test_doubt_takes_outcomes() -> None:
-    """The fewer guesses at even odds were wrong, the nearer to even the head is still believed to be."""
-    chances = []
+def test_low_confidence_needs_many_outcomes() -> None:
+    """The fewer wrong draft tokens at even odds, the closer the calibrated probability is to one half."""
+    probabilities = []
     for count in (1, 10, 1000):
         inputs = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(count, 3)
         weights = fit_logistic(inputs, torch.zeros(count, dtype=torch.bool))
-        chances.append(torch.sigmoid(weights[0]).item())
-    assert 0.5 > chances[0] > 0.4 > chances[1] > 0.05 > chances[2] > 0
+        probabilities.append(torch.sigmoid(weights[0]).item())
+    assert 0.5 > probabilities[0] > 0.4 > probabilities[1] > 0.05 > probabilities[2] > 0
 
 
-def test_a_head_at_its_word() -> None:
+def test_an_uncalibrated_head_keeps_its_probabilities() -> None:
     sure = torch.tensor([[[-0.5, -2.0, -1e-9, 0.0, -40.0]]])
     calibration = Calibration(((1.0,),), (PLAIN,), (1,))
     calibrated = calibration.log_probabilities(0, sure, torch.full((1, 1, 1), -3.0))

@@ -1,4 +1,4 @@
-"""How many nodes are drafted, and whether any are: what was learned, what time it takes, what may be hoped for."""
+"""The draft budget: how many nodes are drafted, and whether any are."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from tests.models import tiny
 
 
 def begin(rise: float) -> DraftBudget:
-    """A pace at the beginning of a text, where each node more takes `rise` of what one does."""
-    pace = DraftBudget()
-    pace.begin(lambda nodes: 1 + rise * (nodes - 1))
-    return pace
+    """A draft budget at the beginning of a text. Each further node costs `rise` of a one-node pass."""
+    budget = DraftBudget()
+    budget.begin(lambda nodes: 1 + rise * (nodes - 1))
+    return budget
 
 
-def test_pace_weighs_gains_against_costs() -> None:
+def test_budget_weighs_gains_against_costs() -> None:
     gains = [0.0, 0.6, 1.0, 1.2, 1.3]
     choices = [begin(rise).choose_size(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
     assert choices == [5, 4, 3, 1]
 
 
-def test_pace_learns_what_drafting_costs() -> None:
-    pace = begin(0.0)
-    pace.take_drafting_time(2.0, levels=4)
-    assert pace.level_time == 0.0 and pace.is_worth_a_level(0.01)
-    pace.learn(0.0, 5.0)
-    assert pace.level_time == 0.1 and pace.is_worth_a_level(0.2) and not pace.is_worth_a_level(0.05)
-    pace.begin(pace.cost)  # another text, the same passes
-    assert pace.level_time == 0.1
-    pace.begin(lambda nodes: 1.0, new_texts=False)
-    assert pace.level_time == 0.0
+def test_budget_learns_what_drafting_costs() -> None:
+    budget = begin(0.0)
+    budget.take_drafting_time(2.0, levels=4)
+    assert budget.level_time == 0.0 and budget.is_worth_a_level(0.01)
+    budget.learn(0.0, 5.0)
+    assert budget.level_time == 0.1 and budget.is_worth_a_level(0.2) and not budget.is_worth_a_level(0.05)
+    budget.begin(budget.cost)  # another text, the same passes
+    assert budget.level_time == 0.1
+    budget.begin(lambda nodes: 1.0, new_texts=False)
+    assert budget.level_time == 0.0
 
 
 def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
-    """Tokens a unit of time over an answer of 128 tokens, where a guess is accepted `truth` times as often as a head
-    believes; plain decoding has 1."""
-    chance, pace = random.Random(seed), begin(rise)
-    pace.learn(0.0, 1.0)  # what a pass takes is known from an earlier text
+    """Tokens a unit of time over an answer of 128 tokens, where a draft token is accepted `truth` times as often
+    as the head predicts; plain decoding has 1."""
+    generator, budget = random.Random(seed), begin(rise)
+    budget.learn(0.0, 1.0)  # the time of a pass is known from an earlier text
     tokens = time = 0.0
     while tokens < 128:
         tokens, time = tokens + 1, time + 1
-        if pace.is_backing_off():
+        if budget.is_backing_off():
             continue
-        sure = chance.betavariate(2 * quality, 2 - 2 * quality)
-        pace.take_drafting_time(draft, 1)
-        steps = [sure ** (depth + 1) for depth in range(4)]  # a chain, node by node
+        q = generator.betavariate(2 * quality, 2 - 2 * quality)
+        budget.take_drafting_time(draft, 1)
+        steps = [q ** (depth + 1) for depth in range(4)]  # a chain, node by node
         gains = [sum(steps[:count]) for count in range(5)]
-        nodes = pace.choose_size(gains, 1)
+        nodes = budget.choose_size(gains, 1)
         accepted = 0
-        while accepted < nodes - 1 and chance.random() < sure * truth:
+        while accepted < nodes - 1 and generator.random() < q * truth:
             accepted += 1
-        pace.learn(accepted, pace.cost(nodes))
+        budget.learn(accepted, budget.cost(nodes))
         tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
     return tokens / time
 
 
 @pytest.mark.parametrize("rise", [0.01, 0.06, 0.15])
 @pytest.mark.parametrize("draft", [0.05, 0.25])
-def test_a_head_that_does_not_pay_costs_next_to_nothing(rise: float, draft: float) -> None:
-    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head is about itself."""
+def test_a_poor_head_costs_almost_nothing(rise: float, draft: float) -> None:
+    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head's probabilities are."""
     for quality, truth in ((0.5, 0.1), (0.15, 0.3), (0.9, 0.0), (0.3, 0.3)):
         speeds = [speed(quality, truth, rise, draft, seed) for seed in range(60)]
         assert 60 / sum(1 / one for one in speeds) > 0.97, (quality, truth)
@@ -74,13 +74,13 @@ def test_a_head_that_does_not_pay_costs_next_to_nothing(rise: float, draft: floa
 
 
 @pytest.mark.parametrize(("cost", "drafts"), [(1.2, True), (1.6, False)])
-def test_no_first_try_where_the_calibration_gives_no_hope(
+def test_no_first_draft_where_the_calibration_promises_no_gain(
     monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
 ) -> None:
-    """A guess that is right half of the time never pays where two nodes cost 1.6 times what one does."""
+    """A draft token that is right half of the time is not worth a pass that costs 1.6 times as much."""
     target = Target(tiny("llama"))
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
-    sure = (4.6, 0.0, 0.0)  # of every token, to 0.99: once it is tried, a draft pays
+    sure = (4.6, 0.0, 0.0)  # 0.99 for every token: once tried, a draft is worth it
     calibration = Calibration(((0.5, 0.1),) * 3, (sure,) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
     generate(target, [[5, 9, 5]] * 2, recorder, max_new_tokens=60, stop_ids=())
@@ -88,7 +88,7 @@ def test_no_first_try_where_the_calibration_gives_no_hope(
     assert any(tree.width > 1 for tree in recorder.trees) == drafts
 
 
-def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama"))
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 if batch == 1 else 64.0]))
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
@@ -102,15 +102,15 @@ def test_hope_comes_back_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -
     assert drafts[:6] == [tree.batch == 1 for tree in recorder.trees[:6]] and True in drafts[:6]
 
 
-def test_late_hope_is_tried() -> None:
-    pace = DraftBudget(expected_tau=(1.0, 1.5))
-    pace.begin(lambda nodes: float(nodes))
-    assert [pace.is_backing_off() for _ in range(66)] == [True] * 64 + [False] * 2
-    pace.begin(lambda nodes: 1.0)
-    assert not pace.is_backing_off()
+def test_drafting_is_tried_late() -> None:
+    budget = DraftBudget(expected_tau=(1.0, 1.5))
+    budget.begin(lambda nodes: float(nodes))
+    assert [budget.is_backing_off() for _ in range(66)] == [True] * 64 + [False] * 2
+    budget.begin(lambda nodes: 1.0)
+    assert not budget.is_backing_off()
 
 
-def test_a_reader_that_takes_its_time_is_not_taken_for_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_does_not_count_as_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("decode.stats.perf_counter", lambda: now[0])
     target = Target(tiny("llama"))

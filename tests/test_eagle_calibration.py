@@ -1,4 +1,4 @@
-"""Calibrating EAGLE heads: what they say along a text, and what their record is good for."""
+"""Calibrating EAGLE heads: trials along a text, and trees from a calibration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEPTH, RANKS = 3, 4
 def test_heads_are_tried_along_the_text(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
 ) -> None:
-    """Each position and level by itself, over the true features of the text before it and the true tokens behind."""
+    """Each position and level alone, from the true features before it and the true tokens after it."""
     monkeypatch.setattr(measure_head, "CHUNK", together)
     monkeypatch.setattr(measure_head, "RANKS", RANKS)
     proposer = make(kind, target, depth=DEPTH)
@@ -45,7 +45,7 @@ def test_heads_are_tried_along_the_text(
 
 
 def test_trees_deeper_than_a_calibration(target: Target) -> None:
-    """What was not measured is trusted as the deepest level that was."""
+    """Levels that were not measured are calibrated like the deepest that was."""
     calibration = calibrate(try_head(target, make("eagle", target, depth=2), PROMPT, ANSWER))
     assert len(calibration.acceptance) == 2
     longer = Calibration(

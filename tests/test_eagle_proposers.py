@@ -1,4 +1,4 @@
-"""What is drafted with EAGLE heads, against the same drafts worked out path by path, with no cache and no tree mask."""
+"""EAGLE drafts, compared with drafts computed path by path without a cache or a tree mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.drafting import Paths, Recorder, make_head
 from tests.models import tiny
 from tests.test_lossless import PROMPTS, texts
 
-VOCABULARY = 24  # so small that random heads are right now and then
+VOCABULARY = 24  # so small that random heads are sometimes right
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle of few tokens": ("eagle", {"draft_size": 7, "bias": True}),
@@ -51,7 +51,7 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 
 
 class Written:
-    """What a head says behind one text: every path anew over the true features of all committed tokens."""
+    """A head's probabilities after one text: each path is computed from the true features of all committed tokens."""
 
     def __init__(self, target: Target, head: Any, text: Sequence[int]) -> None:
         _, features = target.open(1, head.features).extend([text[:-1]])
@@ -61,7 +61,7 @@ class Written:
         self.follow = [*text[1:]]
 
     def probabilities(self, path: Sequence[int]) -> Tensor:
-        """The log-law over the draft vocabulary behind a path."""
+        """The log-probabilities over the draft vocabulary after a path."""
         features = self.true
         for end in range(len(path) + 1):
             tokens = torch.tensor([[*self.follow, *path[:end]]])
@@ -70,24 +70,22 @@ class Written:
         return self.head.logits(states[0, -1]).log_softmax(dim=-1)
 
     def best(self, path: Sequence[int], ranks: int) -> Paths:
-        """The likeliest tokens after a path, likeliest first."""
-        law = self.probabilities(path)
-        best = law.topk(min(ranks, len(law)))
+        """The most likely tokens after a path, the most likely first."""
+        log_q = self.probabilities(path)
+        best = log_q.topk(min(ranks, len(log_q)))
         tokens = self.head.tokens(best.indices).tolist()
-        return {(*path, token): chance for token, chance in zip(tokens, best.values.tolist(), strict=True)}
+        return {(*path, token): log_p for token, log_p in zip(tokens, best.values.tolist(), strict=True)}
 
     def grow(self, depth: int, width: int, nodes: int) -> Paths:
-        """EAGLE-2's tree: `width` paths get `width` tokens each a level; of all, the likeliest."""
+        """EAGLE-2's tree: `width` paths get `width` tokens each a level; of all, the most likely are taken."""
         pool, beam = Paths(), {(): 0.0}
         for _ in range(depth):
             grown = {
-                path: score + chance
-                for above, score in beam.items()
-                for path, chance in self.best(above, width).items()
+                path: score + log_p for above, score in beam.items() for path, log_p in self.best(above, width).items()
             }
             pool |= grown
-            beam = dict(_likeliest(grown, width))
-        return dict(_likeliest(pool, nodes - 1))
+            beam = dict(_most_likely(grown, width))
+        return dict(_most_likely(pool, nodes - 1))
 
     def fill(self, tree: Sequence[Sequence[int]]) -> Paths:
         """A tree of ranks."""
@@ -95,13 +93,13 @@ class Written:
         for ranks in tree:
             path, score = (), 0.0
             for rank in ranks:
-                path, chance = [*self.best(path, rank + 1).items()][rank]
-                score += chance
+                path, log_p = [*self.best(path, rank + 1).items()][rank]
+                score += log_p
             found[path] = score
         return found
 
 
-def _likeliest(paths: Paths, count: int) -> list[Any]:
+def _most_likely(paths: Paths, count: int) -> list[Any]:
     return sorted(paths.items(), key=lambda item: -item[1])[:count]
 
 
@@ -170,11 +168,13 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target:
 
 @pytest.mark.parametrize("kind", MAIN)
 @torch.no_grad()
-def test_nothing_is_missed_while_drafting_rests(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
+def test_no_feature_is_missed_while_drafting_backs_off(
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
+) -> None:
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2, width=3)
-    resting = iter([False, True, True, False, True] * 20)
-    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(resting))
+    backing_off = iter([False, True, True, False, True] * 20)
+    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(backing_off))
     monkeypatch.setattr(proposer.draft_budget, "is_worth_a_level", lambda p: True)
     drafted = record(proposer, target, max_new_tokens=30).drafted
     drafts = {text: paths for text, paths in drafted.items() if len(paths) == 12}
@@ -184,14 +184,14 @@ def test_nothing_is_missed_while_drafting_rests(monkeypatch: pytest.MonkeyPatch,
 
 
 def has_room(text: tuple[int, ...]) -> bool:
-    """Whether an answer of 30 tokens has room for a tree of 4 levels; near its end it gets as deep a one as others can
-    use."""
+    """Whether an answer of 30 tokens has room for a tree of 4 levels; near its end its trees are as deep
+    as other rows can use."""
     return any([*text[: len(prompt)]] == prompt and len(text) - len(prompt) <= 30 - 5 for prompt in PROMPTS)
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", MAIN)
-def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> None:
+def test_rows_do_not_affect_each_other(target: Target, kind: str, tree: str) -> None:
     """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
     settings: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=3), "stop_ids": [3, 9], "max_new_tokens": 30}
     alone, *together = [
@@ -229,8 +229,8 @@ def test_the_text_is_the_targets(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_heads_are_hardly_ever_right(target: Target, kind: str) -> None:
-    """A drafter that is right more often than chance would be looking at the answer."""
+def test_random_heads_are_rarely_right(target: Target, kind: str) -> None:
+    """A random head that is right often would be reading the answer."""
     answers = generate(target, PROMPTS, make(kind, target, nodes=9), max_new_tokens=60, stop_ids=())
     tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
     assert 1 <= tau < 1.5
@@ -254,7 +254,7 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAIN)
-def test_trees_keep_to_depth_width_and_budget(target: Target, kind: str) -> None:
+def test_trees_respect_depth_width_and_budget(target: Target, kind: str) -> None:
     for settings, budget, expected in (
         ({"depth": 1, "width": 4, "nodes": 64}, 64, 5),
         ({"depth": 2, "width": 3, "nodes": 64}, 64, 13),
@@ -275,7 +275,7 @@ def test_levels_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch, ta
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == 1
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
-    assert asked[0].height == 6  # a number of nodes that was asked for is given
+    assert asked[0].height == 6  # a requested number of nodes is drafted
 
 
 @pytest.mark.parametrize(

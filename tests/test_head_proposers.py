@@ -1,4 +1,4 @@
-"""What is drafted with Medusa and Hydra heads, how many nodes of it, and how rows and budgets are kept apart."""
+"""Medusa and Hydra drafts: their tokens, their number of nodes, and the independence of rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 
 
 class MadeUpDrafter:
-    """Its probabilities depend on the whole path, the row and nothing else. Draft id i stands for token 100 + i."""
+    """Its probabilities depend on the whole path, the row and nothing else. Draft id i is token 100 + i."""
 
     def __init__(self, rows: int, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -82,7 +82,7 @@ def search_all_levels(drafter: MadeUpDrafter, roots: list[int], width: int) -> C
 
 
 def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
-    """The likeliest paths, one by one from a heap."""
+    """The most likely paths, one by one from a heap."""
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     found = []
     while heap and len(found) < nodes:
@@ -98,7 +98,7 @@ def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> lis
 
 
 @pytest.mark.parametrize("vocabulary", [1, 4, 13])
-def test_a_wide_search_finds_the_likeliest_nodes(vocabulary: int) -> None:
+def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
     drafter = MadeUpDrafter(3, vocabulary)
     candidates = search_all_levels(drafter, [7, 8, 9], 1000)
     for nodes in (2, 3, 9, 40):
@@ -109,7 +109,7 @@ def test_a_wide_search_finds_the_likeliest_nodes(vocabulary: int) -> None:
             assert set(list_paths(tree, row)) == set(best_first(drafter, row, 3, nodes - 1))
 
 
-def test_a_narrow_search_follows_the_likeliest_paths_of_each_level() -> None:
+def test_a_narrow_search_follows_the_most_likely_paths_of_each_level() -> None:
     drafter = MadeUpDrafter(1, 13)
     tree = search_all_levels(drafter, [7], 2).tree(1000)
     expected, beam = set[tuple[int, ...]](), {(): 0.0}
@@ -117,7 +117,7 @@ def test_a_narrow_search_follows_the_likeliest_paths_of_each_level() -> None:
         grown = {}
         for path, score in beam.items():
             best = drafter.probabilities(0, path).log_softmax(dim=0).topk(RANKS)
-            grown |= {(*path, int(token)): score + float(chance) for chance, token in zip(*best, strict=True)}
+            grown |= {(*path, int(token)): score + float(log_p) for log_p, token in zip(*best, strict=True)}
         expected |= set(grown)
         beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
     assert set(list_paths(tree, 0)) == {tuple(token + 100 for token in path) for path in expected}
@@ -132,11 +132,11 @@ def test_expected_acceptance_is_that_of_the_best_trees() -> None:
         assert accepted[nodes - 1] == pytest.approx(expected / 2, rel=1e-5)
 
 
-# ---- what the heads say ----
+# ---- the heads' tokens and scores ----
 
 
-def explain(kind: str, target: Target, head: Any, text: Sequence[int], path: Sequence[int]) -> Tensor:
-    """The log-law of the head behind a path, worked out for one text by itself."""
+def head_log_probabilities(kind: str, target: Target, head: Any, text: Sequence[int], path: Sequence[int]) -> Tensor:
+    """The head's log-probabilities after a path, computed for one text alone."""
     _, features = target.open(1, head.features).extend([text[:-1]])
     assert features is not None
     if kind == "medusa":
@@ -153,7 +153,7 @@ def check_static(kind: str, target: Target, head: Any, text: Sequence[int], path
         tokens: tuple[int, ...] = ()
         score = 0.0
         for rank in ranks:
-            best = explain(kind, target, head, text, tokens).topk(rank + 1)
+            best = head_log_probabilities(kind, target, head, text, tokens).topk(rank + 1)
             score += float(best.values[rank])
             tokens = (*tokens, int(head.tokens(best.indices[rank])))
         expected[tokens] = score
@@ -184,14 +184,14 @@ def test_a_dynamic_tree_has_the_heads_scores(target: Target, kind: str) -> None:
         for path, score in paths.items():
             expected = 0.0
             for end, token in enumerate(path):
-                law = explain(kind, target, proposer.head, text, path[:end])
-                expected += float(law[proposer.head.token_map.tolist().index(token)])
+                log_q = head_log_probabilities(kind, target, proposer.head, text, path[:end])
+                expected += float(log_q[proposer.head.token_map.tolist().index(token)])
             assert score == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> None:
+def test_rows_do_not_affect_each_other(target: Target, kind: str, tree: str) -> None:
     """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
     sampling = Sampling(temperature=0.7, top_k=3, seed=2)
     settings: dict[str, Any] = {"sampling": sampling, "stop_ids": list(range(30, 36)), "max_new_tokens": 40}
@@ -209,19 +209,21 @@ def test_rows_do_not_sway_each_other(target: Target, kind: str, tree: str) -> No
 
 
 @torch.no_grad()
-def test_a_prefix_layer_misses_nothing_while_drafting_rests(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_a_prefix_layer_misses_nothing_while_drafting_backs_off(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
     proposer = make("hydra++", target)
-    resting = iter([False, True, True, False, True] * 20)
-    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(resting))
+    backing_off = iter([False, True, True, False, True] * 20)
+    monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(backing_off))
     drafted = record(proposer, target, max_new_tokens=12).drafted
     drafts = {text: paths for text, paths in drafted.items() if paths}
     assert 10 < len(drafts) < len(drafted)
     for text, paths in list(drafts.items())[::4]:
         first = {path[0]: score for path, score in paths.items() if len(path) == 1}
-        law = explain("hydra", target, proposer.head, text, ())
+        log_q = head_log_probabilities("hydra", target, proposer.head, text, ())
         for token, score in first.items():
-            assert score == pytest.approx(float(law[token]), rel=1e-4)
+            assert score == pytest.approx(float(log_q[token]), rel=1e-4)
 
 
 @torch.no_grad()
@@ -239,11 +241,11 @@ def test_a_prefix_layer_reads_long_prompts_in_parts(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("tree", ["dynamic", "static", "eagle_25"])
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_so_many_nodes_as_were_asked_for(target: Target, kind: str, tree: str) -> None:
+def test_trees_have_the_requested_number_of_nodes(target: Target, kind: str, tree: str) -> None:
     for nodes, budget, expected in ((5, 64, 5), (64, 9, 9), (1, 64, 1), (2, 64, 2), (64, 1, 1), (7, 2, 2)):
         trees = record(make(kind, target, tree=tree, nodes=nodes), target, nodes=budget).trees
         assert trees[0].width == expected
-    most = {"dynamic": 64, "static": 62, "eagle_25": 21}[tree]  # of the published trees, what is 3 deep
+    most = {"dynamic": 64, "static": 62, "eagle_25": 21}[tree]  # the published trees, cut to depth 3
     assert record(make(kind, target, tree=tree, nodes=200), target, nodes=64, max_new_tokens=200).trees[0].width == most
 
 
@@ -264,7 +266,7 @@ def test_levels_that_do_not_pay_are_left_out(
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
-    assert asked[0].height == 3  # a number of nodes that was asked for is given
+    assert asked[0].height == 3  # a requested number of nodes is drafted
 
 
 # ---- odd heads, and errors ----
@@ -287,17 +289,17 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
     for output in ("own", "shared", "target"):
         proposer = make(kind, target, {"output": output, "layers": 2}, nodes=16)
         stock = record(proposer, target).drafted
-        proposer.head.borrowed = None  # what is missing is borrowed anew
+        proposer.head.borrowed = None  # it is borrowed again
         prepared = proposer.renew().prepare(target)
         assert prepared.head is not proposer.head
         drafted = record(prepared, target).drafted
         assert drafted.keys() == stock.keys()
         for text, paths in drafted.items():
             assert sorted(paths.values()) == pytest.approx(sorted(stock[text].values()), rel=1e-3)
-        assert record(proposer.renew(), target).drafted == stock  # the head itself is left alone
+        assert record(proposer.renew(), target).drafted == stock  # the head itself is unchanged
 
 
-def test_what_is_borrowed_while_decoding_can_be_trained_with(target: Target) -> None:
+def test_a_matrix_borrowed_while_decoding_can_be_used_in_training(target: Target) -> None:
     proposer = make("medusa", target, {"output": "target", "draft_size": 40}, nodes=8)
     proposer.head.borrowed = None
     record(proposer, target)
@@ -325,7 +327,7 @@ def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
     assert torch.allclose(proposer.head.logits(states, 0), expected, atol=1e-5)
 
 
-def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:
+def test_a_borrowed_matrix_is_that_of_the_current_target() -> None:
     one, other = (Target(tiny("llama", dtype=torch.float32, seed=seed)) for seed in (0, 1))
     proposer = make("medusa", one, {"output": "target"}, nodes=8)
     for target in (one, other):
@@ -340,7 +342,7 @@ def test_a_borrowed_matrix_is_that_of_the_target_at_hand() -> None:
 def test_published_trees_are_trees() -> None:
     assert [len(PUBLISHED[name]) for name in PUBLISHED] == [63] * 8 + [25]
     for paths in PUBLISHED.values():
-        assert check_tree(paths) == paths  # in this order already, each path behind its beginning
+        assert check_tree(paths) == paths  # in this order already, each path after its beginning
     assert PUBLISHED["mc_sim_7b_63"][:6] == ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""What the proposers draft, the cost that they weigh it against, and the example of the README."""
+"""N-gram and draft-model proposers, and the cost curve."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_draft_model_is_right_about_itself(target: Target) -> None:
     assert answer.stats.tokens == 41 and answer.stats.steps == 9  # the prompt, then 5 tokens a step
     assert answer.stats.accepted_by_depth == [8, 8, 8, 8]
     tree = generate(target, [[5, 6, 7]], DraftProposer(target, width=3, length=4), max_new_tokens=41, stop_ids=[])[0]
-    assert tree.tokens == answer.tokens and tree.stats.tau > 3  # the likeliest path is not always the greedy one
+    assert tree.tokens == answer.tokens and tree.stats.tau > 3  # the most likely path is not always the greedy one
 
 
 def test_a_sampled_draft_of_itself_is_always_accepted(target: Target) -> None:
@@ -160,7 +160,6 @@ def test_draft_length_adapts(monkeypatch: pytest.MonkeyPatch, target: Target) ->
         generate(target, [[5, 6, 7]], recorder, max_new_tokens=100, stop_ids=[])
         widths.append([tree.width for tree in recorder.trees])
     good, bad = widths
-    print(widths)
     assert good[0] < 6 < max(good) and 1 not in good[:-1]
     tries = [step for step, width in enumerate(bad) if width > 1]
     assert {bad[step] for step in tries[2:]} == {2}
@@ -212,7 +211,7 @@ def test_cost_never_falls_and_is_linear_between_measures() -> None:
 def test_cost_is_measured_on_warm_kernels(
     monkeypatch: pytest.MonkeyPatch, target: Target, rise: float, largest: int
 ) -> None:
-    """Each size's first pass is a slow one, the first of all the slowest, and what is too dear is not timed again."""
+    """Each size's first pass is slow, the very first one slowest. Sizes that are too expensive are timed once."""
     passes: list[int] = []
 
     def time(session: Session, tree: Tree) -> float:

@@ -1,6 +1,6 @@
-"""Drafts that heads draw at random: every draft of small ones, and every verdict on it, with its exact probability.
+"""Sampled drafts of heads: every draft and every acceptance of small cases, with exact probabilities.
 
-All that a draft's tree may hang on is in `proposers.sampled_trees`; the wrong ways at the end show what these tests see.
+The conditions for a draft's tree are in `proposers.sampled_trees`. The wrong variants at the end break one each.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic, few nodes": {"depth": 2, "width": 2, "nodes": 3},
     "static": {"depth": 2, "nodes": 6, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0))},
     "ranks with gaps": {"depth": 2, "nodes": 6, "tree": ((2,), (0,), (2, 1), (0, 0))},
-    "what pays": {"depth": 2, "width": 2},
-    "what pays, fixed": {"depth": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
-    "what pays, chain": {"depth": 3, "width": 1},
+    "adaptive": {"depth": 2, "width": 2},
+    "adaptive, fixed": {"depth": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
+    "adaptive, chain": {"depth": 3, "width": 1},
 }
 
 
 def make_small(kind: str, shape: str, target: Target) -> Any:
-    """Of draft tokens so few that all drafts can be gone through."""
+    """With so few draft tokens that all drafts can be enumerated."""
     settings = dict(SHAPES[shape])
     if kind in EAGLES:
         return make(kind, target, {"draft_size": 3}, **settings)
@@ -70,7 +70,7 @@ def make(kind: str, target: Target, head: dict[str, Any] | None = None, **settin
     return PROPOSERS[kind](make_head(kind, target, **(head or {})), **{"sampled": True, **settings})
 
 
-# ---- every draft of one step, every verdict on it ----
+# ---- every draft of one step, every acceptance of it ----
 
 
 class First:
@@ -84,8 +84,8 @@ class First:
         return Tree.chain([[root] for root in step.bonus])
 
 
-class TargetLaws:
-    """What the target says behind a text, as `measure_error` asks for it."""
+class TargetProbabilities:
+    """The target's probabilities after a text, in the form that `measure_error` reads."""
 
     def __init__(self, target: Target, text: Sequence[int], sampling: Sampling) -> None:
         self.target, self.text, self.sampling, self.vocabulary = target, text, sampling, target.vocabulary
@@ -100,44 +100,46 @@ class TargetLaws:
 
 
 def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
-    """Let the dice choose the tokens."""
+    """Let the enumerator choose the tokens."""
 
-    def draw(laws: Tensor, uniforms: Tensor) -> Tensor:
+    def draw(qs: Tensor, uniforms: Tensor) -> Tensor:
         drawn = []
-        for law in laws.clone():
+        for q in qs.clone():
             for _ in range(uniforms.shape[1]):
-                drawn.append(dice.draw(law) if law.sum() > 0 else 0)
-                law[drawn[-1]] = 0
+                drawn.append(dice.draw(q) if q.sum() > 0 else 0)
+                q[drawn[-1]] = 0
         return torch.tensor(drawn).view(uniforms.shape[:2])
 
     monkeypatch.setattr(sampled_trees, "sample_without_replacement", draw)
 
 
-def emit(monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], laws: TargetLaws, rule: RowRule) -> dict:
-    """The law of what one step emits: accepted tokens and the bonus token."""
+def emit(
+    monkeypatch: pytest.MonkeyPatch, propose: Callable[[], Tree], targets: TargetProbabilities, rule: RowRule
+) -> dict:
+    """The distribution of the tokens that one step emits: accepted tokens and the bonus token."""
 
     def draft(dice: Any) -> Tree:
         draw_all(monkeypatch, dice)
         return propose()
 
     trees: dict[Any, tuple[Tree, float]] = {}  # many drafts differ only in what was not kept
-    for tree, chance in enumerate_outcomes(draft):
+    for tree, probability in enumerate_outcomes(draft):
         key = tuple(tree.tokens[0].tolist()), tuple(tree.parents[0].tolist())
-        trees[key] = tree, chance + (trees[key][1] if key in trees else 0.0)
-    law: dict[Prefix, float] = {}
-    for (tokens, parents), (tree, chance) in trees.items():
+        trees[key] = tree, probability + (trees[key][1] if key in trees else 0.0)
+    distribution: dict[Prefix, float] = {}
+    for (tokens, parents), (tree, drafted_with) in trees.items():
         prefixes: list[Prefix] = [()]
         for node in range(1, len(tokens)):
             prefixes.append((*prefixes[parents[node]], tokens[node]))
-        p = [laws.p(prefix) for prefix in prefixes]
+        p = [targets.p(prefix) for prefix in prefixes]
         q = tree.q
         drafted = SampledTree(
             tokens, parents, [True] * len(tokens), p.__getitem__, lambda node, q=q: q[0, node].clone()
         )
         for (path, bonus), probability in enumerate_outcomes(partial(rule, drafted)):
             emitted = (*prefixes[path[-1]], bonus)
-            law[emitted] = law.get(emitted, 0.0) + chance * probability
-    return law
+            distribution[emitted] = distribution.get(emitted, 0.0) + drafted_with * probability
+    return distribution
 
 
 def emit_with(
@@ -148,7 +150,7 @@ def emit_with(
     rule: RowRule,
     times: Sequence[float] = (1.0, 1.05, 2.1),
 ) -> Any:
-    """That law for a proposer's first draft, and the target's laws. times: of passes over 1, 2 and 8 nodes."""
+    """That distribution for a proposer's first draft, and the target's. times: of passes over 1, 2 and 8 nodes."""
     monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 8], times))
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 0.5)
     first = First(proposer.layers)
@@ -158,8 +160,8 @@ def emit_with(
         fresh = proposer.renew()
         return fresh.propose(first.step, 64)
 
-    laws = TargetLaws(target, first.step.sequences[0], sampling)
-    return emit(monkeypatch, propose, laws, rule), laws
+    targets = TargetProbabilities(target, first.step.sequences[0], sampling)
+    return emit(monkeypatch, propose, targets, rule), targets
 
 
 @pytest.fixture(scope="module")
@@ -167,40 +169,40 @@ def tiny_target() -> Target:
     return Target(tiny("llama", vocab_size=VOCABULARY))
 
 
-PLAIN = Sampling(temperature=2.0, seed=2)  # what is wrong below shows behind its first token
-CUT = Sampling(temperature=3.0, top_k=3, top_p=0.95)  # the head's law like the target's, by its own tokens
-TARGET_CUT = Sampling(temperature=2.0, processors=[TopKLogitsWarper(2)])  # no processor sees the head's
+PLAIN = Sampling(temperature=2.0, seed=2)  # the errors below show after the first token
+CUT = Sampling(temperature=3.0, top_k=3, top_p=0.95)  # the head is cut like the target, by its own top tokens
+TARGET_CUT = Sampling(temperature=2.0, processors=[TopKLogitsWarper(2)])  # processors do not apply to the head
 CASES = [
     ("eagle", "chain", "block", CUT),
     ("eagle", "dynamic, few nodes", "traversal", PLAIN),
     ("eagle", "static", "traversal", CUT),
-    ("eagle", "what pays", "traversal", PLAIN),
+    ("eagle", "adaptive", "traversal", PLAIN),
     ("eagle3", "chain", "traversal", TARGET_CUT),
-    ("eagle3", "what pays", "rrsw", CUT),
+    ("eagle3", "adaptive", "rrsw", CUT),
     ("eagle3", "dynamic", "traversal", CUT),
     ("eagle3", "dynamic, few nodes", "traversal", TARGET_CUT),
     ("hydra", "ranks with gaps", "rrsw", PLAIN),
-    ("hydra", "what pays, fixed", "traversal", TARGET_CUT),
-    ("eagle", "what pays, chain", "block", PLAIN),
+    ("hydra", "adaptive, fixed", "traversal", TARGET_CUT),
+    ("eagle", "adaptive, chain", "block", PLAIN),
     ("medusa", "dynamic, few nodes", "traversal", PLAIN),
 ]
 
 
 @pytest.mark.parametrize(("kind", "shape", "rule", "sampling"), CASES)
-def test_one_step_says_what_the_target_says(
+def test_one_step_keeps_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch, tiny_target: Target, kind: str, shape: str, rule: str, sampling: Sampling
 ) -> None:
     proposer = make_small(kind, shape, tiny_target)
-    law, laws = emit_with(monkeypatch, proposer, tiny_target, sampling, RULES[rule])
-    assert count_tokens(law) > 1.05
-    assert measure_error(law, laws) < EXACT
+    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, sampling, RULES[rule])
+    assert count_tokens(distribution) > 1.05
+    assert measure_error(distribution, targets) < EXACT
 
 
-# ---- what these tests must catch ----
+# ---- errors that these tests must find ----
 
 
-def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the best by the chances of the tokens that were drawn."""
+def choose_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: nodes are chosen by the probabilities of the sampled tokens."""
     pick = sampled_trees.SampledTokens.pick
 
     def peek(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,13 +213,13 @@ def keep_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "keep_order", lambda log_p: log_p)
 
 
-def look_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the number of nodes that was best, now that all are drawn."""
+def size_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the number of nodes is chosen after all are sampled."""
     monkeypatch.setattr(draft_budget, "grow_while_worth", draft_budget.choose_fastest)
 
 
-def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the same tokens behind each path."""
+def share_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong: the same tokens after each path."""
     pick = sampled_trees.SampledTokens.pick
 
     def copy(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,14 +231,14 @@ def share_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the second draw without the first."""
+    """Wrong: the second sample without the first."""
     monkeypatch.setattr(head_proposer, "renumber", lambda paths: paths)
 
 
 WRONGS = [
-    (keep_by_token, "hydra", "dynamic, few nodes"),
-    (look_back, "eagle", "what pays, chain"),
-    (share_draws, "medusa", "static"),
+    (choose_by_token, "hydra", "dynamic, few nodes"),
+    (size_afterwards, "eagle", "adaptive, chain"),
+    (share_samples, "medusa", "static"),
     (skip_ranks, "hydra", "ranks with gaps"),
 ]
 
@@ -247,13 +249,13 @@ def test_wrong_drafts_are_caught(
 ) -> None:
     proposer = make_small(kind, shape, tiny_target)
     wrong(monkeypatch)
-    times = (1.0, 2.0, 2.0)  # more nodes cost nothing once there are two: whether there are hangs on what they are
-    law, laws = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], times)
-    assert measure_error(law, laws) > WRONG
+    times = (1.0, 2.0, 2.0)  # more than two nodes cost nothing, so the size depends on the tokens
+    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], times)
+    assert measure_error(distribution, targets) > WRONG
 
 
 def test_costs_with_steps(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
-    proposer = make_small("eagle", "what pays, chain", tiny_target)
-    law, laws = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], (1.0, 2.0, 2.0))
-    assert count_tokens(law) > 1.05
-    assert measure_error(law, laws) < EXACT
+    proposer = make_small("eagle", "adaptive, chain", tiny_target)
+    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], (1.0, 2.0, 2.0))
+    assert count_tokens(distribution) > 1.05
+    assert measure_error(distribution, targets) < EXACT

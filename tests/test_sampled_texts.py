@@ -1,4 +1,4 @@
-"""Text with sampled drafts of heads: its distribution, what it depends on, and how tokens are drawn."""
+"""Text with sampled drafts of heads: its distribution, what it depends on, and sampling without replacement."""
 
 from __future__ import annotations
 
@@ -140,18 +140,18 @@ def check_q(tree: Tree, known: set[int]) -> None:
             assert float(q.sum()) == pytest.approx(1) and {*q.nonzero().flatten().tolist()} <= known
 
 
-# ---- how tokens are drawn ----
+# ---- sampling tokens ----
 
 
-def test_tokens_are_drawn_without_replacement() -> None:
+def test_tokens_are_sampled_without_replacement() -> None:
     rounds, tokens = 20_000, [3, 700, 300, 511]  # in several groups
     q = torch.zeros(1000, dtype=torch.float64)
     q[tokens] = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     uniforms = stream_uniforms(torch.tensor([5]), torch.arange(rounds * 4)).view(rounds, 2, 2)
-    drawn = sample_without_replacement(q.expand(rounds, -1), uniforms)
+    sampled = sample_without_replacement(q.expand(rounds, -1), uniforms)
     index = torch.full((1000,), 99)
     index[tokens] = torch.arange(4)
-    counts = torch.bincount(index[drawn] @ torch.tensor([4, 1]), minlength=16).view(4, 4)
+    counts = torch.bincount(index[sampled] @ torch.tensor([4, 1]), minlength=16).view(4, 4)
     small = q[tokens]
     expected = rounds * small[:, None] * small / (1 - small[:, None])
     expected.fill_diagonal_(0)
@@ -160,12 +160,12 @@ def test_tokens_are_drawn_without_replacement() -> None:
     assert float(((counts - expected)[cells] ** 2 / expected[cells]).sum()) < 31.3  # 11 degrees of freedom
 
 
-def test_drawing_more_tokens_than_have_probability() -> None:
+def test_sampling_more_tokens_than_have_probability() -> None:
     q = torch.tensor([[0.0, 1 - 1e-17, 0.0, 1e-17, 0.0], [0.2] * 5], dtype=torch.float64)
     for noise in (0.0, 0.5, 1 - 2.0**-53):
-        drawn = sample_without_replacement(q, torch.full((2, 5, 2), noise, dtype=torch.float64)).tolist()
-        assert drawn[0][:2] == [1, 3] and sorted(drawn[1]) == [0, 1, 2, 3, 4]
-        assert all(q[0, token] == 0 or token in (1, 3) for token in drawn[0])
+        sampled = sample_without_replacement(q, torch.full((2, 5, 2), noise, dtype=torch.float64)).tolist()
+        assert sampled[0][:2] == [1, 3] and sorted(sampled[1]) == [0, 1, 2, 3, 4]
+        assert all(q[0, token] == 0 or token in (1, 3) for token in sampled[0])
     assert q[1].tolist() == [0.2] * 5
 
 
@@ -180,6 +180,6 @@ def test_children_are_numbered_as_they_are_listed() -> None:
     )
 
 
-def test_a_later_draw_has_no_more_confidence() -> None:
+def test_a_later_sample_never_scores_higher() -> None:
     reversed_by_calibration = -3 - torch.tensor([[[-0.1, -1.0, -2.0]]])
     assert keep_order(reversed_by_calibration)[0, 0].tolist() == pytest.approx([-2.9] * 3)
