@@ -5,6 +5,7 @@ name. AOTInductor generates C++ and calls the machine's compiler, so kernels run
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ OPTIONS: dict[str, Any] = {  # Inductor's
 
 
 def compile_program(folder: Path) -> None:
-    """Compile the graph in a folder. Its example inputs have sizes and strides only."""
+    """Compile the graph in a folder. Its example inputs are on the "meta" device, without content."""
     program = torch.export.load(folder / "program.pt2")
-    inputs = [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype) for like in program.example_inputs[0][0]]
-    program.example_inputs = (inputs,), {}
+    program.example_inputs = (allocate(program.example_inputs[0][0], "cpu"),), {}
     package = str(folder / "kernel.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=package, inductor_configs=OPTIONS)
+
+
+def allocate(examples: Sequence[torch.Tensor], device: str) -> list[torch.Tensor]:
+    """Tensors of the same sizes, strides and dtypes."""
+    return [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) for like in examples]
 
 
 def describe_error(error: Exception) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from decode.cpu.compile_kernels import OPTIONS
+from decode.cpu.compile_kernels import OPTIONS, allocate
 
 PACKAGE = Path(__file__).parents[1]
 # Attributes that do not change what a module computes: those of every module, and a layer's number.
@@ -36,7 +36,7 @@ class KernelSource:
     description: Any
     compute: Callable[[list[Tensor]], list[Tensor]]
     examples: list[Tensor]
-    dynamic: list[tuple[int, ...]]
+    dynamic: Sequence[tuple[int, ...]]
 
     @cached_property
     def key(self) -> str:
@@ -50,16 +50,13 @@ class KernelSource:
 
     def export(self) -> ExportedProgram:
         """The function's graph, without any weights. Takes about a second; raises whatever torch.export does."""
-        inputs, meta = (
-            [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device) for like in self.examples]
-            for device in ("cpu", "meta")
-        )
         module = nn.Module()  # torch.export takes modules only
         vars(module)["forward"] = self.compute
         dynamic = [dict.fromkeys(dimensions, Dim.DYNAMIC) for dimensions in self.dynamic]
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,), strict=False)
-        program.example_inputs = (meta,), {}  # sizes and strides are enough
+            inputs = (allocate(self.examples, "cpu"),)
+            program = torch.export.export(module, inputs, dynamic_shapes=(dynamic,), strict=False)
+        program.example_inputs = (allocate(self.examples, "meta"),), {}
         return program
 
 

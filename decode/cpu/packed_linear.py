@@ -104,12 +104,12 @@ PACKED = PackedLinear, MergedPart
 
 def _merge(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer with the outputs of all, concatenated."""
-    biases: list[Any] = [linear.bias for linear in linears]
-    if any(bias is not None for bias in biases):
-        pairs = zip(linears, biases, strict=True)
-        biases = [linear.weight.new_zeros(linear.out_features) if bias is None else bias for linear, bias in pairs]
-        return make_linear(torch.cat([linear.weight for linear in linears]), torch.cat(biases))
-    return make_linear(torch.cat([linear.weight for linear in linears]), None)
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return make_linear(weight, None)
+    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    pairs = zip(linears, zeros, strict=True)
+    return make_linear(weight, torch.cat([zero if linear.bias is None else linear.bias for linear, zero in pairs]))
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
