@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
-from decode.cpu import MODES
+from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, first_layers, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED

@@ -33,7 +33,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.eval()
@@ -44,9 +43,6 @@ class PackedLinear(nn.Module):
             padded = torch.cat([inputs] * -(-PADDED_ROWS // rows))  # the fastest way to add rows
         outputs = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return outputs if padded is inputs else outputs[: inputs.shape[0]]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 MakeLayer = Callable[[nn.Linear], nn.Module]  # makes the layer that replaces a linear one

@@ -1,7 +1,5 @@
 """Speculative decoding inside transformers' own `generate`.
 
-    model.generate(**inputs, custom_generate=speculate, proposer=NGramProposer(), max_new_tokens=100)
-
 Shapes: B rows, L tokens of a prompt with padding on the left.
 """
 
@@ -19,7 +17,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
-from decode.hf.arguments import find_generate_argument, find_prompts, refuse_inputs, refuse_settings, split_criteria
+from decode.hf.arguments import find_generate_argument, find_prompts, refuse_settings, split_criteria
 from decode.hf.processors import make_sampling
 from decode.loop import stream
 from decode.masks import attention_windows
@@ -63,11 +61,11 @@ def speculate(
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     refuse_unsupported(model)
     refuse_settings(generation_config, logits_processor)
-    refuse_inputs(input_ids, inputs)
+    is_prompt = find_prompts(input_ids, inputs)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    rows = [*zip(input_ids, find_prompts(input_ids, inputs), strict=True)]
-    prompts, padding = [row[real].tolist() for row, real in rows], [row[~real] for row, real in rows]
+    prompts = [row[real].tolist() for row, real in zip(input_ids, is_prompt, strict=True)]
+    padding = [row[~real] for row, real in zip(input_ids, is_prompt, strict=True)]
     max_new_tokens, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
@@ -115,7 +113,6 @@ def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
     if accelerate not in targets or targets[accelerate][0] != state:
         target = Target(model, accelerate=accelerate)
         if target.model is model:
-            target = copy(target)
             target.model = None  # otherwise the dictionary's value would keep its key alive
         targets[accelerate] = state, target
     target = copy(targets[accelerate][1])
