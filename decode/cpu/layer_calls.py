@@ -14,23 +14,18 @@ from torch import Tensor
 from decode.kv_cache import TreeCache
 
 
-class ConstantSpec(NamedTuple):
-    """A value that is not a tensor. The type tells 1, 1.0 and True apart."""
-
-    kind: type
-    value: int | float | str | None
-
-
 class CallSpec(NamedTuple):
     """What a kernel is compiled for.
 
-    args, kwargs: the arguments, with `Tensor` for each tensor, `TreeCache` for the KV cache, a `ConstantSpec` for other
-    values. tensors: each tensor's size, stride and dtype. If it is contiguous with last size S, size omits S and stride
-    is None. cache: (B, H, D) of the layer's keys and of its values, and their dtype.
+    args, kwargs: each argument's type, which also tells 1, 1.0 and True apart, or a tuple of types. constants: the
+    values that are neither a tensor nor the KV cache. tensors: each tensor's size, stride and dtype; if the tensor is
+    contiguous with last size S, size omits S and stride is None. cache: (B, H, D) of the layer's keys and values, and
+    their dtype.
     """
 
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
+    constants: tuple[int | float | str | None, ...]
     tensors: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype], ...]
     cache: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -46,30 +41,28 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if cache is None or states is None:
         return None
     tensors: list[Tensor] = []
+    constants: list[Any] = []
 
     def describe(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(describe, value))
         if isinstance(value, Tensor):
             tensors.append(value)
             return Tensor
-        if isinstance(value, tuple):
-            return tuple(map(describe, value))
-        if value is None or isinstance(value, int | float | str):
-            return ConstantSpec(type(value), value)
         if value is not cache:
-            raise TypeError(f"a kernel cannot take {type(value).__name__}")
-        return TreeCache
+            constants.append(value)
+        return type(value)
 
     def describe_tensor(value: Tensor) -> tuple[Any, ...]:
         if value.dim() == 4 and value.shape[3] == cache.used and value.is_contiguous():
             return tuple(value.shape[:3]), None, value.dtype
         return tuple(value.shape), value.stride(), value.dtype
 
-    try:
-        described = describe(args), tuple((name, describe(value)) for name, value in kwargs.items())
-    except TypeError:
+    described = describe(args), tuple((name, describe(value)) for name, value in kwargs.items())
+    if not all(value is None or isinstance(value, int | float | str) for value in constants):
         return None
     keys, values = ((*part.shape[:2], part.shape[3]) for part in states)
-    spec = CallSpec(*described, tuple(map(describe_tensor, tensors)), (keys, values, states[0].dtype))
+    spec = CallSpec(*described, tuple(constants), tuple(map(describe_tensor, tensors)), (keys, values, states[0].dtype))
     return spec, [*tensors, *states, cache.node_slots]
 
 
@@ -79,16 +72,16 @@ def rebuild_call(spec: CallSpec, tensors: list[Tensor]) -> tuple[tuple[Any, ...]
     used = [tensor.shape[3] for tensor, (_, stride, _) in zip(arguments, spec.tensors, strict=True) if stride is None]
     if not used:
         raise ValueError("no argument shows how many slots of the KV cache are used")
-    cache, left = LayerCache(keys, values, places, used[0]), iter(arguments)
+    cache, left, constants = LayerCache(keys, values, places, used[0]), iter(arguments), iter(spec.constants)
 
-    def rebuild(value: Any) -> Any:
-        if value is Tensor:
-            return next(left)
-        if value is TreeCache:
+    def rebuild(kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            return tuple(map(rebuild, kind))
+        if kind is TreeCache:
             return cache
-        return value.value if isinstance(value, ConstantSpec) else tuple(map(rebuild, value))
+        return next(left if kind is Tensor else constants)
 
-    return rebuild(spec.args), {name: rebuild(value) for name, value in spec.kwargs}
+    return rebuild(spec.args), {name: rebuild(kind) for name, kind in spec.kwargs}
 
 
 @dataclass

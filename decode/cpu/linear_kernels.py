@@ -30,9 +30,10 @@ class CompiledLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.dense, self.fallback = make_linear(linear.weight, linear.bias, LoopLinear), PackedLinear(linear)
+        self._tensors = [*self.dense.parameters()]
         self.kernels: list[Kernel] = []  # for one row, two rows and so on
         self.eval()
-        if all(tensor.is_contiguous() for tensor in self._tensors()) and min(linear.weight.shape) > 1:
+        if all(tensor.is_contiguous() for tensor in self._tensors) and min(linear.weight.shape) > 1:
             found = obtain_kernels(linear_sources(linear.weight.dtype, linear.bias is not None))
             kernels = [kernel for kernel in found if not isinstance(kernel, str)]
             if len(kernels) == len(found) and self._are_correct(kernels):
@@ -43,11 +44,8 @@ class CompiledLinear(nn.Module):
         wrong_dtype = inputs.dtype != self.dense.weight.dtype
         if not 0 < rows <= len(self.kernels) or torch.is_grad_enabled() or wrong_dtype:
             return self.fallback(inputs)
-        (outputs,) = self.kernels[rows - 1]([inputs.reshape(rows, -1).contiguous(), *self._tensors()])
+        (outputs,) = self.kernels[rows - 1]([inputs.reshape(rows, -1).contiguous(), *self._tensors])
         return outputs.view(*inputs.shape[:-1], -1)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.dense.weight] if self.dense.bias is None else [self.dense.weight, self.dense.bias]
 
     @torch.no_grad()
     def _are_correct(self, kernels: Sequence[Kernel]) -> bool:
@@ -57,7 +55,7 @@ class CompiledLinear(nn.Module):
         expected = self.fallback(inputs)
         for rows, kernel in enumerate(kernels, start=1):
             try:
-                (output,) = kernel([inputs[:rows], *self._tensors()])
+                (output,) = kernel([inputs[:rows], *self._tensors])
             except RuntimeError:
                 return False
             error, largest = (float(values.abs().max()) for values in (output - expected[:rows], expected[:rows]))

@@ -25,8 +25,6 @@ from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer
 from decode.target import Target
 
-SAMPLE = 64  # elements of each packed weight that are compared to notice changes
-
 # The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
 # is kept without it.
 _TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Any, Target]]] = WeakKeyDictionary()
@@ -123,10 +121,10 @@ def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
 def _state_of(model: PreTrainedModel, accelerate: str) -> Any:
     """Changes if the model moves or gets another vocabulary, window or attention or, if accelerated, other weights.
 
-    Merging adapters changes weights without a new version, so a sample of each packed weight is compared too.
+    Merging adapters changes weights without a new version, so 64 elements of each packed weight are compared too.
     """
     packed = [module.weight.detach() for module in model.modules() if accelerate != "off" and can_pack(module)]
-    samples = [weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist() for weight in packed]
+    samples = [weight.flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in packed]
     versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
     shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if accelerate != "off"]
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

@@ -141,8 +141,8 @@ def _is_complete(folder: Path) -> bool:
     """Whether a folder has all its files, unchanged, and comes from this wheel."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        intact = all(_digest(folder / name) == file["sha256"] for name, file in manifest["files"].items())
-        return intact and manifest["wheel_sha256"] == WHEEL_SHA256
+        intact = (_digest(folder / name) == file["sha256"] for name, file in manifest["files"].items())
+        return manifest["wheel_sha256"] == WHEEL_SHA256 and all(intact)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
