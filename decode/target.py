@@ -10,7 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from decode.cpu import accelerated_copy, compile_batch, dense_output_layer, is_compiled
+from decode.cpu.acceleration import accelerated_copy, dense_output_layer, is_compiled
+from decode.cpu.compiled_model import compile_batch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CostCurve, measure_cost_curve
 from decode.models.loading import load_model

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from decode import Target, generate
-from decode.cpu import accelerate, accelerated_copy
+from decode.cpu.acceleration import accelerate, accelerated_copy
 from decode.cpu.grouped_attention import grouped_sdpa
 from decode.cpu.packed_linear import MergedLinear, MergedPart, PackedLinear, can_pack
 from decode.kv_cache import LARGE

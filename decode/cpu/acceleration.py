@@ -37,16 +37,15 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         return model
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
-    if mode == "compiled":
-        compile_model(model)
-    elif mode == "packed" or not _is_worth_compiling(model):
-        pack_layers(model)
-    else:
+    if mode == "compiled" or (mode == "auto" and _is_worth_compiling(model)):
         try:
-            compile_model(model, retry_failed=False)  # retrying could take a minute at each start
+            compile_model(model, retry_failed=mode == "compiled")  # could take a minute at each start
+            return model
         except ValueError as error:
+            if mode == "compiled":
+                raise
             print_notice(f"{error}; the model runs without")
-            pack_layers(model)
+    pack_layers(model)
     return model
 
 

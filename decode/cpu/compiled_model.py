@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import groupby
-from operator import itemgetter
 from threading import get_ident
 from typing import Any
 
@@ -17,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode.cpu.compiled_layer import CompiledLayer, PassSize, RecordedCall, find_cache_layer
-from decode.cpu.kernel_cache import obtain_kernels
+from decode.cpu.compiled_layer import CompiledLayer, RecordedCall, find_cache_layer
+from decode.cpu.kernel_cache import Kernel, obtain_kernels
 from decode.cpu.kernel_source import KernelSource
 from decode.cpu.linear_kernels import LINEAR_TOLERANCE, MAX_LAYER_TOKENS, CompiledLinear, linear_sources
 from decode.cpu.packed_linear import can_pack, pack_layers
@@ -44,15 +42,13 @@ def compile_model(model: PreTrainedModel, *, retry_failed: bool = True) -> None:
     numbers = {layer: find_cache_layer(layer) for layer in find_decoder(model)[1]}
     layers = {layer: CompiledLayer(layer, number) for layer, number in numbers.items() if number is not None}
     try:
-        sizes = [(1, nodes) for nodes in range(1, MAX_LAYER_TOKENS + 1)]
-        _compile_layers(model, layers, sizes, for_linears, retry_failed)
-        failures = [found for found in obtain_kernels(for_linears) if isinstance(found, str)]
+        kernels = _compile_layers(model, layers, [1], for_linears, retry_failed)
     except OSError as error:
         raise ValueError(f"cannot keep compiled kernels: {error} (XDG_CACHE_HOME names another folder)") from error
-    if failures:
-        raise ValueError(
-            f"kernels cannot be compiled here ({failures[0]}); it needs a C++ compiler such as g++, or go on without"
-        )
+    for failure in kernels:
+        if isinstance(failure, str):
+            advice = "it needs a C++ compiler such as g++, or go on without"
+            raise ValueError(f"kernels cannot be compiled here ({failure}); {advice}")
     for layer, compiled in layers.items():
         if sum(compiled.tried.values()) == MAX_LAYER_TOKENS:
             pack_layers(layer)
@@ -67,13 +63,12 @@ def compile_batch(model: PreTrainedModel, batch: int) -> None:
     run the packed layers. Hooks on the model see the passes in which layers are tried.
     """
     layers = {layer: layer.forward for layer in compiled_layers(model)}
-    sizes = [(rows, nodes) for rows in range(1, batch + 1) for nodes in range(1, MAX_LAYER_TOKENS // rows + 1)]
-    new = [size for size in sizes if any(size not in layer.tried for layer in layers.values())]
+    new = [rows for rows in range(2, batch + 1) if any((rows, 1) not in layer.tried for layer in layers.values())]
     if new and batch <= MAX_LAYER_TOKENS:
         with suppress(OSError):  # the cache cannot be written
             _compile_layers(model, layers, new)
         for layer in layers.values():
-            layer.tried = dict.fromkeys(new, False) | layer.tried
+            layer.tried = {(rows, 1): False for rows in new} | layer.tried
 
 
 def compiled_layers(model: PreTrainedModel) -> list[Any]:
@@ -85,23 +80,23 @@ def compiled_layers(model: PreTrainedModel) -> list[Any]:
 def _compile_layers(
     model: PreTrainedModel,
     layers: Mapping[nn.Module, CompiledLayer],
-    sizes: Sequence[PassSize],
+    batches: Sequence[int],
     others: Sequence[KernelSource] = (),
     retry_failed: bool = False,
-) -> None:
-    """Obtain the layers' kernels for these sizes, compiled together with `others`, and check them in passes."""
-    by_rows = groupby(sizes, key=itemgetter(0))
-    recorded = [pair for rows, group in by_rows for pair in _record_calls(model, layers, rows, [*group])]
-    sources = [layer.kernel_source(call.call) for layer, call in recorded]
+) -> list[Kernel | str]:
+    """Obtain the layers' kernels for these numbers of rows and check them. Returns the kernels of `others`."""
+    recorded = [pair for rows in batches for pair in _record_calls(model, layers, rows)]
+    sources = [layer.kernel_source(call) for layer, call in recorded]
     kernels = obtain_kernels([*sources, *others], retry_failed=retry_failed)
     for (layer, call), kernel in zip(recorded, kernels, strict=False):
         layer.try_kernel(kernel, call)
+    return kernels[len(sources) :]
 
 
 def _record_calls(
-    model: PreTrainedModel, layers: Mapping[nn.Module, CompiledLayer], rows: int, sizes: Sequence[PassSize]
+    model: PreTrainedModel, layers: Mapping[nn.Module, CompiledLayer], rows: int
 ) -> list[tuple[CompiledLayer, RecordedCall]]:
-    """The layers' calls in passes of these sizes, if kernels can serve them. Empty if a pass fails."""
+    """The layers' calls in passes over up to `MAX_LAYER_TOKENS`, if kernels can serve them. Empty if a pass fails."""
     calls: list[tuple[CompiledLayer, RecordedCall]] = []
     thread = get_ident()
 
@@ -112,17 +107,13 @@ def _record_calls(
 
     try:
         session = Session(StockModel(model), rows)
-        session.verify(_make_chain(rows, COMMITTED))
+        session.verify(Tree.chain([[*range(COMMITTED)]] * rows))
         session.cache.lengths = [COMMITTED - row for row in range(rows)]
         with ExitStack() as stack:
             for layer in layers:
                 stack.callback(layer.register_forward_hook(record, with_kwargs=True, prepend=True).remove)
-            for _, nodes in sizes:
-                session.verify(_make_chain(rows, nodes))
+            for nodes in range(1, MAX_LAYER_TOKENS // rows + 1):
+                session.verify(Tree.chain([[*range(nodes)]] * rows))
     except Exception:  # the target's self-test reports what the model's code does not take
         return []
     return calls
-
-
-def _make_chain(rows: int, nodes: int) -> Tree:
-    return Tree.chain([list(range(nodes))] * rows)

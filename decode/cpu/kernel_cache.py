@@ -11,17 +11,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, Popen
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
+from decode.cpu.compile_kernels import describe_error
 from decode.cpu.kernel_source import KernelSource, name_kernel
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
@@ -37,13 +36,12 @@ def obtain_kernels(sources: Sequence[KernelSource], *, retry_failed: bool = Fals
 
     retry_failed: compile again what failed before. Raises OSError if the cache cannot be written.
     """
-    if _find_missing(sources, retry_failed):
+    if any(_is_missing(_find_path(source), retry_failed) for source in sources):
         folder = kernel_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"), scratch(folder / "making") as making:
-            # Looked up again: another process may have compiled some meanwhile.
-            _compile(_find_missing(sources, retry_failed), making, retry_failed)
-    return [_load(path) or _read_failure(path) for path in map(_find_path, sources)]
+            _compile({source.key: source for source in sources}, making, retry_failed)
+    return [_load(path) or _failure_file(path).read_text() for path in map(_find_path, sources)]
 
 
 def kernel_folder() -> Path:
@@ -62,10 +60,9 @@ def _key_file(source: KernelSource) -> Path:
     return kernel_folder() / f"{source.key}.key"
 
 
-def _find_missing(sources: Sequence[KernelSource], retry_failed: bool) -> list[KernelSource]:
-    """The sources without a kernel, each key once. Removes damaged kernels."""
-    by_key = {source.key: source for source in sources}
-    return [source for source in by_key.values() if _is_missing(_find_path(source), retry_failed)]
+def _failure_file(path: Path) -> Path:
+    """The file that says why there is no kernel."""
+    return path.with_suffix(".failed")
 
 
 def _is_missing(path: Path, retry_failed: bool) -> bool:
@@ -73,39 +70,29 @@ def _is_missing(path: Path, retry_failed: bool) -> bool:
     return _load(path) is None and (retry_failed or not _failure_file(path).exists())
 
 
-def _compile(sources: Sequence[KernelSource], making: Path, retry_failed: bool) -> None:
-    """Export the sources and compile new graphs, several at once. Each kernel is kept as soon as it is done."""
+def _compile(sources: dict[str, KernelSource], making: Path, retry_failed: bool) -> None:
+    """Export the sources without a kernel and compile new graphs. Each kernel is kept as soon as it is done."""
     paths: dict[str, Path] = {}  # the kernel's place in the cache, by the folder of its program
-    with tqdm(total=len(sources), unit="kernel", disable=None) as progress:
-        for source in sources:
-            folder = _export(source, making, retry_failed)
-            if folder is None:
-                progress.update()
-                continue
+    for source in sources.values():
+        if not _is_missing(_find_path(source), retry_failed):
+            continue  # another process has compiled it meanwhile
+        try:
+            program = source.export()
+        except Exception as error:  # anything from torch.export or the model's code
+            _failure_file(_find_path(source)).write_text(describe_error(error))
+            continue
+        _key_file(source).write_text(name_kernel(program))
+        path = _find_path(source)
+        folder = making / path.stem
+        if not folder.exists() and _is_missing(path, retry_failed):
             if not paths:
                 print_notice("compiling kernels for models of this kind, once; it takes about a minute")
-            paths[str(folder)] = _find_path(source)
-        folders = [*paths]
-        for done in _run_compilers([folders[place::WORKERS] for place in range(WORKERS)]):
-            _keep(Path(done), paths[done])
-            progress.update()
-
-
-def _export(source: KernelSource, making: Path, retry_failed: bool) -> Path | None:
-    """The folder of a program to compile; None if the export fails or the graph needs no new kernel."""
-    try:
-        program = source.export()
-    except Exception as error:  # anything from torch.export or the model's code
-        line = (str(error).strip().splitlines() or [""])[0]
-        _failure_file(_find_path(source)).write_text(f"{type(error).__name__}: {line}")
-        return None
-    _key_file(source).write_text(name_kernel(program))
-    path = _find_path(source)
-    folder = making / path.stem
-    if folder.exists() or not _is_missing(path, retry_failed):
-        return None
-    source.save(program, folder)
-    return folder
+            folder.mkdir()
+            torch.export.save(program, folder / "program.pt2")
+            paths[str(folder)] = path
+    shares = [[*paths][place::WORKERS] for place in range(WORKERS)]
+    for done in tqdm(_run_compilers(shares), total=len(paths), unit="kernel", disable=None if paths else True):
+        _keep(Path(done), paths[done])
 
 
 def _keep(folder: Path, path: Path) -> None:
@@ -115,32 +102,24 @@ def _keep(folder: Path, path: Path) -> None:
         package.rename(path)
         remove(_failure_file(path))
     if _load(path) is None:
-        _failure_file(path).write_text(
-            failure.read_text() if failure.exists() else "the compiled kernel cannot be loaded"
-        )
+        reason = failure.read_text() if failure.exists() else "the compiled kernel cannot be loaded"
+        _failure_file(path).write_text(reason)
 
 
 def _run_compilers(shares: Sequence[Sequence[str]]) -> Iterator[str]:
     """Compile the programs in these folders, one process a share. Yields each folder when it is done."""
-    done: SimpleQueue[str] = SimpleQueue()
-
-    def watch(process: Popen[str], folders: Sequence[str]) -> None:
-        left = set(folders)
-        with process:
-            for line in process.stdout or ():
-                left.discard(line.rstrip())
-                done.put(line.rstrip())
-        for folder in left:  # the process was killed
-            done.put(folder)
-
-    command = [sys.executable, "-P", str(COMPILE_SCRIPT)]  # -P: modules next to the script hide no others
-    with ThreadPoolExecutor(WORKERS) as pool, ExitStack() as stack:
-        for folders in filter(None, shares):
-            process = Popen([*command, *folders], stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, text=True)
-            stack.callback(process.kill)  # if this is interrupted
-            pool.submit(watch, process, folders)
-        for _ in range(sum(map(len, shares))):
-            yield done.get()
+    left = {folder: None for share in shares for folder in share}
+    reader, writer = os.pipe()  # all processes write to it
+    with open(reader) as lines, ExitStack() as stack:
+        with open(writer, "w") as output:
+            for folders in filter(None, shares):
+                command = [sys.executable, "-P", str(COMPILE_SCRIPT), *folders]  # -P: import no modules next to it
+                process = stack.enter_context(Popen(command, stdin=DEVNULL, stdout=output, stderr=DEVNULL))
+                stack.callback(process.kill)  # if this is interrupted
+        for line in lines:
+            left.pop(line.rstrip())
+            yield line.rstrip()
+    yield from left  # their process was killed
 
 
 def _load(path: Path) -> Kernel | None:
@@ -152,12 +131,3 @@ def _load(path: Path) -> Kernel | None:
         except RuntimeError:  # damaged, or compiled with other libraries
             remove(path)
     return _LOADED.get(path)
-
-
-def _read_failure(path: Path) -> str:
-    return _failure_file(path).read_text() if _failure_file(path).exists() else "it was removed"
-
-
-def _failure_file(path: Path) -> Path:
-    """The file that says why there is no kernel."""
-    return path.with_suffix(".failed")

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from transformers import PreTrainedConfig
+from torch.export import Dim, ExportedProgram
 
-OPTIONS: dict[str, Any] = {  # Inductor's
-    # Compute what several loops read once, not in each of them.
-    "realize_reads_threshold": 0,
-    # The number of threads may differ from process to process.
-    "cpp.dynamic_threads": True,
-    # The code that calls the loops takes longer to compile than they do and gains nothing from optimization.
-    "aot_inductor.compile_wrapper_opt_level": "O0",
-}
+from decode.cpu.compile_kernels import OPTIONS, allocate
+
 PACKAGE = Path(__file__).parents[1]
 # Attributes that do not change what a module computes: those of every module, and a layer's number.
 STATE = {*vars(nn.Module()), "layer_idx"}
@@ -45,7 +36,7 @@ class KernelSource:
     description: Any
     compute: Callable[[list[Tensor]], list[Tensor]]
     examples: list[Tensor]
-    dynamic: list[tuple[int, ...]]
+    dynamic: Sequence[tuple[int, ...]]
 
     @cached_property
     def key(self) -> str:
@@ -55,35 +46,18 @@ class KernelSource:
         """
         inputs = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in self.examples]
         versions = transformers.__version__, torch.get_default_dtype(), _digest_package()
-        return digest(self.description, inputs, self.dynamic, versions, environment())
+        return _digest(self.description, inputs, self.dynamic, versions, environment())
 
     def export(self) -> ExportedProgram:
-        """The function's graph. It holds no weights. Takes about a second; raises whatever torch.export does."""
-        dynamic = [dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC) for dimensions in self.dynamic]
+        """The function's graph, without any weights. Takes about a second; raises whatever torch.export does."""
+        module = nn.Module()  # torch.export takes modules only
+        vars(module)["forward"] = self.compute
+        dynamic = [dict.fromkeys(dimensions, Dim.DYNAMIC) for dimensions in self.dynamic]
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            inputs = [torch.empty_strided(like.shape, like.stride(), dtype=like.dtype) for like in self.examples]
-            module = _Function(self.compute)
-            program = torch.export.export(module, (inputs,), dynamic_shapes=(dynamic,), strict=False)
-        program.example_inputs = None
+            inputs = (allocate(self.examples, "cpu"),)
+            program = torch.export.export(module, inputs, dynamic_shapes=(dynamic,), strict=False)
+        program.example_inputs = (allocate(self.examples, "meta"),), {}
         return program
-
-    def save(self, program: ExportedProgram, folder: Path) -> None:
-        """Write what `compile_kernels.py` needs to a new folder."""
-        folder.mkdir()
-        torch.export.save(program, folder / "program.pt2")
-        inputs = [(list(like.shape), like.stride(), str(like.dtype).removeprefix("torch.")) for like in self.examples]
-        (folder / "settings.json").write_text(json.dumps({"inputs": inputs, "options": OPTIONS}))
-
-
-class _Function(nn.Module):
-    """torch.export takes modules only."""
-
-    def __init__(self, compute: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        return self.compute(inputs)
 
 
 def name_kernel(program: ExportedProgram) -> str:
@@ -96,7 +70,7 @@ def name_kernel(program: ExportedProgram) -> str:
         for name, value in {**program.state_dict, **program.constants}.items()
     ]
     sizes = program.range_constraints
-    return digest(graphs, inputs, sizes, program.graph_signature, constants, OPTIONS, environment())
+    return _digest(graphs, inputs, sizes, program.graph_signature, constants, OPTIONS, environment())
 
 
 def describe_module(module: nn.Module) -> list[Any]:
@@ -112,12 +86,10 @@ def describe_module(module: nn.Module) -> list[Any]:
     ]
 
 
-def _describe_value(value: Any) -> str:
-    if isinstance(value, PreTrainedConfig):
-        return f"{value.to_json_string()} {value._attn_implementation}"
-    text = repr(value.tolist() if isinstance(value, Tensor) else value)
-    kind = value if isinstance(value, FunctionType) else type(value)
-    return f"{re.sub(' at 0x[0-9a-f]+', '', text)} {kind.__qualname__} {_digest_source(kind.__module__)}"
+def _describe_value(value: Any) -> tuple[str, ...]:
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(value.tolist() if isinstance(value, Tensor) else value))
+    attention = getattr(value, "_attn_implementation", "")  # a config's repr lacks it
+    return text, str(type(value)), attention, _digest_source(getattr(value, "__module__", ""))
 
 
 @cache
@@ -129,20 +101,17 @@ def _digest_source(module: str) -> str:
 
 @cache
 def _digest_package() -> str:
-    return digest([file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))])
+    return _digest([file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py"))])
 
 
 @cache
 def environment() -> tuple[str, str]:
     """torch's version, and the CPU: kernels use all of its instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
-    except OSError:
-        cpu = f"{platform.machine()} {platform.processor()}"
-    return torch.__version__, cpu
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else [f"model name: {platform.processor()}"]
+    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return torch.__version__, "\n".join(sorted(cpu))
 
 
-def digest(*parts: Any) -> str:
-    """A SHA-256 of the parts' reprs."""
+def _digest(*parts: Any) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -5,7 +5,6 @@ Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache, the first S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,45 +13,27 @@ from torch import Tensor
 
 from decode.kv_cache import TreeCache
 
-CallSpec = tuple[tuple[int | str, Any], ...]  # the place or name of each argument, and a spec of its value
 
+class CallSpec(NamedTuple):
+    """What a kernel is compiled for.
 
-class TensorSpec(NamedTuple):
-    """A tensor's size, stride and dtype. If it is contiguous with last size S, size omits S and stride is None."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-
-
-class ConstantSpec(NamedTuple):
-    """A value that is not a tensor. The type tells 1, 1.0 and True apart."""
-
-    kind: type
-    value: int | float | str | None
-
-
-class CacheSpec(NamedTuple):
-    """The KV cache: (B, H, D) of a layer's keys and of its values, and their dtype."""
-
-    keys: tuple[int, int, int]
-    values: tuple[int, int, int]
-    dtype: torch.dtype
-
-
-class LayerCall(NamedTuple):
-    """A call of a decoder layer: the spec that its kernel is compiled for, and the kernel's inputs.
-
-    The inputs are the call's tensors, then the layer's keys and values [B, H, C, D], then the new nodes' slots [B, N].
+    args, kwargs: each argument's type, which also tells 1, 1.0 and True apart, or a tuple of types. constants: the
+    values that are neither a tensor nor the KV cache. tensors: each tensor's size, stride and dtype; if the tensor is
+    contiguous with last size S, size omits S and stride is None. cache: (B, H, D) of the layer's keys and values, and
+    their dtype.
     """
 
-    spec: CallSpec
-    tensors: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    constants: tuple[int | float | str | None, ...]
+    tensors: tuple[tuple[tuple[int, ...], tuple[int, ...] | None, torch.dtype], ...]
+    cache: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
-    """The call of the layer that writes to layer `number` of a `TreeCache`.
+def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Tensor]] | None:
+    """The spec of a call of the layer that writes to layer `number` of a `TreeCache`, and its kernel's inputs.
 
+    The inputs are the call's tensors, then the layer's keys and values [B, H, C, D], then the new nodes' slots [B, N].
     None if that part of the cache is empty, or if an argument is not a tensor, a plain value, a tuple or that cache.
     """
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeCache)), None)
@@ -60,54 +41,47 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if cache is None or states is None:
         return None
     tensors: list[Tensor] = []
+    constants: list[Any] = []
 
     def describe(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            if value.dim() == 4 and value.shape[3] == cache.used and value.is_contiguous():
-                return TensorSpec(tuple(value.shape[:3]), None, value.dtype)
-            return TensorSpec(tuple(value.shape), value.stride(), value.dtype)
         if isinstance(value, tuple):
             return tuple(map(describe, value))
-        if value is cache:
-            keys, values = ((part.shape[0], part.shape[1], part.shape[3]) for part in states)
-            return CacheSpec(keys, values, states[0].dtype)
-        if value is None or isinstance(value, int | float | str):
-            return ConstantSpec(type(value), value)
-        raise TypeError(f"a kernel cannot take {type(value).__name__}")
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return Tensor
+        if value is not cache:
+            constants.append(value)
+        return type(value)
 
-    try:
-        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        spec = tuple((name, describe(value)) for name, value in arguments)
-    except TypeError:
+    def describe_tensor(value: Tensor) -> tuple[Any, ...]:
+        if value.dim() == 4 and value.shape[3] == cache.used and value.is_contiguous():
+            return tuple(value.shape[:3]), None, value.dtype
+        return tuple(value.shape), value.stride(), value.dtype
+
+    described = describe(args), tuple((name, describe(value)) for name, value in kwargs.items())
+    if not all(value is None or isinstance(value, int | float | str) for value in constants):
         return None
-    return LayerCall(spec, [*tensors, *states, cache.node_slots])
-
-
-def dynamic_dimensions(spec: CallSpec) -> list[tuple[int, ...]]:
-    """For each tensor of a call, the dimensions of size S or C."""
-    return [*[(3,) if tensor.stride is None else () for tensor in _tensor_specs(spec)], (2,), (2,), ()]
+    keys, values = ((*part.shape[:2], part.shape[3]) for part in states)
+    spec = CallSpec(*described, tuple(constants), tuple(map(describe_tensor, tensors)), (keys, values, states[0].dtype))
+    return spec, [*tensors, *states, cache.node_slots]
 
 
 def rebuild_call(spec: CallSpec, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments, with a `LayerCache` for the KV cache. Raises ValueError if no argument has size S."""
     *arguments, keys, values, places = tensors
-    pairs = zip(arguments, _tensor_specs(spec), strict=True)
-    used = next((tensor.shape[3] for tensor, like in pairs if like.stride is None), None)
-    if used is None:
+    used = [tensor.shape[3] for tensor, (_, stride, _) in zip(arguments, spec.tensors, strict=True) if stride is None]
+    if not used:
         raise ValueError("no argument shows how many slots of the KV cache are used")
-    cache, left = LayerCache(keys, values, places, used), iter(arguments)
+    cache, left, constants = LayerCache(keys, values, places, used[0]), iter(arguments), iter(spec.constants)
 
-    def rebuild(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return next(left)
-        if isinstance(value, CacheSpec):
+    def rebuild(kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            return tuple(map(rebuild, kind))
+        if kind is TreeCache:
             return cache
-        return value.value if isinstance(value, ConstantSpec) else tuple(map(rebuild, value))
+        return next(left if kind is Tensor else constants)
 
-    rebuilt = [(name, rebuild(value)) for name, value in spec]
-    args = tuple(value for name, value in rebuilt if isinstance(name, int))
-    return args, {name: value for name, value in rebuilt if isinstance(name, str)}
+    return rebuild(spec.args), {name: rebuild(kind) for name, kind in spec.kwargs}
 
 
 @dataclass
@@ -125,12 +99,3 @@ class LayerCache:
         self.keys[row, :, self.places] = key_states.transpose(1, 2)
         self.values[row, :, self.places] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
-
-
-def _tensor_specs(spec: Any) -> Iterator[TensorSpec]:
-    """The tensors of a spec, in the order of the call."""
-    if isinstance(spec, TensorSpec):
-        yield spec
-    elif type(spec) is tuple:
-        for part in spec:
-            yield from _tensor_specs(part)

@@ -30,9 +30,10 @@ class CompiledLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.dense, self.fallback = make_linear(linear.weight, linear.bias, LoopLinear), PackedLinear(linear)
+        self._tensors = [*self.dense.parameters()]
         self.kernels: list[Kernel] = []  # for one row, two rows and so on
         self.eval()
-        if all(tensor.is_contiguous() for tensor in self._tensors()) and min(linear.weight.shape) > 1:
+        if all(tensor.is_contiguous() for tensor in self._tensors) and min(linear.weight.shape) > 1:
             found = obtain_kernels(linear_sources(linear.weight.dtype, linear.bias is not None))
             kernels = [kernel for kernel in found if not isinstance(kernel, str)]
             if len(kernels) == len(found) and self._are_correct(kernels):
@@ -43,11 +44,8 @@ class CompiledLinear(nn.Module):
         wrong_dtype = inputs.dtype != self.dense.weight.dtype
         if not 0 < rows <= len(self.kernels) or torch.is_grad_enabled() or wrong_dtype:
             return self.fallback(inputs)
-        (outputs,) = self.kernels[rows - 1]([inputs.reshape(rows, -1).contiguous(), *self._tensors()])
+        (outputs,) = self.kernels[rows - 1]([inputs.reshape(rows, -1).contiguous(), *self._tensors])
         return outputs.view(*inputs.shape[:-1], -1)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.dense.weight] if self.dense.bias is None else [self.dense.weight, self.dense.bias]
 
     @torch.no_grad()
     def _are_correct(self, kernels: Sequence[Kernel]) -> bool:
@@ -55,16 +53,15 @@ class CompiledLinear(nn.Module):
         weight = self.dense.weight
         inputs = torch.randn(len(kernels), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         expected = self.fallback(inputs)
-        try:
-            outputs = [kernel([inputs[:rows], *self._tensors()])[0] for rows, kernel in enumerate(kernels, start=1)]
-        except RuntimeError:
-            return False
-
-        def error(output: Tensor) -> float:
-            reference = expected[: len(output)]
-            return float((output - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
-
-        return all(error(output) <= LINEAR_TOLERANCE[weight.dtype] for output in outputs)
+        for rows, kernel in enumerate(kernels, start=1):
+            try:
+                (output,) = kernel([inputs[:rows], *self._tensors])
+            except RuntimeError:
+                return False
+            error, largest = (float(values.abs().max()) for values in (output - expected[:rows], expected[:rows]))
+            if not error <= LINEAR_TOLERANCE[weight.dtype] * largest:  # also if it is NaN
+                return False
+        return True
 
 
 class LoopLinear(nn.Linear):
@@ -85,8 +82,8 @@ def loop_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 def linear_sources(dtype: torch.dtype, bias: bool) -> list[KernelSource]:
     """Kernels for one to `MAX_LINEAR_TOKENS` rows. They serve linear layers of any size."""
-    tensors = [torch.empty(8, 16, dtype=dtype), *([torch.empty(8, dtype=dtype)] if bias else [])]
-    dynamic = [(1,), (0, 1), *([(0,)] if bias else [])]
+    tensors = [torch.empty(8, 16, dtype=dtype), torch.empty(8, dtype=dtype)][: 1 + bias]
+    dynamic = [(1,), (0, 1), (0,)][: 2 + bias]
     examples = [[torch.empty(rows, 16, dtype=dtype), *tensors] for rows in range(1, MAX_LINEAR_TOKENS + 1)]
     return [KernelSource("linear", lambda inputs: [loop_linear(*inputs)], some, dynamic) for some in examples]
 

@@ -33,7 +33,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.eval()
@@ -44,9 +43,6 @@ class PackedLinear(nn.Module):
             padded = torch.cat([inputs] * -(-PADDED_ROWS // rows))  # the fastest way to add rows
         outputs = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return outputs if padded is inputs else outputs[: inputs.shape[0]]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 MakeLayer = Callable[[nn.Linear], nn.Module]  # makes the layer that replaces a linear one
@@ -104,12 +100,12 @@ PACKED = PackedLinear, MergedPart
 
 def _merge(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer with the outputs of all, concatenated."""
-    biases: list[Any] = [linear.bias for linear in linears]
-    if any(bias is not None for bias in biases):
-        pairs = zip(linears, biases, strict=True)
-        biases = [linear.weight.new_zeros(linear.out_features) if bias is None else bias for linear, bias in pairs]
-        return make_linear(torch.cat([linear.weight for linear in linears]), torch.cat(biases))
-    return make_linear(torch.cat([linear.weight for linear in linears]), None)
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return make_linear(weight, None)
+    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    pairs = zip(linears, zeros, strict=True)
+    return make_linear(weight, torch.cat([zero if linear.bias is None else linear.bias for linear, zero in pairs]))
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:

@@ -65,8 +65,11 @@ def refuse_settings(config: GenerationConfig, processors: Sequence[LogitsProcess
             raise ValueError(f"speculate cannot honour {type(processor).__name__}: {reason}")
 
 
-def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
-    """Raise ValueError for model inputs that cannot be honoured, and for an empty prompt."""
+def find_prompts(input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Which tokens are not padding, [B, L] bool.
+
+    Raises ValueError for padding on the right, an empty prompt, and model inputs that cannot be honoured.
+    """
     unknown = sorted(name for name, value in inputs.items() if name not in INPUTS and value is not None)
     if unknown:
         raise ValueError(f"speculate cannot honour {', '.join(unknown)}; a prompt is input_ids and an attention_mask")
@@ -75,13 +78,6 @@ def refuse_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
         raise ValueError("speculate cannot honour past_key_values: it has a KV cache of its own and reads all tokens")
     if input_ids.numel() == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
-
-
-def find_prompts(input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """Which tokens are not padding, [B, L] bool.
-
-    Raises ValueError for padding on the right, an empty prompt, or unusual positions.
-    """
     mask = inputs.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
     if bool((real[:, 1:] < real[:, :-1]).any()):

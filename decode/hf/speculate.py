@@ -1,7 +1,5 @@
 """Speculative decoding inside transformers' own `generate`.
 
-    model.generate(**inputs, custom_generate=speculate, proposer=NGramProposer(), max_new_tokens=100)
-
 Shapes: B rows, L tokens of a prompt with padding on the left.
 """
 
@@ -19,15 +17,13 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
-from decode.hf.arguments import find_generate_argument, find_prompts, refuse_inputs, refuse_settings, split_criteria
+from decode.hf.arguments import find_generate_argument, find_prompts, refuse_settings, split_criteria
 from decode.hf.processors import make_sampling
 from decode.loop import stream
 from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer
 from decode.target import Target
-
-SAMPLE = 64  # elements of each packed weight that are compared to notice changes
 
 # The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
 # is kept without it.
@@ -63,11 +59,11 @@ def speculate(
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     refuse_unsupported(model)
     refuse_settings(generation_config, logits_processor)
-    refuse_inputs(input_ids, inputs)
+    is_prompt = find_prompts(input_ids, inputs)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    rows = [*zip(input_ids, find_prompts(input_ids, inputs), strict=True)]
-    prompts, padding = [row[real].tolist() for row, real in rows], [row[~real] for row, real in rows]
+    prompts = [row[real].tolist() for row, real in zip(input_ids, is_prompt, strict=True)]
+    padding = [row[~real] for row, real in zip(input_ids, is_prompt, strict=True)]
     max_new_tokens, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
@@ -115,7 +111,6 @@ def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
     if accelerate not in targets or targets[accelerate][0] != state:
         target = Target(model, accelerate=accelerate)
         if target.model is model:
-            target = copy(target)
             target.model = None  # otherwise the dictionary's value would keep its key alive
         targets[accelerate] = state, target
     target = copy(targets[accelerate][1])
@@ -126,10 +121,10 @@ def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
 def _state_of(model: PreTrainedModel, accelerate: str) -> Any:
     """Changes if the model moves or gets another vocabulary, window or attention or, if accelerated, other weights.
 
-    Merging adapters changes weights without a new version, so a sample of each packed weight is compared too.
+    Merging adapters changes weights without a new version, so 64 elements of each packed weight are compared too.
     """
     packed = [module.weight.detach() for module in model.modules() if accelerate != "off" and can_pack(module)]
-    samples = [weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist() for weight in packed]
+    samples = [weight.flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in packed]
     versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
     shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if accelerate != "off"]
     vocabulary = model.config.get_text_config(decoder=True).vocab_size

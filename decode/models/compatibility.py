@@ -6,7 +6,7 @@ import inspect
 from os import PathLike
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode.masks import attention_windows
 
@@ -48,24 +48,20 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(f"{type(model).__name__} is no decoder-only language model; load an AutoModelForCausalLM")
     attention_windows(model)
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot branch into a tree; use an attention-only model"
-        )
-    if _has_alibi(config):
-        raise ValueError(f"{name} uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong")
-    if hasattr(config, "attention_layers"):  # gpt_neo
-        raise ValueError(f"{name} masks its attention by cache slots, which are not a tree's positions")
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise ValueError(f"{name} takes no position_ids: it counts cache slots, which are not a tree's positions")
+    is_recurrent, is_gpt_neo = getattr(model, "_is_stateful", False), hasattr(config, "attention_layers")
+    positional = getattr(config, "position_embedding_type", None)
+    has_alibi = name in ("bloom", "mpt") or getattr(config, "alibi", False) or positional == "alibi"
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    for is_refused, reason in (
+        (is_recurrent, "keeps a recurrent state, which cannot branch into a tree; use an attention-only model"),
+        (has_alibi, "uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong"),
+        (is_gpt_neo, "masks its attention by cache slots, which are not a tree's positions"),
+        (not takes_positions, "takes no position_ids: it counts cache slots, which are not a tree's positions"),
+    ):
+        if is_refused:
+            raise ValueError(f"{name} {reason}")
     if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
-
-
-def _has_alibi(config: PretrainedConfig) -> bool:
-    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return True
-    return getattr(config, "position_embedding_type", None) == "alibi"

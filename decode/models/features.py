@@ -40,10 +40,8 @@ def _hook_layer(model: PreTrainedModel, layer: int, captured: dict[int, Tensor])
             return
         states = args[0] if args else kwargs["hidden_states"]
         if states.ndim != 3:
-            raise ValueError(
-                f"layer {layer} of {type(model).__name__} works on several states at once; "
-                "features can only be read from its last layer, -1"
-            )
+            name = type(model).__name__
+            raise ValueError(f"layer {layer} of {name} works on several states at once; only layer -1 can be read")
         captured[layer] = states
 
     def read_output(module: nn.Module, args: Any, output: Any) -> None:

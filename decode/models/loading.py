@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from decode.cpu import accelerate as accelerate_model
-from decode.cpu import check_mode
+from decode.cpu.acceleration import accelerate as accelerate_model
+from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
 from decode.text import Tokenizer
 
@@ -31,16 +31,16 @@ def load_model(
 
     dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
-    see `decode.cpu.accelerate`.
+    see `decode.cpu.acceleration.accelerate`.
 
     Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged or
     incomplete, and if "compiled" is not possible.
     """
     check_mode(accelerate)
-    chosen_dtype, chosen_device = parse_dtype(dtype), _parse_device(device)
+    chosen_device = _parse_device(device)
+    default_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
+    chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
     folder = str(default_model() if name is None else name)
-    if chosen_dtype is None:
-        chosen_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -57,16 +57,6 @@ def load_model(
     if device_map is None:
         model = model.to(chosen_device)
     return accelerate_model(model, accelerate), tokenizer
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> Any:
-    """The torch dtype for a dtype, its name or None. Raises ValueError for others than `DTYPES`."""
-    if dtype is None or dtype in DTYPES.values():
-        return dtype
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -106,12 +96,17 @@ def _explain(error: Exception, folder: str) -> str:
 
 def _refuse_gaps(report: Mapping[str, Any], folder: str) -> None:
     """Raise ValueError for missing or misshapen weights, which transformers would fill with random numbers."""
-    missing = sorted(report["missing_keys"])
-    misshapen = sorted(key for key, *_ in report["mismatched_keys"])
-    for keys, fault in ((missing, "are missing"), (misshapen, "have other shapes than in config.json")):
+    misshapen = [key for key, *_ in report["mismatched_keys"]]
+    for keys, fault in ((report["missing_keys"], "are missing"), (misshapen, "have other shapes than in config.json")):
         if keys:
-            names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            names = ", ".join(sorted(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise ValueError(f"cannot load a model from {folder!r}: weights {fault}: {names}")
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _parse_device(name: str | None) -> torch.device:
@@ -123,6 +118,7 @@ def _parse_device(name: str | None) -> torch.device:
         raise ValueError(f"unknown device {name!r}; examples are cpu, cuda and cuda:1") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported; use cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device {name!r} is not there; torch sees {count} CUDA devices")
     return device

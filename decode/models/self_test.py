@@ -31,10 +31,8 @@ def self_test(target: StockModel) -> float:
     except torch.OutOfMemoryError:
         raise
     except Exception as cause:  # anything from the model's code
-        reason = (str(cause).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"{name} cannot verify a tree: its forward pass over a small one raises {type(cause).__name__}: {reason}"
-        ) from cause
+        reason = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
+        raise ValueError(f"{name} cannot verify a tree: its forward pass over a small one raises {reason}") from cause
     if error <= allowed:
         return error
     if _looks_ahead(target, allowed):
@@ -47,16 +45,17 @@ def self_test(target: StockModel) -> float:
 
 def _measure_error(target: StockModel) -> float:
     """The error over two trees. The second continues a path of the first, which also tests the cache's compaction."""
-    prompt, trees = _make_example(target)
+    prompt, tokens = _make_example(target)
     session = Session(target, 1)
     session.verify(Tree.chain([prompt]))
     session.keep([list(range(len(prompt)))])
     errors = []
-    for tree in trees:
+    for part in tokens.split(5):
+        tree = Tree(part[None], torch.tensor(PARENTS), torch.tensor([5]), height=2)
         logits = session.verify(tree).logits[0]
         errors += [_path_error(target, prompt, tree, leaf, logits) for leaf in (1, 3, 4)]
         session.keep([PATH])
-        prompt = prompt + tree.tokens[0, PATH].tolist()
+        prompt = prompt + part[PATH].tolist()
     return float(torch.stack(errors).max())  # unlike Python's `max`, keeps a NaN
 
 
@@ -68,21 +67,17 @@ def _path_error(target: StockModel, prompt: list[int], tree: Tree, leaf: int, lo
     return (logits[path.to(logits.device)].to(expected.device) - expected).abs().max() / expected.float().std()
 
 
-def _make_example(target: StockModel) -> tuple[list[int], list[Tree]]:
-    """A prompt that is longer than the model's windows, if those are short, and two trees of 5 nodes."""
+def _make_example(target: StockModel) -> tuple[list[int], Tensor]:
+    """A prompt that is longer than the model's windows, if those are short, and the tokens [10] of two trees."""
     windows = [kind.window or kind.chunk or 0 for kind in target.windows.values()]
     longest = max((window for window in windows if 0 < window <= 64), default=4)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(target.vocabulary, (longest + 12,), generator=generator).tolist()
-    parents, sizes = torch.tensor(PARENTS), torch.tensor([5])
-    return tokens[:-10], [
-        Tree(torch.tensor([part]), parents, sizes, height=2) for part in (tokens[-10:-5], tokens[-5:])
-    ]
+    tokens = torch.randint(target.vocabulary, (longest + 12,), generator=torch.Generator().manual_seed(0))
+    return tokens[:-10].tolist(), tokens[-10:]
 
 
 def _looks_ahead(target: StockModel, allowed: float) -> bool:
     """Whether a token's logits depend on the tokens after it."""
-    prompt, (tree, _) = _make_example(target)
-    ids = torch.tensor([prompt, prompt[:-1] + tree.tokens[0, :1].tolist()], device=target.device)
+    prompt, tokens = _make_example(target)
+    ids = torch.tensor([prompt, [*prompt[:-1], int(tokens[0])]], device=target.device)
     one, other = target.model(input_ids=ids, use_cache=False).logits[:, 0].float()
     return float((one - other).abs().max() / one.std()) > allowed

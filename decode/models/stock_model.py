@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode.masks import attention_windows
 
@@ -23,25 +23,21 @@ class StockModel:
 
     @property
     def context(self) -> int:
-        """The largest number of tokens of a prompt and its answer."""
-        return _usable_context(self.config)
+        """The largest number of tokens of a prompt and its answer.
 
-
-def _usable_context(config: PretrainedConfig) -> int:
-    """The model's context length, or the number of positions whose logits depend on a token's own path alone.
-
-    Two kinds of model have fewer of those in transformers. Longrope changes the frequencies of all positions once any
-    row passes its original context. Llama 4 scales the queries of layers without positions by cache slot, in steps of
-    `floor_scale`; the first step changes nothing.
-    """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # some models have a dict of parameters for each layer type
-        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
-            limits.append(parameters.get("original_max_position_embeddings"))
-    if getattr(config, "attn_temperature_tuning", False):
-        limits.append(config.floor_scale - MAX_TREE_SLOTS)
-    return min((int(limit) for limit in limits if limit), default=1 << 30)
+        This is the context length, or the number of positions whose logits depend on a token's own path alone. Two
+        kinds of model have fewer of those in transformers. Longrope changes the frequencies of all positions once any
+        row passes its original context. Llama 4 scales the queries of layers without positions by cache slot, in steps
+        of `floor_scale`; the first step changes nothing.
+        """
+        limits = [getattr(self.config, "max_position_embeddings", None)]
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for parameters in (rope, *rope.values()):  # some models have a dict of parameters for each layer type
+            if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+                limits.append(parameters.get("original_max_position_embeddings"))
+        if getattr(self.config, "attn_temperature_tuning", False):
+            limits.append(self.config.floor_scale - MAX_TREE_SLOTS)
+        return min((int(limit) for limit in limits if limit), default=1 << 30)
 
 
 def _input_device(model: PreTrainedModel) -> torch.device:
