@@ -8,7 +8,7 @@ from proposers.eagle import EagleProposer
 from proposers.fixed_trees import PUBLISHED
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
-from proposers.load import EAGLES, HEAD_PROPOSERS, NAMES, load_best, load_draft_head, load_proposer
+from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
@@ -17,7 +17,6 @@ PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftPropos
 __all__ = [
     "EAGLES",
     "HEAD_PROPOSERS",
-    "NAMES",
     "PROPOSERS",
     "PUBLISHED",
     "Calibration",

@@ -20,7 +20,7 @@ from heads.checkpoint import find_folder
 from proposers import HEAD_PROPOSERS, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.fixed_trees import PUBLISHED
-from proposers.load import DRAFT_LAYERS, EAGLES, NAMES, OPTIONS
+from proposers.load import DRAFT_LAYERS, EAGLES, OPTIONS
 from scripts.shared.command import at_least
 
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
@@ -108,7 +108,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ProposerOptions`."""
     heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
     add = parser.add_argument_group("drafting").add_argument
-    add("--proposer", choices=NAMES, default="ngram", help=PROPOSER_HELP)
+    add("--proposer", choices=OPTIONS, default="ngram", help=PROPOSER_HELP)
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
     add("--head", metavar="DIR", help=f"for {heads}, auto: a head's folder (default: the default model's)")
     add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
