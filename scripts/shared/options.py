@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
-from decode.cpu import MODES
+from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
