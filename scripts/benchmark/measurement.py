@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode import Target
-from scripts.benchmark.methods import Ask, Measured, Method, measure_gap
+from scripts.benchmark.methods import Measured, Method, measure_gap
 from scripts.benchmark.options import BenchOptions
 from scripts.benchmark.questions import Question
 from scripts.shared.prompts import Conversation, encode_turn
@@ -31,10 +32,7 @@ def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Ta
 def measure_group(
     methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: BenchOptions
 ) -> dict[str, Any]:
-    """The record of one group (see `rows`), with its `differences` from plain decoding's answers.
-
-    number: the group's; it decides which method is first.
-    """
+    """The record of group `number` (see `rows`), with its `differences` from plain decoding's answers."""
     asks = [{name: method() for name, method in methods.items()} for _ in range(options.repeats)]
     conversations = open_conversations(group)
     turns: list[dict[str, Any]] = []
@@ -44,7 +42,12 @@ def measure_group(
         if not asked:
             break
         seed, room = options.seed + 1000 * number + turn, _find_room(prompts, target, options)
-        found = _ask_all(asks, number + turn, prompts, seed, room)
+        found: dict[str, list[Measured]] = {name: [] for name in methods}
+        for repeat, opened in enumerate(asks):
+            order = deque(methods)
+            order.rotate(-(number + turn + repeat))  # another method is first each time
+            for name in order:
+                found[name].append(opened[name](prompts, seed, room))
         plain = found["none"][0]
         ids, results = [conversation.id for conversation in asked], {}
         for name, measured in found.items():
@@ -65,19 +68,6 @@ def measure_group(
 def _find_room(prompts: Sequence[list[int]], target: Target, options: BenchOptions) -> int:
     """The number of new tokens that every prompt of a batch has room for."""
     return min(options.max_new_tokens, target.context - max(map(len, prompts)))
-
-
-def _ask_all(
-    asks: Sequence[Mapping[str, Ask]], shift: int, prompts: Sequence[list[int]], seed: int, room: int
-) -> dict[str, list[Measured]]:
-    """Every repeat of every method; the first method changes with each repeat and question."""
-    names = list(asks[0])
-    found: dict[str, list[Measured]] = {name: [] for name in names}
-    for repeat, methods in enumerate(asks):
-        first = (shift + repeat) % len(names)
-        for name in names[first:] + names[:first]:
-            found[name].append(methods[name](prompts, seed, room))
-    return found
 
 
 def _compare(

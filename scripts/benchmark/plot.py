@@ -10,14 +10,7 @@ from typing import Any
 from scripts.benchmark.questions import task_of
 from scripts.shared.plot import COLOURS, GREYS, INK, save_figure
 
-TASKS = {
-    "mt_bench": "MT-bench",
-    "translation": "Translation",
-    "summarization": "Summaries",
-    "qa": "QA",
-    "math_reasoning": "Math",
-    "rag": "RAG",
-}
+TASKS = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "Math", "rag": "RAG"}  # others: capitalized
 LABELS = {
     "none": "Draftless, plain decoding",
     "ngram": "Draftless, n-grams",
@@ -48,8 +41,7 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
     best = sorted(proposers, key=lambda name: -rows["all", name]["speedup_vs_none"])[:BEST]
     by_task = [name for name in methods if name in (*peers, *best)]
     count = next(row["questions"] for row in report["rows"] if row["category"] == "all")
-    present = dict.fromkeys(task_of(category) for category, _ in rows)
-    tasks = [task for task in dict.fromkeys([*TASKS, *present]) if task in present and task != "all"]
+    tasks = [task for task in dict.fromkeys(task_of(category) for category, _ in rows) if task != "all"]
     heights = [0.34 * len(methods) + 0.2, (0.13 * len(by_task) + 0.13) * len(tasks)]
     panels = 1 + (len(tasks) > 1 and bool(by_task))
     with save_figure(path, 7.2, sum(heights[:panels]) + 1.0, font_size=12) as figure:
@@ -61,7 +53,7 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
                 shift = (place - (len(by_task) - 1) / 2) * 0.8 / len(by_task)
                 places = [task + shift for task in range(len(tasks))]
                 draw_bars(panes[1], [rows[task, name] for task in tasks], colours, places, 0.8 / len(by_task))
-            panes[1].set_yticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks])
+            panes[1].set_yticks(range(len(tasks)), [TASKS.get(task, task.capitalize()) for task in tasks])
         for pane, questions in zip(panes, (f"all {count} questions", "by task"), strict=False):
             dress(pane, questions)
         label = "speed relative to Draftless' plain decoding; black lines: 95 % intervals"

@@ -99,8 +99,8 @@ def _find_interval(samples: Mapping[str, Tensor], method: str, base: str) -> lis
     """The 95 % percentile interval of the ratio of two methods' speeds; None without the base or for one record."""
     if base not in samples:
         return None
-    low, high = (samples[method] / samples[base]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return [low, high]
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return [*(samples[method] / samples[base]).quantile(ends).tolist()]
 
 
 def _divide(upper: float, lower: float) -> float | None:

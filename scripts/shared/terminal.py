@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import compress, count, groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
@@ -56,8 +56,9 @@ class OrderedOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for index in compress(count(), self._ended):
-            self._write(index)
+        for index, ended in enumerate(self._ended):
+            if ended:
+                self._write(index)
 
     def put(self, index: int, text: str, file: TextIO | None = None) -> None:
         """Add text to an answer, for stdout or another file."""
