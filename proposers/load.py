@@ -99,6 +99,8 @@ def _load_head(name: str, folder: Path, target: Target) -> Head:
     """The head in a folder, checked against the target and, unless the name is "auto", its kind."""
     try:
         head = load_draft_head(folder, target)
+        if name not in (head.kind, "auto"):
+            raise ValueError(f"the head in {folder} is of kind {head.kind}, not {name}")
         HEAD_PROPOSERS[head.kind](head).check(target)
     except ValueError as error:
         if folder.parent != PRETRAINED:
@@ -107,8 +109,6 @@ def _load_head(name: str, folder: Path, target: Target) -> Head:
             f"the pretrained {name} head is for the default model ({error}); pass a head that was trained for this "
             'target: head="FOLDER"'
         ) from error
-    if name not in (head.kind, "auto"):
-        raise ValueError(f"the head in {folder} is of kind {head.kind}, not {name}")
     return head
 
 
