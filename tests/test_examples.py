@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -38,6 +39,15 @@ def test_own_proposer(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("the same tokens as plain decoding: True") == 2
 
 
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the number format of a process's first training; other tests train in another one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_train_tiny_head(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import_module("examples.train_tiny_head").main(model, str(tmp_path))
     assert {"config.json", "model.safetensors", "calibration.json"} <= {
