@@ -1,6 +1,6 @@
 """Calls of a decoder layer as flat lists of tensors, which kernels take.
 
-Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache, the first S of which attention sees, D head size.
+Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache (attention sees the first S), D head size.
 """
 
 from __future__ import annotations

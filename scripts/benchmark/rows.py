@@ -82,7 +82,7 @@ def _count_tokens(record: Mapping[str, Any], method: str) -> tuple[int, float]:
 def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Tensor]:
     """Each method's speed in every bootstrap sample of the records; sample i has the same records for all methods.
 
-    Empty for a single record, of which there is only one sample.
+    Empty for a single record: one sample has no spread.
     """
     if len(records) < 2:
         return {}
