@@ -5,7 +5,7 @@ Shapes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,15 +32,14 @@ class Accepted:
         return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
 
 
-AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Sequence[int], Sequence[Sequence[int]]], Accepted]
+Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
+AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts], Accepted]
 
 
-def accept(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Accepted:
+def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Choose each row's path by the rule for this kind of draft. All rules are lossless.
 
-    logits [B, N, V]; request_ids [B] key the noise; sequences: each row's tokens up to the root, root included.
+    logits [B, N, V]; texts: of all rows, in order.
     Deterministic drafts are walked. Sampled chains are accepted by block. Other trees with sampled nodes, and chains if
     there are logits processors, are accepted by traversal: it never calls a processor after a token that it forbids,
     where a grammar may raise.
@@ -49,10 +48,10 @@ def accept(
     if tree.q is not None:
         by_block = tree.is_chain and tree.sampled is None and not sampling.processors
         rule = accept_chain if by_block else accept_sampled_tree
-        return rule(tree, logits, sampling, request_ids, sequences)
+        return rule(tree, logits, sampling, texts)
     if sampling.greedy and not sampling.processors:
         return accept_greedily(tree, logits)
-    return walk(tree, logits, sampling, request_ids, sequences)
+    return walk(tree, logits, sampling, texts)
 
 
 def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
@@ -65,12 +64,10 @@ def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
     reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
     last = torch.where(reached, tree.depth, -1).argmax(dim=1)
     on_path = tree.ancestors[torch.arange(tree.batch, device=last.device), last]
-    return _to_host(tree, on_path, chosen.gather(1, last[:, None])[:, 0])
+    return read_accepted(tree, on_path, chosen.gather(1, last[:, None])[:, 0])
 
 
-def walk(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Accepted:
+def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Draw the target's token at each visited node, and descend while a child has it.
 
     No rule accepts more of a deterministic draft: a path is accepted with the target's own probability. The tokens are
@@ -84,16 +81,13 @@ def walk(
     bonus = torch.zeros_like(row)
     prefixes: list[Tensor | None] = []  # None once a row has ended: processors see no prefix beyond its path
     if sampling.processors:
-        prefixes = [torch.tensor(sequence, device=device) for sequence in sequences]
+        prefixes = [torch.tensor(text, device=device) for text in texts.values()]
     levels = range(tree.height + 1)
-    table = [
-        [(sampling.seed, request_id, len(sequence) + level) for level in levels]
-        for request_id, sequence in zip(request_ids, sequences, strict=True)
-    ]
+    table = [[(sampling.seed, request_id, len(text) + level) for level in levels] for request_id, text in texts.items()]
     seeds = keys(table, device)
     for level in levels:
         on_path[row, node] |= alive
-        drawn = draw(logits[row, node], sampling, prefixes, request_ids, seeds[:, level])
+        drawn = draw(logits[row, node], sampling, prefixes, [*texts], seeds[:, level])
         bonus = torch.where(alive, drawn, bonus)
         child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
         alive = alive & child.any(dim=1)
@@ -105,7 +99,7 @@ def walk(
             ]
         if device.type == "cpu" and not bool(alive.any()):  # on a GPU this would synchronize
             break
-    return _to_host(tree, on_path, bonus)
+    return read_accepted(tree, on_path, bonus)
 
 
 def draw(
@@ -126,31 +120,27 @@ def draw(
     return torch.cat(drawn)
 
 
-def accept_chain(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Accepted:
+def accept_chain(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Block verification of sampled chains, all rows at once. Without logits processors."""
     assert tree.q is not None
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
     # Keyed by the step and not by each position: the next step must not reuse noise that rejected these draft tokens.
     table = [
-        [(sampling.seed, request_id, len(sequence), ACCEPTANCE, node) for node in range(tree.width)]
-        for request_id, sequence in zip(request_ids, sequences, strict=True)
+        [(sampling.seed, request_id, len(text), ACCEPTANCE, node) for node in range(tree.width)]
+        for request_id, text in texts.items()
     ]
     noise = uniforms(table, logits.device)
     accepted, weights = accept_by_block(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(tree.width, device=logits.device) <= accepted[:, None]
-    return _to_host(tree, on_path, inverse_cdf(weights, noise[:, 0]))
+    return read_accepted(tree, on_path, inverse_cdf(weights, noise[:, 0]))
 
 
-def accept_sampled_tree(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Accepted:
+def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Traversal verification of trees with sampled nodes, row by row."""
     path, bonus = [], []
-    for row, (request_id, sequence) in enumerate(zip(request_ids, sequences, strict=True)):
-        sampled_tree = _make_sampled_tree(tree, row, logits, sampling, request_id, sequence)
-        nodes, token = accept_by_traversal(sampled_tree, KeyedRandomness(sampling.seed, request_id, len(sequence)))
+    for row, (request_id, text) in enumerate(texts.items()):
+        sampled_tree = _make_sampled_tree(tree, row, logits, sampling, request_id, text)
+        nodes, token = accept_by_traversal(sampled_tree, KeyedRandomness(sampling.seed, request_id, len(text)))
         path.append(nodes)
         bonus.append(token)
     tokens = [tree.tokens[row, nodes].tolist() for row, nodes in enumerate(path)]
@@ -158,11 +148,11 @@ def accept_sampled_tree(
 
 
 def _make_sampled_tree(
-    tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, sequence: Sequence[int]
+    tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, text: Sequence[int]
 ) -> SampledTree:
     """One row's tree for a rejection rule, which computes the target's probabilities only where it needs them."""
     assert tree.q is not None
-    size, q, prefix = int(tree.sizes[row]), tree.q[row], _make_prefix(tree, row, sequence)
+    size, q, prefix = int(tree.sizes[row]), tree.q[row], _make_prefix(tree, row, text)
     return SampledTree(
         tokens=tree.tokens[row, :size].tolist(),
         parents=tree.parents[row, :size].tolist(),
@@ -172,13 +162,13 @@ def _make_sampled_tree(
     )
 
 
-def _make_prefix(tree: Tree, row: int, sequence: Sequence[int]) -> Callable[[int], Tensor]:
+def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], Tensor]:
     """A function from a node to all tokens of its row up to the node, included."""
-    before_root = torch.tensor(sequence, device=tree.tokens.device)[:-1]
+    before_root = torch.tensor(text, device=tree.tokens.device)[:-1]
     return lambda node: torch.cat([before_root, tree.tokens[row, tree.ancestors[row, node]]])
 
 
-def _to_host(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
+def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
     """Read the accepted path, its tokens and the bonus token: the only synchronization of a step."""
     packed = torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1).tolist()
     path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in packed]

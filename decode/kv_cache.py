@@ -17,23 +17,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
-LARGE = 16  # the smallest batch whose cache can be contiguous
 
 
 class TreeCache(Cache):
-    """A transformers `Cache` whose layers write to the slots that `reserve` chose; attention sees the used slots only.
+    """A transformers `Cache` whose layers write to the slots that `reserve` chose. Attention sees the used slots."""
 
-    contiguous: in large batches let attention see all slots, so keys and values are contiguous tensors. Few more slots
-    are then allocated than used, and the cache grows more often.
-    """
-
-    def __init__(self, batch: int, *, contiguous: bool = False) -> None:
+    def __init__(self, batch: int) -> None:
         # A reference cycle would keep the memory of an unused cache until the garbage collector runs.
         cache: Any = proxy(self)
         self._make_layer = partial(TreeCacheLayer, cache)
         super().__init__(layer_class_to_replicate=self._make_layer)
         self.lengths = [0] * batch  # committed tokens of each row, on the host
-        self._contiguous = contiguous
         self.capacity = 0  # slots that are allocated
         self.used = 0  # slots that attention sees
         self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
@@ -45,17 +39,10 @@ class TreeCache(Cache):
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
         self.capacity = self._choose_capacity(self.used)
-        if self.contiguous and self.capacity <= 1.5 * self.used:  # after long rows have ended, gaps cost less
-            self.used = self.capacity
         lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
         return lengths
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether attention may see all slots: in large batches only."""
-        return self._contiguous and len(self.lengths) >= LARGE
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit the first counts[b] nodes of each row's path, and forget the others.
@@ -103,8 +90,6 @@ class TreeCache(Cache):
     def _choose_capacity(self, slots: int) -> int:
         if slots <= self.capacity:
             return self.capacity
-        if self.contiguous:
-            return -(-slots // BUCKET) * BUCKET
         return -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
 
 

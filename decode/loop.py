@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from decode.accept import AcceptanceRule, Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
-from decode.lossy import accept_typically, check_typical
+from decode.lossy import accept_typically
 from decode.proposer import PlainProposer, Proposer, Step
 from decode.sampling import AnswerProcessor, Sampling
-from decode.session import Session
+from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.text import Prompt, as_list, find_special
@@ -83,8 +84,8 @@ def stream(
     if sampling.processors:
         lengths = {request.request_id: len(request.prompt) for request in waiting}
         sampling = replace(sampling, processors=[AnswerProcessor(sampling.processors, lengths, ends, max_new_tokens)])
-    if lossy_typical_acceptance:
-        check_typical(sampling)
+    if lossy_typical_acceptance and sampling.processors:
+        raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
     rule = accept_typically if lossy_typical_acceptance else accept
     run = _Run(target, proposer or PlainProposer(), sampling, nodes, rule)
     return _decode_all(run, waiting, batch_size or len(waiting))
@@ -104,28 +105,10 @@ class _Run:
     accept: AcceptanceRule
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of one forward pass; the fields are those of `Step`."""
-
-    is_prefill: bool
-    tree: Tree
-    logits: Tensor
-    accepted: Accepted
-    committed: list[list[int]]
-    features: Tensor | None
-
-    def select(self, rows: Sequence[int]) -> _Outcome:
-        """The same for some rows only."""
-        features = None if self.features is None else self.features[rows]
-        committed = [self.committed[row] for row in rows]
-        tree, accepted = self.tree.select(rows), self.accepted.select(rows)
-        return _Outcome(self.is_prefill, tree, self.logits[rows], accepted, committed, features)
-
-
 def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator[Chunk]:
     """One batch after another. `waiting` is emptied, so finished requests can be freed."""
-    run.target.warm_up(min(batch_size, len(waiting)), measure=getattr(run.proposer, "adaptive", False))
+    if getattr(run.proposer, "adaptive", False):
+        run.target.warm_up(min(batch_size, len(waiting)))
     while waiting:
         requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
         # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
@@ -137,10 +120,15 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
 def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
     session = run.target.open(len(requests), run.proposer.layers)
-    seconds = Seconds.begin()
-    outcome = _prefill(run, session, requests, seconds)
+    seconds, is_prefill = Seconds.begin(), True
+    with seconds.measure("target"):
+        tree, verdict = _prefill(session, requests)
     while True:
-        yield from _extend(requests, outcome.accepted, seconds, run.target)
+        with seconds.measure("accept"):
+            texts = {request.request_id: request.sequence for request in requests}
+            accepted = run.accept(tree, verdict.logits, run.sampling, texts)
+        session.keep(accepted.path)
+        yield from _extend(requests, accepted, seconds, run.target)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
         verify_seconds, seconds = seconds.target + seconds.accept, Seconds.begin()
         if waiting:
@@ -151,46 +139,26 @@ def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iter
             return
         if len(kept) < len(requests):
             session.select(kept)
-            outcome, requests = outcome.select(kept), [requests[row] for row in kept]
-        step = _make_step(run, outcome, requests, kept, verify_seconds)
+            tree, verdict, accepted = tree.select(kept), verdict.select(kept), accepted.select(kept)
+            requests = [requests[row] for row in kept]
+        step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds)
         with seconds.measure("proposer"):
             tree = run.proposer.propose(step, run.nodes if max(step.room) > 1 else 1)
         if tree.tokens.device.type == "cpu":
             tree.check(len(requests), run.nodes, run.target.vocabulary)
         # Draft tokens that a row has no room for would cost time, and the model may have no positions for them. The
         # bonus token needs room as well.
-        outcome = _verify_and_accept(run, session, tree.cut([room - 1 for room in step.room]), requests, seconds)
+        tree, is_prefill = tree.cut([room - 1 for room in step.room]), False
+        with seconds.measure("target"):
+            verdict = session.verify(tree)
 
 
-def _prefill(run: _Run, session: Session, requests: list[Request], seconds: Seconds) -> _Outcome:
-    """Commit the prompts and choose the token after each. The tree is the prompt's last token alone."""
+def _prefill(session: Session, requests: list[Request]) -> tuple[Tree, Verdict]:
+    """Read the prompts. The first tree is each prompt's last token alone; the features are of the whole prompts."""
     prompts = [request.prompt for request in requests]
-    with seconds.measure("target"):
-        logits, features = session.extend(prompts)
-    session.crop([len(prompt) - 1 for prompt in prompts])  # `_accept` commits the root again
-    tree = Tree.chain([prompt[-1:] for prompt in prompts])
-    accepted = _accept(run, session, tree, logits[:, None], requests, seconds)
-    return _Outcome(True, tree, logits[:, None], accepted, prompts, features)
-
-
-def _verify_and_accept(run: _Run, session: Session, tree: Tree, requests: list[Request], seconds: Seconds) -> _Outcome:
-    """One forward pass over a draft tree; its accepted path stays in the KV cache."""
-    with seconds.measure("target"):
-        verdict = session.verify(tree)
-    accepted = _accept(run, session, tree, verdict.logits, requests, seconds)
-    features = None if verdict.features is None else _select_path(accepted.path, verdict.features)
-    return _Outcome(False, tree, verdict.logits, accepted, accepted.tokens, features)
-
-
-def _accept(
-    run: _Run, session: Session, tree: Tree, logits: Tensor, requests: list[Request], seconds: Seconds
-) -> Accepted:
-    """Choose each row's path and commit it to the KV cache."""
-    with seconds.measure("accept"):
-        ids, sequences = [request.request_id for request in requests], [request.sequence for request in requests]
-        accepted = run.accept(tree, logits, run.sampling, ids, sequences)
-    session.keep(accepted.path)
-    return accepted
+    logits, features = session.extend(prompts)
+    session.crop([len(prompt) - 1 for prompt in prompts])  # accepting the tree commits the last token again
+    return Tree.chain([prompt[-1:] for prompt in prompts]), Verdict(logits[:, None], features)
 
 
 def _refill(session: Session, requests: list[Request], waiting: deque[Request]) -> None:
@@ -203,20 +171,32 @@ def _refill(session: Session, requests: list[Request], waiting: deque[Request]) 
         session.crop([len(request.sequence) - 1 for request in requests])
 
 
-def _make_step(run: _Run, outcome: _Outcome, requests: list[Request], kept: list[int], verify_seconds: float) -> Step:
-    """What the proposer sees: the outcome for the rows that go on."""
+def _make_step(
+    run: _Run,
+    is_prefill: bool,
+    requests: list[Request],
+    kept: list[int],
+    tree: Tree,
+    verdict: Verdict,
+    accepted: Accepted,
+    seconds: float,
+) -> Step:
+    """What the proposer sees of a verified tree, for the rows that go on."""
+    features = verdict.features
+    if features is not None and not is_prefill:
+        features = _select_path(accepted.path, features)
     return Step(
-        is_prefill=outcome.is_prefill,
+        is_prefill=is_prefill,
         request_ids=[request.request_id for request in requests],
         kept=kept,
         sequences=[request.sequence for request in requests],
         room=[request.room for request in requests],
-        committed=outcome.committed,
-        path=outcome.accepted.path,
-        tree=outcome.tree,
-        logits=outcome.logits,
-        features=outcome.features,
-        seconds=verify_seconds,
+        committed=[request.prompt for request in requests] if is_prefill else accepted.tokens,
+        path=accepted.path,
+        tree=tree,
+        logits=verdict.logits,
+        features=features,
+        seconds=seconds,
         sampling=run.sampling,
         stop_ids=requests[0].limits.stop_ids,
         target=run.target,
@@ -238,9 +218,8 @@ def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, targe
 
 def _select_path(path: list[list[int]], features: Tensor) -> Tensor:
     """The features [B, T, F] of each row's accepted nodes, from the whole tree's [B, N, F]."""
-    width = max(map(len, path))
-    index = torch.tensor([[*row, *[0] * (width - len(row))] for row in path], device=features.device)
-    return features.gather(1, index[:, :, None].expand(-1, -1, features.shape[2]))
+    index = pad_sequence([torch.tensor(row) for row in path], batch_first=True).to(features.device)
+    return features.take_along_dim(index[:, :, None], dim=1)
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

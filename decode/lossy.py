@@ -5,33 +5,23 @@ Shapes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from decode.accept import Accepted
+from decode.accept import Accepted, Texts, read_accepted
 from decode.sampling import Sampling
 from decode.tree import Tree
 
 EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults
 
 
-def check_typical(sampling: Sampling) -> None:
-    """Raise ValueError for settings that typical acceptance does not support."""
-    if sampling.processors:
-        raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
-
-
-def accept_typically(
-    tree: Tree, logits: Tensor, sampling: Sampling, request_ids: Sequence[int], sequences: Sequence[Sequence[int]]
-) -> Accepted:
+def accept_typically(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Medusa's typical acceptance (Cai et al. 2024, section 2.3.1, equation 1): the longest path of plausible tokens.
 
     A draft token x passes if p(x) > min(EPSILON, DELTA exp(-entropy of p)), p being the target's probabilities after
     its parent. Among equally long paths the most probable one wins; the bonus token is the most probable one. Nothing
     is random, so the text is not a sample from the target and depends on the proposer. At temperature 0 this is greedy
-    decoding. Arguments as in `decode.accept.accept`; the last two are ignored.
+    decoding. Arguments as in `decode.accept.accept`; the last one is ignored.
     """
     tree = tree.to(logits.device)
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
@@ -45,6 +35,4 @@ def accept_typically(
     longest = tree.depth == torch.where(reached, tree.depth, -1).amax(dim=1, keepdim=True)
     last = torch.where(reached & longest, log_p, -torch.inf).argmax(dim=1)
     row = torch.arange(tree.batch, device=last.device)
-    paths = [on_path.nonzero()[:, 0].tolist() for on_path in tree.ancestors[row, last]]
-    tokens = [nodes[path].tolist() for nodes, path in zip(tree.tokens, paths, strict=True)]
-    return Accepted(paths, tokens, p[row, last].argmax(dim=1).tolist(), tree.sizes.tolist())
+    return read_accepted(tree, tree.ancestors[row, last], p[row, last].argmax(dim=1))

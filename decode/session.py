@@ -32,6 +32,10 @@ class Verdict:
     logits: Tensor
     features: Tensor | None
 
+    def select(self, rows: Sequence[int]) -> Verdict:
+        """The same for some rows only."""
+        return Verdict(self.logits[rows], None if self.features is None else self.features[rows])
+
 
 class Session:
     """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it."""
@@ -39,8 +43,7 @@ class Session:
     def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
         self.layers = tuple(layers)
-        # There, torch's batched matrix products are twice as fast on a contiguous cache.
-        self.cache = TreeCache(batch, contiguous=target.device.type == "cpu" and target.dtype == torch.bfloat16)
+        self.cache = TreeCache(batch)
 
     @property
     def lengths(self) -> list[int]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from decode.cpu.acceleration import accelerated_copy, dense_output_layer, is_compiled
-from decode.cpu.compiled_model import compile_batch
+from decode.cpu.acceleration import accelerated_copy, is_compiled
 from decode.models.compatibility import refuse_unsupported, unwrap
-from decode.models.cost_curve import CostCurve, measure_cost_curve
+from decode.models.cost_curve import CONTEXTS, CostCurve, measure_cost_curve, measured_batches, measured_contexts
+from decode.models.curve_cache import curve_file, load_curve, save_curve
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.stock_model import StockModel
@@ -36,7 +36,7 @@ class Target(StockModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate))
         self.tokenizer = tokenizer
-        self._cost_curves: dict[int, CostCurve] = {}
+        self._cost_curves: dict[tuple[int, int], CostCurve] = {}  # by batch and context
         self_test(self)
 
     @classmethod
@@ -73,9 +73,9 @@ class Target(StockModel):
 
         Raises ValueError if the model has no dense one.
         """
-        output, embeddings = dense_output_layer(self.model), self.model.get_input_embeddings()
-        if hasattr(output, "packed") and not self.config.tie_word_embeddings:
-            return output.packed.to_dense().detach()
+        output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if hasattr(output, "dense_weight") and not self.config.tie_word_embeddings:
+            return output.dense_weight()
         matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
         if not isinstance(matrix, Tensor) or matrix.device.type == "meta":
             raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
@@ -84,35 +84,53 @@ class Target(StockModel):
     @property
     def output_bias(self) -> Tensor | None:
         """The output layer's bias [V]; None in most models."""
-        bias = getattr(dense_output_layer(self.model), "bias", None)
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
         return bias.detach() if isinstance(bias, Tensor) else None
 
-    def warm_up(self, batch_size: int = 1, *, measure: bool = True) -> None:
-        """Do what would otherwise delay an answer: compile kernels and, with `measure`, measure the cost curves.
+    def warm_up(self, batch_size: int = 1) -> None:
+        """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
 
-        Covers batches of up to `batch_size` rows. Nothing is done twice.
+        Nothing is measured twice: curves are kept in the user's cache (`decode.models.curve_cache`).
         """
-        compile_batch(self.model, batch_size)
-        missing = [rows for rows in _buckets(batch_size) if rows not in self._cost_curves] if measure else []
+        wanted = [(rows, context) for rows in measured_batches(batch_size) for context in measured_contexts(self, rows)]
+        missing = [each for each in wanted if each not in self._cost_curves]
         # The bar appears only if this takes longer than a second.
-        for rows in tqdm(missing, desc="draftless: measuring forward passes", delay=1, leave=False, disable=None):
-            self.cost_curve(rows)
+        for each in tqdm(missing, desc="draftless: measuring forward passes", delay=1, leave=False, disable=None):
+            self.cost_curve(*each)
 
-    def cost_curve(self, batch_size: int = 1) -> CostCurve:
-        """The cost of verifying N nodes relative to one node. Measured now unless `warm_up` has done it.
+    def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
+        """The cost of verifying N nodes relative to one node, after `context` committed tokens.
 
-        A batch size that is no power of two gets the curve of the next power.
+        Measured now unless `warm_up` has done it or the user's cache has it. Batch sizes are rounded up to powers of
+        four, contexts to multiples of 256. Between the measured contexts the seconds are linear, beyond them constant.
         """
-        rows = _buckets(batch_size)[-1]
-        if rows not in self._cost_curves:
-            self._cost_curves[rows] = measure_cost_curve(self, rows)
-        return self._cost_curves[rows]
+        rows = measured_batches(batch_size)[-1]
+        contexts = measured_contexts(self, rows)
+        context = min(-(-max(context, 1) // contexts[0]) * contexts[0], contexts[-1])
+        key = rows, context
+        if key not in self._cost_curves:
+            if context in contexts:
+                self._cost_curves[key] = self._find_curve(rows, context)
+            else:
+                share = (context - contexts[0]) / (contexts[1] - contexts[0])
+                shortest, longest = (self.cost_curve(rows, each) for each in contexts)
+                self._cost_curves[key] = shortest.blend(longest, share)
+        return self._cost_curves[key]
+
+    def _find_curve(self, rows: int, context: int) -> CostCurve:
+        """The curve in the user's cache, or one that is measured now and kept there."""
+        file = curve_file(self, rows, context)
+        curve = load_curve(file)
+        if curve is None:
+            try:
+                curve = measure_cost_curve(self, rows, context)
+            except torch.OutOfMemoryError:  # what is decoded may need less
+                if rows == 1 and context == CONTEXTS[0]:
+                    raise
+            else:
+                save_curve(file, curve)
+        return curve or self.cost_curve(rows if context > CONTEXTS[0] else rows // 4)
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
         return Session(self, batch_size, layers)
-
-
-def _buckets(batch_size: int) -> list[int]:
-    """The powers of two up to the first that is at least `batch_size`."""
-    return [1 << exponent for exponent in range((batch_size - 1).bit_length() + 1)]

@@ -138,7 +138,7 @@ class Tree:
             parents=torch.where(has_parent, parents, -1),
             sizes=sizes,
             height=min(self.height, max(depths), width - 1),
-            q=None if self.q is None else self.q.gather(1, order[:, :, None].expand(-1, -1, self.q.shape[2])),
+            q=None if self.q is None else self.q.take_along_dim(order[:, :, None], dim=1),
             sampled=None if self.sampled is None else self.sampled.gather(1, order),
             scores=None if self.scores is None else self.scores.gather(1, order),
         )

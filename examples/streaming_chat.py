@@ -11,7 +11,7 @@ from proposers import NGramProposer
 
 def main(name: str | None = None) -> None:
     target = Target.load(name)
-    target.warm_up()  # compiles and measures now, so that the first answer does not wait for it
+    target.warm_up()  # measures now, so that the first answer does not wait for it
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
     messages: list[dict[str, str]] = []
     while question := ask():

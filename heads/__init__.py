@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from heads.checkpoint import load_head, save_head
-from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig, EagleHead
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
 from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
+from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.rope import RopeScaling
 

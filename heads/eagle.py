@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.decoder_layer import DecoderLayer, LayerConfig
 from heads.layer_cache import AttentionContext
+from heads.layers import DecoderLayer, LayerConfig
 from heads.vocabulary import HeadConfig, VocabularyHead
 
 
@@ -31,6 +31,7 @@ class EagleHead(VocabularyHead):
     """
 
     kind = "eagle"
+    reads_all_features = True
     embed_tokens = None  # token embeddings are the target's
     config: EagleConfig
 

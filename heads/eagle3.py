@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.decoder_layer import Attention, FeedForward, LayerConfig
 from heads.eagle import copy_last
 from heads.layer_cache import AttentionContext
-from heads.layers import Norm, make_norm
+from heads.layers import Attention, FeedForward, LayerConfig, Norm, make_norm
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -58,6 +57,7 @@ class Eagle3Head(VocabularyHead):
     """
 
     kind = "eagle3"
+    reads_all_features = True
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:

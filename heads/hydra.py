@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from heads.decoder_layer import DecoderLayer, LayerConfig
 from heads.layer_cache import LayerCache
-from heads.layers import GroundedBlock, Norm, ResidualBlock
+from heads.layers import DecoderLayer, GroundedBlock, LayerConfig, Norm, ResidualBlock
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -44,6 +43,7 @@ class HydraHead(VocabularyHead):
         )
         self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size, config.layers - 1) for _ in range(config.heads))
         self.prefix: nn.ModuleDict | None = None
+        self.reads_all_features = config.prefix is not None
         if config.prefix is not None:
             norm = Norm(config.hidden_size, config.prefix.rms_norm_eps)
             self.prefix = nn.ModuleDict({"layer": DecoderLayer(config.hidden_size, config.prefix), "norm": norm})

@@ -1,8 +1,103 @@
-"""Layers that several heads share. Shapes: H hidden size."""
+"""Layers that several heads share. The decoder layer is a Llama model's, for Hydra++'s prefix attention and EAGLE.
+
+Its parameters are named as in transformers. Shapes: B rows, T tokens, H hidden size, D head size.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
+
+from heads.layer_cache import AttentionContext, attend
+from heads.rope import RopeScaling, rotary_table, rotate
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Sizes of a decoder layer, named as in transformers. Raises ValueError if they do not fit together."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    input_norm: bool = True  # before attention; not needed if the layer's input is normed already
+    qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
+    qk_norm: bool = False  # of each head's queries and keys before rotation, as in Qwen3
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        queries, keys = self.num_attention_heads, self.num_key_value_heads
+        if queries % keys:
+            raise ValueError(f"{queries} attention heads cannot share {keys} key-value heads; use a multiple of {keys}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a gated feed-forward network, each with a norm before it and a residual connection.
+
+    A new layer is the identity: the last matrix of both halves is zero.
+    """
+
+    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(hidden_size, config.rms_norm_eps, config.input_norm)
+        self.self_attn = Attention(hidden_size, config)
+        self.post_attention_layernorm = Norm(hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(hidden_size, config.intermediate_size)
+
+    def forward(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: AttentionContext | None = None
+    ) -> Tensor:
+        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]. mask: as in `AttentionContext.attend`."""
+        states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions. `inputs` states are concatenated."""
+
+    def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(inputs * hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+            for heads in (queries, keys, keys)
+        )
+        self.o_proj = nn.Linear(queries * config.head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (make_norm(config.head_dim, config.rms_norm_eps, config.qk_norm) for _ in "qk")
+        nn.init.zeros_(self.o_proj.weight)
+
+    def forward(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, context: AttentionContext | None
+    ) -> Tensor:
+        """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
+        queries, keys, values = (
+            project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        config, dtype = self.config, values.dtype
+        table = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+        queries, keys = (rotate(part.to(dtype), table) for part in (self.q_norm(queries), self.k_norm(keys)))
+        mixed = (attend if context is None else context.attend)(queries, keys, values, mask)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """W_down (SiLU(W_gate x) * W_up x) (Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, intermediate_size, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
 
 
 class Norm(nn.RMSNorm):

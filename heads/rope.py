@@ -48,29 +48,42 @@ class RopeScaling:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def rotate(states: Tensor, positions: Tensor, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Rotate states [B, heads, T, D] by their positions [B, T] or [1, T].
+def rotary_table(
+    positions: Tensor, size: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The cosines and signed sines [B, 1, T, D] that `rotate` takes, for heads of `size` D at positions [B, T].
 
-    Elements i and i + D/2 of a head form a pair, as in Llama. Angles are computed in float32 or wider, because
-    bfloat16 cannot represent position 257.
+    Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
     """
-    half = states.shape[-1] // 2
-    dtype = torch.promote_types(states.dtype, torch.float32)
-    if scaling is None:
-        frequencies, strength = theta ** -(torch.arange(half, dtype=dtype, device=states.device) / half), 1.0
-    else:
-        frequencies, strength = _scale(scaling, theta, 2 * half, states.device)
-    angles = positions[:, None, :, None] * frequencies.to(dtype)  # [B, 1, T, D/2]
-    cosine, sine = ((strength * part).to(states.dtype) for part in (angles.cos(), angles.sin()))
-    first, second = states[..., :half], states[..., half:]
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies, strength = _find_frequencies(scaling, theta, size, wide, positions.device)
+    angles = positions[:, None, :, None] * frequencies
+    return (strength * angles.cos()).to(dtype), (strength * angles.sin()).to(dtype)
+
+
+def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate states [B, heads, T, D] by their positions' `rotary_table`.
+
+    Elements i and i + D/2 of a head form a pair, as in Llama.
+    """
+    cosines, sines = table
+    return torch.addcmul(states * cosines, states.roll(states.shape[-1] // 2, dims=-1), sines)
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)  # cached tensors must also work in training
-def _scale(scaling: RopeScaling, theta: float, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """transformers' scaled frequencies [D/2], and the factor that multiplies queries and keys."""
-    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim)
-    config.rope_parameters = {"rope_theta": theta, **scaling.describe()}
-    frequencies, strength = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, device)
-    return frequencies, float(strength)
+def _find_frequencies(
+    scaling: RopeScaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, float]:
+    """Each element's frequency [D], and the factor that multiplies queries and keys.
+
+    Those of the first half are negative. So the sine of an angle has the sign with which it multiplies the other half.
+    """
+    strength = 1.0
+    if scaling is None:
+        frequencies = theta ** -(torch.arange(size // 2, dtype=dtype, device=device) / (size // 2))
+    else:
+        config = LlamaConfig(hidden_size=size, num_attention_heads=1, head_dim=size)
+        config.rope_parameters = {"rope_theta": theta, **scaling.describe()}
+        frequencies, strength = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, device)
+    return torch.cat([-frequencies, frequencies]).to(dtype), float(strength)

@@ -37,6 +37,7 @@ class VocabularyHead(nn.Module):
 
     kind: ClassVar[str]  # its key in HEADS
     features: tuple[int, ...] = (-1,)  # the hidden states it reads, in transformers' numbering
+    reads_all_features = False  # of a text, to attend to them; else the last committed token's alone
     config: Any  # the config class of its kind
     token_map: Tensor | None
     borrowed: Tensor | None
@@ -120,3 +121,10 @@ class VocabularyHead(nn.Module):
         if self.output == "own":
             return list(self.lm_heads)
         return [self.lm_head] if self.output == "shared" else []
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely ids by logits [..., D], best first, and their log-probabilities in float32, [..., count] each."""
+    logits = logits.float()
+    best = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0)

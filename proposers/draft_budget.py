@@ -14,6 +14,7 @@ from decode import Step
 
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
+SIZES = range(2, 65)  # nodes of the trees whose costs are compared
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
 
@@ -50,8 +51,8 @@ class DraftBudget:
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf)) -> None:
         self.expected_tau = expected_tau
         self.cost: Callable[[int], float] = float  # until the first batch begins
+        self._node_time = 0.0  # the least that each further node of any tree costs on average
         self.nodes = 1  # of the last tree
-        self._batch_size = 0
         self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
         # Decayed sums over the steps with drafts.
         self._accepted = self._expected = 0.0
@@ -76,6 +77,11 @@ class DraftBudget:
         return (self._steps + self.acceptance_ratio * self._expected) / self._time
 
     @property
+    def least_worth(self) -> float:
+        """The probability below which no node is worth its time, even where nodes cost least."""
+        return self.rate * self._node_time / self.acceptance_ratio
+
+    @property
     def level_time(self) -> float:
         """The time of drafting one level; 0 until it is known."""
         known = max(self._level_seconds, self._pass_seconds) < inf
@@ -85,17 +91,18 @@ class DraftBudget:
         """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
         if not step.is_prefill:
             self.learn(sum(len(path) - 1 for path in step.path) / len(step.path), step.seconds)
-        if step.is_prefill or len(step.request_ids) != self._batch_size:
-            self._batch_size = len(step.request_ids)
-            self.begin(step.target.cost_curve(self._batch_size), new_texts=step.is_prefill)
+        cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
+        if step.is_prefill or cost is not self.cost:
+            self.begin(cost, new_texts=step.is_prefill)
 
     def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
-        """Start with another batch size, at which a pass over n nodes takes `cost(n)`.
+        """Start with another batch size or context, at which a pass over n nodes takes `cost(n)`.
 
         The first draft of a batch reads the whole prompts, so it is made late where `expected_tau` promises no gain.
         """
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
+            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES)
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
         if new_texts or promising > self._promising:
             self._promising = promising

@@ -1,7 +1,7 @@
 """EAGLE drafting. Committed tokens use the target's features; draft tokens use the head's own predictions of them.
 
-After Li et al., "EAGLE", "EAGLE-2" (2024) and "EAGLE-3" (2025). Shapes: B rows, T tokens, W paths, N nodes drafted so
-far, S cache slots, D draft vocabulary, H hidden size.
+After Li et al., "EAGLE", "EAGLE-2" (2024) and "EAGLE-3" (2025). Shapes: B rows, T tokens, W paths, S cache slots, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ class EagleProposer(HeadProposer):
     static = "eagle_25"
     levels, width, ranks = DEPTH, WIDTH, WIDTH
 
-    @property
-    def reads_all_features(self) -> bool:
-        return True
-
     def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter:
         cache, embed = self._history.cache, self.embedding(step.target)
 
@@ -52,30 +48,22 @@ class EagleDrafter:
     """Drafts one step after the texts in a cache, from their last states [B, H]. Nodes are cached after the texts."""
 
     def __init__(self, head: Any, states: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
-        self.head, self.cache, self.embed, self.level = head, cache, embed, 0
-        self.starts = cache.positions(1, states.device)  # [B, 1]
+        self.head, self.cache, self.embed = head, cache, embed
         self.states = states[:, None]  # [B, W, H]: the last one of each path
-        self.on_path = torch.zeros(len(states), 1, 0, dtype=torch.bool, device=states.device)  # [B, W, N]
+        self.positions = cache.positions(1, states.device)  # [B, 1] of the next level, which all paths share
+        self.mask = cache.text_mask(states.device, states.dtype)  # [B, W, S]: what each path's last node attends to
 
     def logits(self, level: int) -> Tensor:
         return self.head.logits(self.states, level)
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        states, on_path = (
-            part.gather(1, parents[..., None].expand(*parents.shape, part.shape[2]))
-            for part in (self.states, self.on_path)
-        )
-        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        self.on_path = torch.cat([on_path, itself], dim=2)
-        positions = (self.starts + self.level).expand_as(tokens)  # siblings share a position
-        self.states = self.head(self.embed(tokens), states, positions, self._mask(), self.cache)
-        self.cache.keep([tokens.shape[1]] * len(tokens))
-        self.level += 1
+        states, above = (part.gather(1, expand_last(parents, part)) for part in (self.states, self.mask))
+        others = above.new_full([tokens.shape[1]] * 2, torch.finfo(above.dtype).min).fill_diagonal_(0)
+        self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
+        self.states = self.head(self.embed(tokens), states, self.positions, self.mask[:, None], self.cache)
+        self.positions = self.positions + 1
 
-    def _mask(self) -> Tensor:
-        """What each path's last node attends to, bool [B, 1, W, S]: the whole text and the nodes on its path."""
-        paths, nodes = self.on_path.shape[1:]
-        slots = torch.arange(max(self.cache.lengths) + paths, device=self.on_path.device)
-        node = slots - self.starts  # [B, S]: the node in a slot; below 0 the text, from `nodes` on padding
-        own = self.on_path.gather(2, node.clamp(0, nodes - 1)[:, None].expand(-1, paths, -1))
-        return ((node < 0)[:, None] | own & (node < nodes)[:, None])[:, None]
+
+def expand_last(index: Tensor, like: Tensor) -> Tensor:
+    """Indices [B, W] of whole vectors, for `gather` from `like` [B, *, H]."""
+    return index[..., None].expand(-1, -1, like.shape[2])

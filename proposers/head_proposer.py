@@ -24,7 +24,7 @@ from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
-from proposers.packed_head import PackedOutput, pack_head
+from proposers.packed_head import PackedOutput, attend_like_target, pack_head
 from proposers.sampled_trees import SampledTokens, renumber
 from proposers.tree_search import RANKS, Candidates, Drafter, ScoredDrafter, fill_tree, search
 
@@ -35,7 +35,7 @@ class HeadProposer(ABC):
     """Drafts trees with a trained head.
 
     depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
-    tree, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
+    tree at most, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
     head was measured; "static" the method's published tree. Or a name in `fixed_trees.PUBLISHED`, or paths of ranks.
     nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
@@ -50,7 +50,7 @@ class HeadProposer(ABC):
 
     static: ClassVar[str] = "mc_sim_7b_63"  # its name in `PUBLISHED`
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
-    width: int  # paths followed at each level of a dynamic tree
+    width: int  # paths followed at each level of a dynamic tree, at most
     ranks = RANKS  # next tokens of each path that become candidates
     levelwise: ClassVar[bool] = True  # each level takes a pass of the head
 
@@ -98,7 +98,7 @@ class HeadProposer(ABC):
     @property
     def reads_all_features(self) -> bool:
         """Whether the head attends to all features of a text, not to the last committed token's alone."""
-        return False
+        return bool(self.head.reads_all_features)
 
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
@@ -167,7 +167,7 @@ class HeadProposer(ABC):
         drafter = ScoredDrafter(self.start_drafter(step, roots), self.head.token_map, self.calibration, sampler)
         if self.paths is None:
             depth_budget = self.draft_budget if self.adaptive and self.levelwise else None
-            return search(roots, drafter, levels, self.width, self.ranks, depth_budget)
+            return search(roots, drafter, levels, self.width, self.ranks, most, depth_budget)
         key = levels, most, sampled, roots.device
         if key not in self._fixed_trees:
             paths = cut_tree(renumber(self.paths) if sampled else self.paths, levels, self.head.draft_size, most - 1)
@@ -192,7 +192,8 @@ class FeatureHistory:
 
     def add(self, step: Step) -> None:
         if step.is_prefill:
-            self.cache, self._unread = LayerCache(len(step.request_ids)), [list[Tensor]() for _ in step.request_ids]
+            self.cache = LayerCache(len(step.request_ids), attend_like_target)
+            self._unread = [list[Tensor]() for _ in step.request_ids]
         elif len(step.kept) < len(self._unread):
             self.cache.select(step.kept)
             self._unread = [self._unread[row] for row in step.kept]
@@ -210,7 +211,6 @@ class FeatureHistory:
         self._unread = [[] for _ in unread]
         counts = [len(part) for part in unread]
         texts = list(zip(step.sequences, counts, strict=True))
-        self.cache.crop([len(text) - 1 - count for text, count in texts])  # forget the last draft's own features
         features = pad_sequence(unread, batch_first=True).to(dtype)
         tokens = pad_sequence([torch.tensor(text[-count:]) for text, count in texts], batch_first=True)
         tokens, states = tokens.to(features.device), []

@@ -20,10 +20,6 @@ class HydraProposer(HeadProposer):
 
     width = 8
 
-    @property
-    def reads_all_features(self) -> bool:
-        return self.head.prefix is not None
-
     def start_drafter(self, step: Step, roots: Tensor) -> HydraDrafter:
         def read(features: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
             return self.head.contextualize(features, self._history.cache, counts)

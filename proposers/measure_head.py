@@ -13,12 +13,14 @@ from torch import Tensor
 
 from decode import Target
 from heads import LayerCache
+from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration, log_odds
 from proposers.eagle import EagleDrafter, EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraDrafter, HydraProposer
 from proposers.medusa import MedusaDrafter
-from proposers.tree_search import RANKS, Drafter, top_tokens
+from proposers.packed_head import attend_like_target
+from proposers.tree_search import RANKS, Drafter
 
 PRIOR = 3.0  # outcomes that the head's own probabilities count for
 CHUNK = 64  # positions that are tried together: an EAGLE head needs a copy of its cache for each
@@ -88,7 +90,7 @@ def _start_along_text(
     """
     head, embed = proposer.head, proposer.embedding(target)
     if isinstance(proposer, EagleProposer):
-        cache, fused = LayerCache(1), head.fuse(features[:, :end])
+        cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
         states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), context=cache)
         cache.keep([end])
         cache.select([0] * (end - begin))

@@ -53,7 +53,8 @@ class NGramProposer:
         rows = zip(texts, step.room, strict=True)
         drafts = [text.draft(min(longest, room - 1), step.stop_ids) for text, room in rows]
         if self.adaptive and any(drafts):
-            drafts = _cut_drafts(texts, drafts, step.target.cost_curve(len(texts)))
+            longest_text = max(map(len, step.sequences))
+            drafts = _cut_drafts(texts, drafts, step.target.cost_curve(len(texts), longest_text))
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)
         return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])

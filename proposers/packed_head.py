@@ -1,4 +1,4 @@
-"""A head with packed linear layers, which are faster on a CPU (`decode.cpu.packed_linear`)."""
+"""Heads made fast on a CPU: packed linear layers (`decode.cpu.packed_linear`) and the target's attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from decode.cpu.grouped_attention import attend_grouped
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, pack_layers
 from heads.vocabulary import VocabularyHead
+
+
+def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """`heads.layer_cache.attend` as the target computes it. The mask is in the queries' dtype."""
+    return attend_grouped(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
 
 
 def pack_head(head: VocabularyHead) -> Any:

@@ -5,6 +5,7 @@ Shapes: B rows, W paths that are followed further, R ranks (next tokens of a pat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decode import Tree
+from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import FixedTree
@@ -101,18 +103,11 @@ class Candidates:
         return replace(tree, tokens=tokens, q=q)
 
     def _pick_tree(self, tokens: Tensor, nodes: int) -> Tree:
-        if not self.ordered:
-            tree = Tree.best_first(self.roots, tokens, self.parents, self.scores, nodes)
-            return replace(tree, height=min(tree.height, self.levels))
-        tokens, parents, scores = (part[:, : nodes - 1] for part in (tokens, self.parents, self.scores))
-        zeros = torch.zeros_like(self.roots[:, None])
-        return Tree(
-            tokens=torch.cat([self.roots[:, None], tokens], dim=1),
-            parents=torch.cat([zeros - 1, parents + 1], dim=1),
-            sizes=torch.full_like(self.roots, 1 + tokens.shape[1]),
-            height=min(self.levels, tokens.shape[1]),
-            scores=torch.cat([zeros, scores], dim=1),
-        )
+        candidates = tokens, self.parents, self.scores
+        if self.ordered:  # no others are left to choose from
+            candidates = tokens[:, : nodes - 1], self.parents[:, : nodes - 1], self.scores[:, : nodes - 1]
+        tree = Tree.best_first(self.roots, *candidates, nodes)
+        return replace(tree, height=min(tree.height, self.levels))
 
 
 def search(
@@ -120,37 +115,69 @@ def search(
     drafter: ScoredDrafter,
     levels: int,
     width: int,
-    ranks: int = RANKS,
+    ranks: int,
+    nodes: int,
     budget: DraftBudget | None = None,
 ) -> Candidates:
     """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
     All of these become candidates, not only those that are followed further (EAGLE-2, section 4.2). The search ends
     after `levels`, or earlier where the budget says that one more level is not worth it. roots [B].
+    nodes: the size of the largest tree that is wanted. Paths that are too unlikely for it are not followed, nor those
+    whose next tokens would not be worth their time.
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
     places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    # On a GPU reading the number of useful paths would synchronize, and more paths take no more time. Samples may not
+    # depend on the other rows, which this number does.
+    is_sampled = drafter.sampler is not None
+    narrow = roots.device.type == "cpu" and not is_sampled
     while True:
         tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         parents = places[:, :, None].expand_as(longer)
         order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
         scores, index = order.values[:, :width], order.indices[:, :width]
-        places = index + sum(part.shape[1] for part, _, _ in found)
+        first_place = sum(part.shape[1] for part, _, _ in found)
         found.append((tokens.flatten(1), parents.flatten(1), longer.flatten(1)))
         if len(found) == levels:
             break
-        if budget is not None:
-            expected = scores
-            if drafter.sampler:  # only the first level's scores depend on no sampled token (`sampled_trees`)
-                if len(found) == 1:
-                    first = scores.logsumexp(dim=1, keepdim=True).clamp(max=0)
-                expected = first * len(found)  # as if each level were as likely to be right as the first
-            if not budget.is_worth_a_level(float(expected.exp().sum()) / len(roots)):
+        scored = [part for _, _, part in found]
+        if budget is not None and not budget.is_worth_a_level(_expect_right(scores, scored, is_sampled)):
+            break
+        if narrow:
+            useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
+            if not useful:
                 break
+            scores, index = scores[:, :useful], index[:, :useful]
+        places = first_place + index
         drafter.inner.extend(index // longer.shape[2], found[-1][0].gather(1, index))
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     return Candidates(roots, tokens, parents, scores, len(found), drafter)
+
+
+def _expect_right(scores: Tensor, found: Sequence[Tensor], sampled: bool) -> float:
+    """The probability that one of the paths with these scores [B, W] is right, on average over the rows.
+
+    found: the scores of each level's candidates.
+    """
+    if sampled:  # only the first level's scores depend on no sampled token (`sampled_trees`)
+        first = found[0].topk(min(scores.shape[1], found[0].shape[1]), dim=1).values.logsumexp(dim=1).clamp(max=0)
+        scores = first * len(found)  # as if each level were as likely to be right as the first
+    return float(scores.exp().sum()) / len(scores)
+
+
+def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: float) -> int:
+    """How many of the paths [B, W], best first, may have a next token in a tree of the best `nodes` nodes in some row.
+
+    A path's next tokens are less likely than the path. So the root, the path, all candidates `found` that are better
+    and the next token must fit into the tree. least: the probability below which no node is wanted.
+    """
+    useful = scores.exp() >= least
+    candidates = torch.cat([*found], dim=1)
+    if candidates.shape[1] > nodes - 2:
+        useful &= scores >= candidates.topk(nodes - 2, dim=1).values[:, -1:]
+    return int(useful.sum(dim=1).max())
 
 
 def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
@@ -167,10 +194,3 @@ def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candida
             drafter.inner.extend(level.followed_parents.expand_as(tokens), tokens)
     tokens, scores = (torch.cat(parts, dim=1)[:, tree.order] for parts in zip(*found, strict=True))
     return Candidates(roots, tokens, tree.parents.expand_as(tokens), scores, len(tree.levels), drafter, ordered=True)
-
-
-def top_tokens(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The most likely draft ids [B, W, R] and their log-probabilities in float32, most likely first."""
-    logits = logits.float()
-    best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
-    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).clamp(max=0)

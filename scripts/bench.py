@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: plain decoding, each proposer, and Hugging Face's generate."""
+"""Measure speed as Spec-Bench does: plain decoding, each proposer, and Hugging Face's generate; or forward passes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from scripts.benchmark.files import Records, describe_machine, find_commit, read
 from scripts.benchmark.measurement import measure_group, open_conversations, warm_up
 from scripts.benchmark.methods import make_methods
 from scripts.benchmark.options import BenchOptions, add_bench_options
+from scripts.benchmark.pass_options import PassOptions, add_pass_options, refuse_options_of_others
+from scripts.benchmark.pass_report import draw_passes, format_passes
+from scripts.benchmark.passes import run_passes
 from scripts.benchmark.plot import draw_plot
 from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
@@ -40,19 +43,29 @@ differ. loops: share of answers that ended in repetition.
 The JSON has settings, machine, rows (one per method and category; mt_bench and all are sums), differences and the
 records of single questions. --from computes the rows again from the records. During a run, FILE.partial.jsonl has the
 finished questions; the same command continues after them.
+
+With --passes: the time of one forward pass of the model over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), with
+256 and 4000 tokens of context, in batches of 1 and 4. Every round times each of them once, in random order, right after
+a pass of the same kind that is not timed. Times are medians over the rounds. llama-bench runs once in every round.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="bench.py", description=__doc__, epilog=EPILOG)
     add_bench_options(parser)
+    add_pass_options(parser)
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        refuse_options_of_others(args, parser)
         check_plot(args.plot)
-        report = read_report(args.report) if args.report is not None else run_bench(BenchOptions.from_args(args))
-        print(format_tables(report["rows"]))
+        if args.report is not None:
+            report = read_report(args.report)
+        else:
+            report = run_passes(PassOptions.from_args(args)) if args.passes else run_bench(BenchOptions.from_args(args))
+        print(format_passes(report) if "passes" in report else format_tables(report["rows"]))
         if args.plot is not None:
-            draw_plot(report, args.plot)
+            draw = draw_passes if "passes" in report else draw_plot
+            draw(report, args.plot)
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:

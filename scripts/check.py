@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
@@ -15,9 +15,8 @@ if __name__ == "__main__":
 
 from decode.models.loading import DTYPES
 from proposers import HEAD_PROPOSERS
-from scripts.serving_rules.commands import ENGINES, write_commands
 from scripts.serving_rules.folder import Engine, error, read_folder
-from scripts.serving_rules.report import SOURCES, Report, describe_report, find_faults
+from scripts.serving_rules.report import ENGINES, SOURCES, Report, describe_report, find_faults, write_commands
 from scripts.serving_rules.trial import load_trial_proposer, run_trial
 from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
@@ -31,29 +30,16 @@ The exit status is 1 if there is an error. With --engine, findings about the oth
 {SOURCES}"""
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    """The folder to check, the target to check it for, and what to check."""
-
-    folder: Path
-    model: str | None = None  # folder or hub id; None is the default model
-    dtype: str | None = None
-    device: str | None = None
-    kind: str | None = None  # what the head has to be; None accepts every kind
-    engine: Engine | None = None  # None checks for all
-    no_decode: bool = False
-    json: bool = False
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
-    options = CheckOptions(**vars(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
     with failing_clearly(parser):
-        if not options.folder.is_dir():
-            raise ValueError(f"there is no local folder {options.folder}")
-        report = check(options)
+        if not args.folder.is_dir():
+            raise ValueError(f"there is no local folder {args.folder}")
+        model = ModelOptions.from_args(args, accelerate="packed")
+        report = check(args.folder, model, args.kind, args.engine, decode=not args.no_decode)
         as_json = json.dumps(asdict(report) | {"ok": report.ok})
-        print(as_json if options.json else describe_report(report, options.engine))
+        print(as_json if args.json else describe_report(report, args.engine))
     if not report.ok:
         raise SystemExit(1)
 
@@ -71,26 +57,29 @@ def make_parser() -> Parser:
     return parser
 
 
-def check(options: CheckOptions) -> Report:
-    """Apply all rules to the folder, load its head, and draft with it."""
+def check(path: Path, model: ModelOptions, kind: str | None, engine: Engine | None, decode: bool) -> Report:
+    """Apply all rules to the folder, load its head and, with `decode`, draft with it.
+
+    kind: what the head has to be; None accepts every kind. engine: check for this one only; None checks for all.
+    """
     try:
-        folder = read_folder(options.folder)
+        folder = read_folder(path)
     except ValueError as fault:  # nothing is left to check, so the model is not loaded
         findings = [error("both", "damaged-folder", str(fault))]
-        return Report(str(options.folder), options.model, None, findings, {})
-    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate="packed"))
-    findings = find_faults(folder, target, options.kind)
-    proposer, reasons = load_trial_proposer(options.folder, target)
+        return Report(str(path), model.model, None, findings, {})
+    target = load_target(model)
+    findings = find_faults(folder, target, kind)
+    proposer, reasons = load_trial_proposer(path, target)
     if not any(finding.engine == "draftless" for finding in findings):
         findings += reasons
-    trial = None if proposer is None or options.no_decode else run_trial(options.folder, target, proposer)
+    trial = run_trial(path, target, proposer) if decode and proposer is not None else None
     findings += trial.check() if trial else []
-    engines = ENGINES if options.engine is None else (options.engine,)
+    engines = ENGINES if engine is None else (engine,)
     findings = [finding for finding in findings if finding.engine in (*engines, "both", "draftless")]
-    name = options.model or str(target.model.name_or_path)
+    name = model.model or str(target.model.name_or_path)
     commands = write_commands(folder, name, findings)
-    commands = {engine: command for engine, command in commands.items() if engine in engines}
-    return Report(str(options.folder), name, folder.kind, findings, commands, trial)
+    commands = {server: command for server, command in commands.items() if server in engines}
+    return Report(str(path), name, folder.kind, findings, commands, trial)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
 if __name__ == "__main__":
@@ -23,7 +22,7 @@ from decode.models.default_model import NAME
 from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, answer_jobs, check_temperature, group_jobs, read_jobs
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
-from scripts.shared.options import ModelOptions, Options, add_model_options, load_target
+from scripts.shared.options import ModelOptions, add_model_options, load_target
 
 EPILOG = """\
 PROMPTS is a .jsonl file. Each line has one of these: "prompt"; "turns", questions to ask one after the other;
@@ -44,43 +43,23 @@ so after an interruption some answers can differ (rarely in float32 too).
 """
 
 
-@dataclass(frozen=True)
-class DistillOptions(Options):
-    """The command line of distill.py. Raises ValueError if an option is out of range or --out cannot be written."""
-
-    model: ModelOptions
-    prompts: list[str]
-    out: Path
-    temperature: list[float]
-    max_new_tokens: int
-    seed: int
-    batch_size: int
-
-    def __post_init__(self) -> None:
-        check_writable(self.out, "--out")
-        for value in self.temperature:
-            check_temperature(value, "--temperature")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that answers depend on."""
-        depending = {name: getattr(self, name) for name in ("temperature", "max_new_tokens", "seed")}
-        return {"model": self.model.model or NAME, "dtype": self.model.dtype, **depending}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        options = DistillOptions.from_args(args, model=choose_dtype(ModelOptions.from_args(args)))
-        jobs = read_jobs(options.prompts, options.temperature)
-        answers = AnswersFile(options.out, options.settings)
+        model = choose_dtype(ModelOptions.from_args(args))
+        check_writable(args.out, "--out")
+        for value in args.temperature:
+            check_temperature(value, "--temperature")
+        jobs = read_jobs(args.prompts, args.temperature)
+        depending = {name: getattr(args, name) for name in ("temperature", "max_new_tokens", "seed")}
+        answers = AnswersFile(args.out, {"model": model.model or NAME, "dtype": model.dtype, **depending})
         missing = answers.list_missing(jobs)
         if missing:
-            target = load_target(options.model)
+            target = load_target(model)
             check_chat(missing, target)
             answers.begin()
-            distil(missing, target, answers, options)
+            distil(missing, target, answers, args.batch_size, args.max_new_tokens, args.seed)
         print(answers.describe())
 
 
@@ -114,13 +93,15 @@ def check_chat(jobs: Sequence[Job], target: Target) -> None:
         raise ValueError(f"the prompt with the id {chat!r} is a chat, which needs a template, and this model has none")
 
 
-def distil(jobs: Sequence[Job], target: Target, answers: AnswersFile, options: DistillOptions) -> None:
+def distil(
+    jobs: Sequence[Job], target: Target, answers: AnswersFile, batch_size: int, max_new_tokens: int, seed: int
+) -> None:
     """Answer all jobs and add their rows to the file, with a progress bar."""
     started, tokens, done, dropped = perf_counter(), 0, len(answers.rows), 0
     interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
     with tqdm(total=done + len(jobs), initial=done, unit=" answers", mininterval=interval) as bar:
-        for group in group_jobs(jobs, options.batch_size):
-            for new, row in answer_jobs(group, target, options.batch_size, options.max_new_tokens, options.seed):
+        for group in group_jobs(jobs, batch_size):
+            for new, row in answer_jobs(group, target, batch_size, max_new_tokens, seed):
                 tokens += new
                 if row is not None:
                     answers.append(row)

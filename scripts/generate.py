@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_chat(conversations, target, args.chat)
         encode_turn(conversations, 0, target, args.chat)  # finds prompts that do not fit before a draft model is loaded
         proposer = make_proposer(drafting, target, model)
-        # Before the first answer, to keep the warm-up out of its seconds.
-        target.warm_up(min(args.batch_size, len(conversations)), measure=getattr(proposer, "adaptive", False))
+        if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
+            target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
         settings |= {"nodes": args.nodes or NODES, "lossy_typical_acceptance": args.lossy_typical_acceptance}
         turns = max(len(conversation.turns) for conversation in conversations)

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-import decode.cpu.kernel_cache
+import decode.models.curve_cache
+from decode.cpu import build_cache, compiled_layers
+from decode.cpu.layer_kernel import Kernel
+from decode.cpu.native_ops import load_native_ops
 from tests.models import VOCABULARY, tiny
 
 END = 2
@@ -33,10 +37,63 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Compile kernels once per checkout, and not into the user's folder."""
+    """Compile the ops and the kernels once per checkout, and not into the user's folder."""
     folder = pytestconfig.cache.mkdir("kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.cpu.kernel_cache, "kernel_folder", lambda: folder)
+        keep_kernels_in(folder, patch)
+        yield
+
+
+def keep_kernels_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    for module in (build_cache, compiled_layers):
+        patch.setattr(module, "build_folder", lambda: folder)
+
+
+@pytest.fixture
+def kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for the kernels of one test, in which nothing is loaded yet but the ops."""
+    load_native_ops()
+    folder = tmp_path / "kernels"
+    keep_kernels_in(folder, monkeypatch)
+    monkeypatch.setattr(compiled_layers, "_LOADED", {})
+    return folder
+
+
+@pytest.fixture
+def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Layers run the programs that their kernels would be compiled from, for compiling takes many seconds.
+
+    Returns a list of the kernels that run, by name.
+    """
+    programs: dict[str, Any] = {}
+    calls: list[str] = []
+
+    def keep(program: Any, package_path: str, **options: Any) -> None:
+        path = Path(package_path)
+        programs[path.name] = program.module(check_guards=False)  # kernels check nothing either
+        path.write_text("a program")
+
+    def load(path: Path) -> Kernel:
+        program = programs[path.name]
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            calls.append(path.stem)
+            with torch.no_grad(), torch.inference_mode(inputs[-1].is_inference()):  # as the cache was made
+                return list(program(inputs))
+
+        return run
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", keep)
+    monkeypatch.setattr(compiled_layers, "load_kernel", load)
+    return calls
+
+
+@pytest.fixture(scope="session", autouse=True)
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep cost curves until the end of the run, and not in the user's folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode.models.curve_cache, "user_cache", lambda: folder)
         yield
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from decode import Proposer, Step, Target, Tree
+from decode.models.cost_curve import CostCurve
 from heads import (
     Eagle3Config,
     Eagle3Head,
@@ -78,6 +80,11 @@ def list_paths(tree: Tree, row: int) -> Paths:
         paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
     scores = torch.zeros(tree.tokens.shape) if tree.scores is None else tree.scores
     return {path: float(scores[row, node]) for node, path in paths.items() if node}
+
+
+def fix_cost(monkeypatch: pytest.MonkeyPatch, target: Target, curve: CostCurve) -> None:
+    """Give a target this cost curve for every batch size and context."""
+    monkeypatch.setattr(target, "cost_curve", lambda *_: curve)
 
 
 class Recorder:

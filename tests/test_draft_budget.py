@@ -11,7 +11,7 @@ from decode.models.cost_curve import CostCurve
 from proposers import MedusaProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
-from tests.drafting import Recorder, make_head
+from tests.drafting import Recorder, fix_cost, make_head
 from tests.models import tiny
 
 
@@ -79,7 +79,7 @@ def test_no_first_draft_where_the_calibration_promises_no_gain(
 ) -> None:
     """A draft token that is right half of the time is not worth a pass that costs 1.6 times as much."""
     target = Target(tiny("llama"))
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
+    fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
     sure = (4.6, 0.0, 0.0)  # 0.99 for every token: once tried, a draft is worth it
     calibration = Calibration(((0.5, 0.1),) * 3, (sure,) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
@@ -90,7 +90,8 @@ def test_no_first_draft_where_the_calibration_promises_no_gain(
 
 def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama"))
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 if batch == 1 else 64.0]))
+    curves = [CostCurve([1, 64], [1.0, cost]) for cost in (1.0, 64.0)]
+    monkeypatch.setattr(target, "cost_curve", lambda batch, _: curves[batch > 1])
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
 

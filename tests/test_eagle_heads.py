@@ -19,6 +19,7 @@ from heads import (
     LayerConfig,
     choose_features,
 )
+from heads.layer_cache import hide
 from tests.test_heads import (
     HIDDEN,
     VOCABULARY,
@@ -149,7 +150,8 @@ def draft(head: Any, stem: int, embedded: Tensor, features: Tensor, nodes: Tenso
         )
         cache.keep([count])
     stem_states = torch.cat(states, dim=1)
-    mask = torch.tensor([[place < stem or place - stem in path for place in range(stem + 5)] for path in PATHS])
+    seen = torch.tensor([[place < stem or place - stem in path for place in range(stem + 5)] for path in PATHS])
+    mask = hide(~seen, features.dtype)
     one = head(
         nodes[:, :2],
         stem_states[:, [-1, -1]],
@@ -157,9 +159,7 @@ def draft(head: Any, stem: int, embedded: Tensor, features: Tensor, nodes: Tenso
         mask[None, None, :2, : stem + 2],
         cache,
     )
-    cache.keep([2])
     two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), stem + 1), mask[None, None, 2:], cache)
-    cache.crop([stem])
     assert cache.lengths == [stem]
     return stem_states, torch.cat([one, two], dim=1)
 

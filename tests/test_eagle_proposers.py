@@ -15,7 +15,7 @@ from heads import save_head
 from proposers import EagleProposer, head_proposer, load_proposer
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED
-from tests.drafting import Paths, Recorder, make_head
+from tests.drafting import Paths, Recorder, fix_cost, make_head
 from tests.models import tiny
 from tests.test_lossless import PROMPTS, texts
 
@@ -171,7 +171,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target:
 def test_no_feature_is_missed_while_drafting_backs_off(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
 ) -> None:
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2, width=3)
     backing_off = iter([False, True, True, False, True] * 20)
     monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(backing_off))
@@ -218,7 +218,7 @@ def test_rows_do_not_affect_each_other(target: Target, kind: str, tree: str) -> 
 def test_the_text_is_the_targets(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, temperature: float
 ) -> None:
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 2.0]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 2.0]))
     sampling = Sampling(temperature=temperature, seed=3)
     plain = texts(target, None, PROMPTS, sampling=sampling)
     trees: list[dict[str, Any]] = [{"nodes": 20}, {"tree": "static"}, {"width": 1, "nodes": 5}, {}]
@@ -271,7 +271,7 @@ def test_trees_respect_depth_width_and_budget(target: Target, kind: str) -> None
 
 @pytest.mark.parametrize("kind", MAIN)
 def test_levels_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == 1
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees

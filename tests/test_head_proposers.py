@@ -12,11 +12,13 @@ from torch import Tensor
 
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
+from heads.layer_cache import attend, hide
 from proposers import HydraProposer, MedusaProposer, head_proposer
 from proposers.draft_budget import DraftBudget
 from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
+from proposers.packed_head import attend_like_target
 from proposers.tree_search import RANKS, Candidates, ScoredDrafter, search
-from tests.drafting import Paths, Recorder, list_paths, make_head
+from tests.drafting import Paths, Recorder, fix_cost, list_paths, make_head
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -76,9 +78,13 @@ class MadeUpDrafter:
 
 
 def search_all_levels(drafter: MadeUpDrafter, roots: list[int], width: int) -> Candidates:
-    """The candidates of 3 levels."""
+    """The candidates of 3 levels for trees of up to 1000 nodes."""
+    return search_for(1000, drafter, roots, width)
+
+
+def search_for(nodes: int, drafter: MadeUpDrafter, roots: list[int], width: int) -> Candidates:
     paths = ScoredDrafter(drafter, 100 + torch.arange(drafter.vocabulary))
-    return search(torch.tensor(roots), paths, 3, width)
+    return search(torch.tensor(roots), paths, 3, width, RANKS, nodes)
 
 
 def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
@@ -121,6 +127,43 @@ def test_a_narrow_search_follows_the_most_likely_paths_of_each_level() -> None:
         expected |= set(grown)
         beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
     assert set(list_paths(tree, 0)) == {tuple(token + 100 for token in path) for path in expected}
+
+
+class CountingDrafter(MadeUpDrafter):
+    """Remembers how many paths of a row were followed."""
+
+    followed = 0
+
+    def extend(self, parents: Tensor, tokens: Tensor) -> None:
+        self.followed += tokens.shape[1]
+        super().extend(parents, tokens)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_only_paths_that_a_tree_can_hold_are_followed(rows: int) -> None:
+    """The trees are the same as if all were followed."""
+    roots = [7, 8, 9][:rows]
+    every = CountingDrafter(rows, 13)
+    expected = search_all_levels(every, roots, 8)
+    assert every.followed == 16
+    counts = []
+    for nodes in (3, 4, 6, 12, 30, 1000):
+        drafter = CountingDrafter(rows, 13)
+        tree, same = search_for(nodes, drafter, roots, 8).tree(nodes), expected.tree(nodes)
+        assert all(list_paths(tree, row) == list_paths(same, row) for row in range(rows))
+        counts.append(drafter.followed)
+    assert counts == sorted(counts) and counts[0] <= 2 * rows and counts[2] < 12 and counts[-1] == 16
+
+
+def test_paths_that_are_not_worth_their_time_are_not_followed() -> None:
+    budget = DraftBudget()
+    budget.begin(lambda nodes: 1 + 0.1 * (nodes - 1))
+    assert budget.least_worth == pytest.approx(0.1)
+    drafter = CountingDrafter(1, 13)
+    wide = search_all_levels(MadeUpDrafter(1, 13), [7], 8)
+    probable = int((wide.scores[0, :RANKS].exp() >= 0.1).sum())  # of the first level
+    search(torch.tensor([7]), ScoredDrafter(drafter, 100 + torch.arange(13)), 2, 8, RANKS, 1000, budget)
+    assert 1 <= drafter.followed == probable < 8
 
 
 def test_expected_acceptance_is_that_of_the_best_trees() -> None:
@@ -212,7 +255,7 @@ def test_rows_do_not_affect_each_other(target: Target, kind: str, tree: str) -> 
 def test_a_prefix_layer_misses_nothing_while_drafting_backs_off(
     monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     proposer = make("hydra++", target)
     backing_off = iter([False, True, True, False, True] * 20)
     monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(backing_off))
@@ -252,7 +295,7 @@ def test_trees_have_the_requested_number_of_nodes(target: Target, kind: str, tre
 def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     widths = []
     for rise in (0.0, 0.02, 0.1, 5.0):
-        monkeypatch.setattr(target, "cost_curve", lambda batch, rise=rise: CostCurve([1, 64], [1.0, 1.0 + 63 * rise]))
+        fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0 + 63 * rise]))
         widths.append(record(make("medusa", target), target, max_new_tokens=200).trees[0].width)
     assert widths[0] == 64 > widths[1] > widths[2] > widths[3] == 1
 
@@ -262,7 +305,7 @@ def test_levels_that_do_not_pay_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, deepest: int
 ) -> None:
     """Each of Hydra's levels is a pass of its head; Medusa has them all at once."""
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=60).trees
@@ -386,3 +429,17 @@ def test_a_head_for_another_target_is_refused(target: Target, kind: str, changes
     other = Target(tiny("llama", **changes))
     with pytest.raises(ValueError, match=message):
         generate(other, [[5]], make(kind, target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_of_drafts_matches_the_heads_own(dtype: torch.dtype) -> None:
+    """Also with keys and values that are a part of a larger cache."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, heads, 9, 16, generator=generator).double() for heads in (6, 2, 2))
+    for tokens, slots in ((1, 9), (2, 7), (5, 9)):
+        hidden = torch.rand(2, 1, tokens, slots, generator=generator) < 0.5
+        hidden[..., 0] = False
+        parts = queries[:, :, :tokens], keys[:, :, :slots], values[:, :, :slots], hide(hidden, torch.float64)
+        found = attend_like_target(*(part.to(dtype) for part in parts))
+        assert found.dtype == dtype
+        assert torch.allclose(found.double(), attend(*parts), rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from heads import HydraConfig, HydraHead, LayerCache, LayerConfig, MedusaConfig, MedusaHead
-from heads.decoder_layer import DecoderLayer
-from heads.layer_cache import attend
+from heads.layer_cache import hide
+from heads.layers import DecoderLayer
 
 HIDDEN, VOCABULARY = 8, 13
 PREFIX = LayerConfig(
@@ -208,7 +208,8 @@ def test_a_draft_tree_attends_to_the_cache_without_changing_it():
     cache = LayerCache(1)
     layer(stem, torch.arange(5)[None], context=cache)
     cache.keep([5])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 1]], dtype=torch.bool)[None, None]
+    hidden = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+    mask = hide(hidden, torch.float64)[None, None]
     for _ in range(2):  # the second pass overwrites the first
         tried = layer(torch.cat([one, other], dim=1), torch.tensor([[5, 5]]), mask, cache)
         for place, node in enumerate((one, other)):
@@ -277,15 +278,3 @@ def test_errors_name_what_does_not_fit():
         LayerConfig(6, 4, 8, 10)
     with pytest.raises(ValueError, match="head_dim is 7"):
         LayerConfig(6, 3, 7, 10)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_attention_in_bfloat16_matches_float64(tokens: int) -> None:
-    """On a CPU, bfloat16 uses another kernel and folded queries."""
-    queries, keys, values = (drawn(2, count, 9, 16, seed=count) for count in (6, 2, 3))
-    values, queries = values[:, :2], queries[:, :, :tokens]
-    mask = drawn(2, 1, tokens, 9) > 0
-    mask[..., 0] = True
-    exact = attend(queries, keys, values, mask)
-    rounded = attend(*(part.bfloat16() for part in (queries, keys, values)), mask)
-    assert torch.allclose(rounded.double(), exact, rtol=0, atol=0.03)

@@ -51,7 +51,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
         ]
         tree = tree_of_rows(rows)
         logits = 2 * torch.randn(3, tree.width, 6, generator=generator, dtype=torch.float64)
-        accepted = accept_typically(tree, logits, Sampling(temperature=temperature), [0, 1, 2], [[0]] * 3)
+        accepted = accept_typically(tree, logits, Sampling(temperature=temperature), {0: [0], 1: [0], 2: [0]})
         p = (logits / temperature).softmax(dim=-1)
         for row in range(3):
             path, bonus = find_typical_path(tree, row, p)
@@ -59,7 +59,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
             assert accepted.tokens[row] == tree.tokens[row, path].tolist()
             longest = max(longest, len(path))
         assert accepted.sizes == sizes
-        greedily = accept_typically(tree, logits, Sampling(), [0, 1, 2], [[0]] * 3)
+        greedily = accept_typically(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
         assert greedily.bonus == accept_greedily(tree, logits).bonus
     assert longest > 3
 

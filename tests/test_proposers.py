@@ -1,4 +1,4 @@
-"""N-gram and draft-model proposers, and the cost curve."""
+"""N-gram and draft-model proposers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from transformers import GPT2Config
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import PlainProposer, Sampling, Step, Target, Tree, generate
-from decode.models import cost_curve
 from decode.models.cost_curve import CostCurve
 from decode.models.loading import first_layers
-from decode.session import Session
 from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer, draft
 from proposers.draft import count_weights
-from tests.drafting import Recorder
+from tests.drafting import Recorder, fix_cost
 from tests.models import tiny
 
 
@@ -113,15 +111,22 @@ def test_drafts_end_where_they_no_longer_pay(monkeypatch: pytest.MonkeyPatch, ta
     text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
     lengths = []
     for steepness in (0.0, 0.2, 5.0):
-        monkeypatch.setattr(
-            target, "cost_curve", lambda batch, rise=steepness: CostCurve([1, 64], [1.0, 1.0 + 63 * rise])
-        )
+        fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0 + 63 * steepness]))
         lengths.append(len(drafts(NGramProposer(), target, text)[0]))
     assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
+def test_copied_drafts_are_cut_by_the_curve_of_the_longest_text(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    curves = {5: CostCurve([1, 64], [1.0, 64.0]), 300: CostCurve([1, 64], [1.0, 1.0])}
+    monkeypatch.setattr(target, "cost_curve", lambda batch, context: curves[context])
+    assert drafts(NGramProposer(), target, [5, 5, 5, 5, 5]) == [[]]
+    assert all(drafts(NGramProposer(), target, [5, 5, 5, 5, 5], [6] * 300))
+
+
 def test_failures_shorten_and_successes_lengthen_drafts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 + 63 * 0.2]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0 + 63 * 0.2]))
     text = [5, 6, 7, 8, 9, 10, 5, 6, 7]
     lengths = []
     for accepted in (0, None):
@@ -151,7 +156,7 @@ def test_a_sampled_draft_of_itself_is_always_accepted(target: Target) -> None:
 
 def test_draft_length_adapts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     """A draft model that is always right drafts far ahead; a bad one backs off for longer and longer."""
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0 + 63 * 0.05]))
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0 + 63 * 0.05]))
     widths = []
     for draft_model, level_time in ((target, 0.15), (Target(tiny("llama", seed=5, num_hidden_layers=1)), 0.45)):
         counts = iter([level_time, 1.0])
@@ -199,36 +204,6 @@ def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
     assert cut.lm_head.weight is model.lm_head.weight
     with pytest.raises(ValueError, match="cannot cut a model of 3 layers to 9"):
         first_layers(model, 9)
-
-
-def test_cost_never_falls_and_is_linear_between_measures() -> None:
-    cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
-    assert [cost(nodes) for nodes in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.25, 1.25, 1.25, 2.625, 4.0, 6.75]
-    assert [CostCurve([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(("rise", "largest"), [(0.01, 64), (0.5, 8)])
-def test_cost_is_measured_on_warm_kernels(
-    monkeypatch: pytest.MonkeyPatch, target: Target, rise: float, largest: int
-) -> None:
-    """Each size's first pass is slow, the very first one slowest. Sizes that are too expensive are timed once."""
-    passes: list[int] = []
-
-    def time(session: Session, tree: Tree) -> float:
-        passes.append(tree.width)
-        warm = 1 + rise * (tree.width - 1)
-        return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
-
-    monkeypatch.setattr(cost_curve, "_time", time)
-    measured = cost_curve.measure_cost_curve(target, 3)
-    assert measured.sizes == tuple(size for size in cost_curve.SIZES if size <= largest)
-    assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
-    assert max(passes) == largest and passes.count(1) == 1 + cost_curve.ROUNDS
-
-
-def test_cost_is_measured_once_a_batch_size(target: Target) -> None:
-    assert target.cost_curve(3) is target.cost_curve(4) is not target.cost_curve(1)
-    assert target.cost_curve(1)(1) == 1.0 <= target.cost_curve(1)(64)
 
 
 def test_every_proposer_has_a_name() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import decode.kv_cache
-import decode.session
 from decode import Answer, Sampling, Target, Tree, generate
 from decode.accept import draw
-from decode.kv_cache import LARGE, TreeCache
+from decode.kv_cache import TreeCache
 from decode.noise import gumbel_max
 from decode.session import Session
 from proposers import NGramProposer
@@ -112,31 +110,6 @@ def test_a_longer_row_makes_the_cache_grow() -> None:
     expected.extend([long])
     logits = session.verify(Tree.chain([[9], [9]])).logits[1]
     assert torch.allclose(logits, expected.verify(Tree.chain([[9]])).logits[0], atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_contiguous_cache_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny(kind))
-    expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
-    monkeypatch.setattr(decode.kv_cache, "LARGE", 3)
-    monkeypatch.setattr(decode.session, "TreeCache", lambda batch, contiguous: TreeCache(batch, contiguous=True))
-    for proposer in (None, NGramProposer()):
-        assert read(generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)) == expected
-
-
-def test_a_contiguous_cache_is_contiguous_in_large_batches() -> None:
-    cache = TreeCache(batch=LARGE, contiguous=True)
-    states = torch.zeros(LARGE, 1, 3, 1)
-    for length, slots in ((0, 64), (60, 64), (200, 256), (130, 256), (20, 64)):
-        cache.lengths = [length] * LARGE
-        cache.reserve(0, 3, torch.device("cpu"))
-        keys, values = cache.update(states, states, layer_idx=0)
-        assert keys.shape[2] == values.shape[2] == slots
-        assert keys.is_contiguous() == values.is_contiguous() == (length != 20)  # few slots are used
-    cache.select(range(1, LARGE))
-    cache.reserve(0, 3, torch.device("cpu"))
-    keys, _ = cache.update(states[1:], states[1:], layer_idx=0)
-    assert not keys.is_contiguous()
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 1], [1, 3], [3], [0, 3]])

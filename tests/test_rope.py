@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads import RopeScaling
-from heads.rope import rotate
+from heads.rope import rotary_table, rotate
 from tests.test_heads import drawn
 
 
@@ -44,7 +44,7 @@ def test_scaled_positions_match_transformers(scaling):
     rotated = torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
     )
-    ours = rotate(states, positions, 500.0, RopeScaling(**scaling))
+    ours = rotate(states, rotary_table(positions, 32, 500.0, RopeScaling(**scaling), states.dtype))
     assert torch.allclose(ours, strength * rotated, rtol=0, atol=1e-4)
 
 

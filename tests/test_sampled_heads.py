@@ -29,7 +29,7 @@ from proposers import (
 )
 from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
-from tests.drafting import make_head
+from tests.drafting import fix_cost, make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny
 from tests.reference_rules import RULES, RowRule
@@ -151,7 +151,7 @@ def emit_with(
     times: Sequence[float] = (1.0, 1.05, 2.1),
 ) -> Any:
     """That distribution for a proposer's first draft, and the target's. times: of passes over 1, 2 and 8 nodes."""
-    monkeypatch.setattr(target, "cost_curve", lambda batch: CostCurve([1, 2, 8], times))
+    fix_cost(monkeypatch, target, CostCurve([1, 2, 8], times))
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 0.5)
     first = First(proposer.layers)
     generate(target, [TEXT], first, sampling=sampling, max_new_tokens=2)

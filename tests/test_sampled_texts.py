@@ -16,7 +16,7 @@ from decode.models.cost_curve import CostCurve
 from decode.noise import stream_uniforms
 from proposers.sampled_trees import renumber, sample_without_replacement
 from proposers.tree_search import keep_order
-from tests.drafting import Recorder
+from tests.drafting import Recorder, fix_cost
 from tests.models import tiny
 from tests.test_lossless import texts
 from tests.test_sampled_heads import EAGLES, PROPOSERS, make
@@ -63,7 +63,7 @@ def test_text_has_the_distribution_of_plain_sampling(
     runs: int,
 ) -> None:
     """Chi-square test of the third token, which lies inside drafts."""
-    monkeypatch.setattr(words, "cost_curve", lambda batch: CostCurve([1, 64], [1.0, 1.0]))
+    fix_cost(monkeypatch, words, CostCurve([1, 64], [1.0, 1.0]))
     processors = [TopKLogitsWarper(6)] if kind == "hydra" else []
     sampling = Sampling(temperature=1.5, top_k=8, top_p=0.95, processors=processors, seed=1)
     answers = generate(

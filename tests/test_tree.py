@@ -157,7 +157,7 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
         tree = random_tree(random.Random(seed))
         logits = torch.randn(3, tree.width, 6, dtype=torch.float64)
         fast = accept_greedily(tree, logits)
-        slow = walk(tree, logits, Sampling(), [0, 1, 2], [[0]] * 3)
+        slow = walk(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
         assert fast.bonus == slow.bonus and fast.tokens == slow.tokens and fast.sizes == slow.sizes
         for row in range(3):
             expected, node = [], 0

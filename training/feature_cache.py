@@ -55,14 +55,12 @@ class FeatureCache:
         """Wait until no other training fills the folder, and keep others from filling it."""
         lock = FileLock(self.folder / LOCK)
         try:
-            lock.acquire(blocking=False)
+            held = lock.acquire(blocking=False)
         except Timeout:
             print(f"another training is filling {self.folder}: waiting for it", file=sys.stderr)
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             yield
-        finally:
-            lock.release()
 
     def scan(self) -> None:
         """Register shards that other processes have written. Raises ValueError if one is damaged."""

@@ -10,7 +10,6 @@ Shapes: A answer positions of all texts, S labels, V vocabulary; R rank, I input
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 
 from decode import Target
 from decode.models.features import find_decoder
+from decode.models.user_cache import scratch
 from training.objectives import Loss, MedusaObjective
 from training.teacher import Batch, Teacher, run_target
 
@@ -135,16 +135,11 @@ def save_adapted(target: Target, adapters: Adapters, folder: Path) -> None:
     It is written under another name first: a kill leaves a complete model or, between two renames, none.
     """
     new, old = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch(new), scratch(old):
         target.model.save_pretrained(new, state_dict=adapters.merge(target.model.state_dict()))
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(new)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old / folder.name)
+        new.rename(folder)

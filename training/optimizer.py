@@ -7,6 +7,7 @@ learns more from the same number of texts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
@@ -24,24 +25,18 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float, lr_shares: Mapping
     lr_shares: factors of the learning rate for some parts, by the beginning of their names. They get AdamW: half of a
     low-rank adapter is no whole matrix.
     """
-    groups: dict[tuple[bool, float], list[Tensor]] = {}
+    muon, adamw = dict[float, dict[str, Any]](), dict[float, dict[str, Any]]()  # by factor of the learning rate
     for name, weight in weights.items():
         part = name.split(".")[0]
         hidden = part not in lr_shares and is_hidden(name, weight)
-        groups.setdefault((hidden, MUON_SCALE if hidden else lr_shares.get(part, 1.0)), []).append(weight)
-    muon, adamw = (
-        [
-            {"params": members, "lr": scale * lr, "initial_lr": scale * lr}
-            for (hidden, scale), members in groups.items()
-            if hidden == wanted
-        ]
-        for wanted in (True, False)
-    )
+        groups, scale = (muon, MUON_SCALE) if hidden else (adamw, lr_shares.get(part, 1.0))
+        new = {"params": [], "lr": scale * lr, "initial_lr": scale * lr}
+        groups.setdefault(scale, new)["params"].append(weight)
     optimizers: list[Optimizer] = []
     if muon:
-        optimizers.append(Muon(muon, weight_decay=WEIGHT_DECAY / MUON_SCALE, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(muon.values(), weight_decay=WEIGHT_DECAY / MUON_SCALE, adjust_lr_fn="match_rms_adamw"))
     if adamw:
-        optimizers.append(AdamW(adamw, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
+        optimizers.append(AdamW(adamw.values(), betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
     return optimizers
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
 from decode.models.features import capture_features
+from heads.vocabulary import top_tokens
 from training.data import Example
 
 TOP_K_ROWS = 256  # positions whose logits are reduced to labels at a time
@@ -58,10 +59,10 @@ class Teacher:
         tokens, answers = (part.to(self.target.device) for part in pad_examples(examples))
         with self.context():
             features, logits = run_target(self.target, self.layers, tokens, answers)
-        columns = zip(*map(_top_k, logits.split(TOP_K_ROWS)), strict=True)
-        labels, probabilities = (torch.cat(column).split(answers.sum(dim=1).tolist()) for column in columns)
+        best = (top_tokens(part, LABELS) for part in logits.split(TOP_K_ROWS))
+        labels, log_p = (torch.cat(parts).split(answers.sum(dim=1).tolist()) for parts in zip(*best, strict=True))
         kept = [features[row, : len(example.tokens)] for row, example in enumerate(examples)]
-        return [Targets(*parts) for parts in zip(kept, labels, probabilities, strict=True)]
+        return [Targets(states, ids, p.exp()) for states, ids, p in zip(kept, labels, log_p, strict=True)]
 
 
 def run_target(target: Target, layers: Sequence[int], tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,10 +99,3 @@ def pad_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
         for begin, end in example.spans:
             row[begin - 1 : end - 1] = True
     return tokens, answers
-
-
-def _top_k(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely tokens [A, S] by logits [A, V], and their probabilities."""
-    logits = logits.float()
-    best = logits.topk(min(LABELS, logits.shape[-1]), dim=-1)
-    return best.indices, (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()

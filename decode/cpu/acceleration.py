@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-import sys
+from collections.abc import Sequence
 from platform import machine
-from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from decode.cpu.compiled_model import compile_model, compiled_layers
+from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.grouped_attention import ATTENTION
-from decode.cpu.linear_kernels import CompiledLinear
+from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
 from decode.models.user_cache import print_notice
 
 MODES = ("auto", "packed", "compiled", "off")
-COMPILED_BYTES = 64 << 20, 2 << 30  # smallest and largest size of all linear layers that "auto" compiles
-COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's default
+WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
 
 
 def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a CPU model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
-    mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles kernels
-    for passes over a few tokens; they need the dense weights, which are kept. "auto" compiles with a C++ compiler and
-    linear layers of `COMPILED_BYTES`, and packs otherwise. "off" changes nothing.
+    mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
+    decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
+    changes nothing.
 
     Raises ValueError for an unknown mode, and if "compiled" is not possible.
     """
@@ -37,15 +34,17 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         return model
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
-    if mode == "compiled" or (mode == "auto" and _is_worth_compiling(model)):
-        try:
-            compile_model(model, retry_failed=mode == "compiled")  # could take a minute at each start
-            return model
-        except ValueError as error:
-            if mode == "compiled":
-                raise
-            print_notice(f"{error}; the model runs without")
+    linears = [module for module in model.modules() if can_pack(module)]
+    if mode == "compiled":
+        _check_compilable(linears)
+    is_large = sum(linear.weight.nbytes for linear in linears) >= WORTH_COMPILING
+    del linears  # their dense weights are freed one by one
     pack_layers(model)
+    if mode == "compiled" or (mode == "auto" and is_large):
+        if load_native_ops() is None:
+            compile_layers(model, retry_failed=mode == "compiled")  # could take long at each start
+        else:
+            print_notice(f"no compiled kernels ({load_native_ops()}): decoding will take about twice as long")
     return model
 
 
@@ -55,10 +54,13 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")
 
 
-def _is_worth_compiling(model: PreTrainedModel) -> bool:
-    size = sum(module.weight.nbytes for module in model.modules() if can_pack(module))
-    has_compiler = shutil.which(os.environ.get("CXX", COMPILER)) is not None
-    return COMPILED_BYTES[0] <= size <= COMPILED_BYTES[1] and has_compiler
+def _check_compilable(linears: Sequence[nn.Linear]) -> None:
+    if not linears:
+        raise ValueError("nothing to compile: only linear layers on a CPU (--device cpu), in float32 or bfloat16, are")
+    failure = load_native_ops()
+    if failure is not None:
+        advice = "a C++ compiler such as g++ and a cache folder that can be written (XDG_CACHE_HOME names another)"
+        raise ValueError(f"kernels cannot be compiled here ({failure}); they need {advice}")
 
 
 def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
@@ -79,14 +81,8 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether passes over a few tokens run compiled kernels."""
-    return bool(compiled_layers(model)) or any(isinstance(part, CompiledLinear) for part in model.modules())
-
-
-def dense_output_layer(model: PreTrainedModel) -> Any:
-    """The output layer; if it is compiled, the form with the dense weight."""
-    output = model.get_output_embeddings()
-    return output.dense if isinstance(output, CompiledLinear) else output
+    """Whether decoder layers run compiled kernels."""
+    return bool(compiled_layers(model))
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:

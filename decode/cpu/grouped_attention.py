@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from decode.kv_cache import LARGE
+from decode.cpu.native_ops import can_run, load_native_ops
 
 ATTENTION = "draftless_grouped_sdpa"
 
@@ -18,25 +18,27 @@ ATTENTION = "draftless_grouped_sdpa"
 def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The same as transformers' sdpa attention, but queries share their key-value heads instead of repeating them.
-
-    The queries of a group are stacked as if they were more nodes. torch's own kernel for grouped queries takes 5 times
-    as long in bfloat16.
-    """
-    if attention_mask is None or kwargs.get("position_bias") is not None:
+    """The same as transformers' sdpa attention, but queries share their key-value heads instead of repeating them."""
+    if attention_mask is None or attention_mask.dtype != query.dtype or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return attend_grouped(query, key, value, attention_mask, kwargs.get("scaling") or query.shape[3] ** -0.5), None
+
+
+def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Queries [B, heads, N, D] and keys and values [B, groups, S, D] -> [B, N, heads, D].
+
+    mask: [B, 1, N, S] to add to the scores, in the queries' dtype.
+    """
     batch, heads, nodes, size = query.shape
-    groups = heads // key.shape[1]
-    stacked = query.reshape(batch, key.shape[1], groups * nodes, size)
-    mask = attention_mask if nodes == 1 else attention_mask.repeat(1, 1, groups, 1)  # [B, 1, G * N, S]
-    scale = kwargs.get("scaling")
-    if nodes == 1 and batch >= LARGE and key.dtype == torch.bfloat16 and key.is_contiguous():
-        # As transformers' eager attention. torch's fused kernel makes a call per row and head: almost twice the time.
-        scores = torch.matmul(stacked, key.transpose(-1, -2)).float() * (scale or size**-0.5) + mask
-        output = torch.matmul(scores.softmax(-1).to(value.dtype), value)
-    else:
-        output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
-    return output.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+    can_run_all = can_run(query) and can_run(key) and can_run(value)  # an adapter may be on one of them only
+    if can_run_all and mask.shape[1] == 1 and load_native_ops() is None:
+        output: Tensor = torch.ops.draftless.attention(query, key, value, mask, scale)
+        return output
+    # The queries of a group are stacked as if they were more nodes.
+    stacked = query.reshape(batch, key.shape[1], -1, size)
+    mask = mask.repeat(1, 1, heads // key.shape[1], 1)  # [B, 1, heads / groups * N, S]
+    output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION, grouped_sdpa)

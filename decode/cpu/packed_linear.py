@@ -1,35 +1,79 @@
-"""Linear layers with weights in oneDNN's packed layout.
+"""Linear layers with packed weights, for inference on a CPU.
 
 A decoding step on a CPU reads every weight once. `F.linear` on a few rows reads them at a third of the memory's
-bandwidth. oneDNN reads packed weights in half that time or less.
+bandwidth. The project's own op reads packed weights at nearly all of it, for up to a dozen rows. Without a C++
+compiler, oneDNN's packed layers take its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from decode.cpu.native_ops import can_run, load_native_ops, pack, unpack
+
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-LAYOUT_ROWS = 16  # a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
-MIN_ROWS, PADDED_ROWS = 3, 5  # with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
+LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
+MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
 
 
 def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether oneDNN can pack this layer on this machine."""
+    """Whether this layer can be packed on this machine."""
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
+    dtype = module.weight.dtype
+    return dtype in TOLERANCE and (load_native_ops() is None or _is_supported_by_onednn(dtype))
+
+
+def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
-    dtype = module.weight.dtype
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with a packed weight. For inference only."""
+    """`nn.Linear` on weights that are packed once. What the op does not take goes through the unpacked weight.
+
+    Raises RuntimeError if the op computes something else than the layer.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._dtype = linear.weight.dtype  # the packed layout's
+        self.packed = nn.Buffer(pack(linear.weight), persistent=False)
+        self.bias = None if linear.bias is None else nn.Buffer(linear.bias.detach(), persistent=False)
+        self.eval()
+        self._check(linear)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not (inputs.dtype == self.packed.dtype == self._dtype and can_run(inputs)):
+            return nn.functional.linear(inputs, self.dense_weight(), self.bias)
+        if self.packed.dim() == 4 and self.in_features % 2:
+            inputs = nn.functional.pad(inputs, (0, 1))  # bfloat16 inputs are read in pairs
+        outputs: Tensor = torch.ops.draftless.linear(inputs, self.packed, self.bias, self.out_features)
+        return outputs
+
+    def dense_weight(self) -> Tensor:
+        """The weight [N, K]."""
+        return unpack(self.packed, self.out_features, self.in_features)
+
+    @torch.no_grad()
+    def _check(self, linear: nn.Linear) -> None:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(7, self.in_features, generator=generator).to(linear.weight.dtype)
+        found, expected = self(inputs).float(), linear(inputs).float()
+        if not float((found - expected).abs().max()) <= TOLERANCE[linear.weight.dtype] * float(expected.abs().max()):
+            raise RuntimeError("the linear op does not compute what the layer does")
+
+
+class OneDnnLinear(nn.Module):
+    """`nn.Linear` on weights that oneDNN packed. For inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -44,11 +88,17 @@ class PackedLinear(nn.Module):
         outputs = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
         return outputs if padded is inputs else outputs[: inputs.shape[0]]
 
+    def dense_weight(self) -> Tensor:
+        """The weight [N, K]."""
+        return self.packed.to_dense().detach()
 
-MakeLayer = Callable[[nn.Linear], nn.Module]  # makes the layer that replaces a linear one
+
+def pack_linear(linear: nn.Linear) -> PackedLinear | OneDnnLinear:
+    """The packed form of a layer."""
+    return PackedLinear(linear) if load_native_ops() is None else OneDnnLinear(linear)
 
 
-def pack_layers(module: nn.Module, make: MakeLayer = PackedLinear) -> None:
+def pack_layers(module: nn.Module) -> None:
     """Pack all linear layers of a module, in place.
 
     Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are.
@@ -57,23 +107,25 @@ def pack_layers(module: nn.Module, make: MakeLayer = PackedLinear) -> None:
         for names in MERGED:
             linears: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(can_pack, linears)) and len({linear.in_features for linear in linears}) == 1:
-                merged = MergedLinear(linears, make)
+                merged = MergedLinear(linears)
                 for index, name in enumerate(names):
                     setattr(parent, name, MergedPart(merged, index))
         for name, child in list(parent.named_children()):
             if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
-                setattr(parent, name, make(child))
+                setattr(parent, name, pack_linear(child))
 
 
-class MergedLinear:
+class MergedLinear(nn.Module):
     """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
 
-    def __init__(self, linears: Sequence[nn.Linear], make: MakeLayer = PackedLinear) -> None:
-        self.layer = make(_merge(linears))
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.layer = pack_linear(_merge(linears))
         self.sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
+        self.eval()
 
-    def compute(self, inputs: Tensor, index: int) -> Tensor:
+    def forward(self, inputs: Tensor, index: int) -> Tensor:
         """The output of part `index`."""
         last_inputs, outputs = self._last  # read once: another thread may run the same model
         if inputs is not last_inputs:
@@ -92,10 +144,11 @@ class MergedPart(nn.Module):
         self.eval()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.merged.compute(inputs, self.index)
+        outputs: Tensor = self.merged(inputs, self.index)
+        return outputs
 
 
-PACKED = PackedLinear, MergedPart
+PACKED = PackedLinear, OneDnnLinear, MergedPart
 
 
 def _merge(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -108,9 +161,9 @@ def _merge(linears: Sequence[nn.Linear]) -> nn.Linear:
     return make_linear(weight, torch.cat([zero if linear.bias is None else linear.bias for linear, zero in pairs]))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
+def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A frozen linear layer that shares these tensors."""
-    linear = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)

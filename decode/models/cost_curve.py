@@ -17,8 +17,9 @@ from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.tree import Tree
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
-CONTEXT = 256  # committed tokens while measuring
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
+CONTEXTS = (256, 4096)  # committed tokens while measuring
+MAX_CACHED = 1 << 16  # committed tokens of all rows together while measuring: their keys and values take gigabytes
 MAX_COST = 4.0  # larger sizes than the first above this cost are not timed: few trees gain that much
 ROUNDS, PATIENCE = 5, 2.5  # passes of each size; seconds that rounds after the first may take together
 
@@ -27,12 +28,13 @@ class CostCurve:
     """Costs relative to a single node: `cost(1) == 1`. Never falling, and linear between sizes and beyond the last.
 
     A size that was measured as slower than a larger one gets the larger one's cost: it could be padded, or other
-    processes disturbed the measurement.
+    processes disturbed the measurement. `seconds` are those of a pass of each of `sizes`.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         self.sizes = tuple(sizes)
         lowest = [*accumulate(reversed(seconds), min)][::-1]
+        self.seconds = tuple(lowest)
         self.ratios = tuple(time / lowest[0] for time in lowest)
 
     def __call__(self, nodes: int) -> float:
@@ -40,38 +42,64 @@ class CostCurve:
         (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.ratios[right - 1 : right + 1]
         return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
 
+    def blend(self, other: CostCurve, share: float) -> CostCurve:
+        """The curve between this one (share 0) and another (share 1), linear in seconds."""
+        sizes = max(self.sizes, other.sizes, key=len)
+        pairs = [(self.seconds[0] * self(size), other.seconds[0] * other(size)) for size in sizes]
+        return CostCurve(sizes, [first + share * (second - first) for first, second in pairs])
+
+
+def measured_batches(batch: int) -> list[int]:
+    """The powers of four up to the first that is at least `batch`."""
+    return [4**exponent for exponent in range(((batch - 1).bit_length() + 1) // 2 + 1)]
+
+
+def measured_contexts(target: StockModel, batch: int) -> list[int]:
+    """The first of `CONTEXTS`; the second too if the model has so many positions and `MAX_CACHED` allows it."""
+    longest = min(target.context - 1, MAX_CACHED // batch)
+    return [CONTEXTS[0], *(context for context in CONTEXTS[1:] if context <= longest)]
+
 
 @torch.inference_mode()  # as in the loop
-def measure_cost_curve(target: StockModel, batch: int) -> CostCurve:
-    """The cost curve of a batch size: medians over rounds of all sizes, so that disturbances meet all of them."""
-    session = Session(target, batch)
-    session.cache.lengths = [min(CONTEXT, target.context - 1)] * batch
-    trees = [_random_chain(size, batch, target) for size in SIZES]
-    _time(session, trees[0])  # the first pass is slow
-    begun, times = perf_counter(), [_time(session, trees[0])]
+def measure_cost_curve(target: StockModel, batch: int, context: int) -> CostCurve:
+    """The cost curve of a batch size after `context` committed tokens, or as many as the model has positions for.
+
+    Medians over rounds of all sizes, so that disturbances meet all of them.
+    """
+    session = open_filled(target, batch, min(context, target.context - 1))
+    trees = [random_chain(size, batch, target) for size in SIZES]
+    time_pass(session, trees[0])  # the first pass is slow
+    begun, times = perf_counter(), [time_pass(session, trees[0])]
     while len(times) < len(trees) and times[-1] <= MAX_COST * times[0]:
         tree = trees[len(times)]
         try:
-            times.append(_time(session, tree))
+            times.append(time_pass(session, tree))
         except torch.OutOfMemoryError:  # trees of that size cannot be verified anyway
             if len(times) == 1:
                 raise
             break
         if times[-1] > MAX_COST * times[0]:  # perhaps only because it was the first pass of this size
-            times[-1] = min(times[-1], _time(session, tree))
+            times[-1] = min(times[-1], time_pass(session, tree))
     rounds = [times]
     while len(rounds) < ROUNDS and (perf_counter() - begun) * (len(rounds) + 1) / len(rounds) <= PATIENCE:
-        rounds.append([_time(session, tree) for tree in trees[: len(times)]])
+        rounds.append([time_pass(session, tree) for tree in trees[: len(times)]])
     return CostCurve(SIZES[: len(times)], [median(seconds) for seconds in zip(*rounds, strict=True)])
 
 
-def _random_chain(size: int, batch: int, target: StockModel) -> Tree:
+def open_filled(target: StockModel, batch: int, context: int) -> Session:
+    """A session as if `context` tokens of each row were committed; their keys and values are zeros."""
+    session = Session(target, batch)
+    session.cache.lengths = [context] * batch
+    return session
+
+
+def random_chain(size: int, batch: int, target: StockModel) -> Tree:
     """A chain of random tokens: equal tokens would all go to the same few experts of a mixture."""
     tokens = torch.randint(target.vocabulary, (batch, size), generator=torch.Generator().manual_seed(size))
     return Tree.chain(tokens.tolist(), target.device)
 
 
-def _time(session: Session, tree: Tree) -> float:
+def time_pass(session: Session, tree: Tree) -> float:
     """The seconds of a forward pass over a tree."""
     device = session.target.device
     wait = torch.get_device_module(device).synchronize

@@ -1,4 +1,4 @@
-"""The user's cache folder, for what is made once: the default model and compiled kernels."""
+"""The user's cache folder, for what is made once: the default model, compiled kernels and cost curves."""
 
 from __future__ import annotations
 

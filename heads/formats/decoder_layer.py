@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from heads.decoder_layer import LayerConfig
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
 from heads.formats.layout import OWN, ConfigDict, Shapes, extent, number, section
+from heads.layers import LayerConfig
 from heads.rope import RopeScaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
@@ -81,21 +81,14 @@ def _read_scaling(config: ConfigDict) -> RopeScaling | None:
 def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
     """What the configs of both EAGLE formats have in common, for transformers 4 and 5."""
     layer = config.layer
-    copied = (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "rms_norm_eps",
-        "rope_theta",
-    )
+    sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     scaling = None if layer.rope_scaling is None else layer.rope_scaling.describe()
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": 1,
-        **{name: getattr(layer, name) for name in copied},
+        **{name: getattr(layer, name) for name in (*sizes, "rms_norm_eps", "rope_theta")},
         "hidden_act": "silu",
         "attention_bias": layer.qkv_bias,
         "mlp_bias": False,

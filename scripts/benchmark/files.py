@@ -16,11 +16,12 @@ import torch
 import transformers
 
 from heads.atomic_write import write_aside
+from scripts.benchmark.pass_report import sum_up_passes
 from scripts.benchmark.rows import make_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KEYS = ("settings", "machine", "rows", "differences", "records")
 SHOWN = {"settings": ("model", "temperature", "batch_size"), "machine": ("cpu", "gpu", "threads", "dtype")}  # in plots
+SHOWN_PASSES = {"settings": ("model",), "machine": ("cpu", "gpu", "threads")}
 
 
 class Records:
@@ -67,8 +68,7 @@ class Records:
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write the JSON with one line per entry of its lists, so that people and `diff` can read it."""
     parts = []
-    for key in KEYS:
-        value = report[key]
+    for key, value in report.items():
         if isinstance(value, list) and value:
             text = "[\n    " + ",\n    ".join(json.dumps(entry, allow_nan=False) for entry in value) + "\n  ]"
         else:
@@ -79,20 +79,25 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report, with its rows computed again from its records. Raises ValueError for a file that is not a report.
+    """A report, with its rows computed again from its records, or its medians from its samples.
 
-    Reports of earlier versions have no intervals in their rows, and other settings.
+    Reports of earlier versions have no intervals in their rows, and other settings. Raises ValueError for a file that
+    is not a report.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
-        rows = make_rows(report["records"], report["differences"], methods)
-        missing = [key for part, keys in SHOWN.items() for key in keys if key not in report[part]]
+        shown = SHOWN
+        if "passes" in report:
+            shown, computed = SHOWN_PASSES, {"passes": sum_up_passes(report["passes"])}
+        else:
+            methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
+            computed = {"rows": make_rows(report["records"], report["differences"], methods)}
+        missing = [key for part, keys in shown.items() for key in keys if key not in report[part]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a report of bench.py ({error!r})") from error
     if missing:
         raise ValueError(f"{path} is not a report of bench.py: it lacks {', '.join(missing)}")
-    return {**report, "rows": rows}
+    return {**report, **computed}
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

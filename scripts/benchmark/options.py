@@ -14,7 +14,7 @@ from heads import PRETRAINED
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from proposers.load import DRAFT_LAYERS, EAGLES
 from scripts.benchmark.questions import Question, digest_questions
-from scripts.shared.command import at_least, check_writable
+from scripts.shared.command import at_least, check_writable, named_value
 from scripts.shared.options import (
     DRAFT_MODEL_HELP,
     TREES,
@@ -26,6 +26,7 @@ from scripts.shared.options import (
 )
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+PASS_ROUNDS = 15
 # The arguments of each peer's `generate`; "assistant_model" is filled in when the model is loaded.
 PEERS: dict[str, dict[str, Any]] = {
     "hf": {},
@@ -85,7 +86,8 @@ class BenchOptions(Options):
         check_writable(args.json, "--json")
         Sampling(args.temperature)  # refuses a bad temperature
         methods, peers = [*dict.fromkeys(["none", *methods])], [*dict.fromkeys(["hf", *peers])] if peers else []
-        return super().from_args(args, model=model, heads=heads, methods=methods, peers=peers, **others)
+        found = {"model": model, "heads": heads, "methods": methods, "peers": peers}
+        return super().from_args(args, **found, repeats=args.repeats or cls.repeats, **others)
 
     def describe(self, questions: Sequence[Question]) -> dict[str, Any]:
         """The settings of a report, without the name of any folder above a model."""
@@ -94,7 +96,7 @@ class BenchOptions(Options):
             draft = _base(self.draft_model) if self.draft_model else f"its first {DRAFT_LAYERS} layers"
         return {
             **{key: value for key, value in vars(self).items() if key not in ("threads", "json")},
-            "model": _base(self.model.model) if self.model.model else DEFAULT_MODEL,
+            "model": name_model(self.model),
             "draft_model": draft,
             "heads": {kind: f"{_base(folder)} {_digest(folder)}" for kind, folder in self.heads.items()},
             "questions": self.questions.name,
@@ -104,15 +106,16 @@ class BenchOptions(Options):
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `BenchOptions`, `--from` and `--plot`."""
+    """Add the options of `BenchOptions`, `--passes`, `--from` and `--plot`."""
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
+    source("--passes", action="store_true", help="measure forward passes over 1 to 64 nodes instead of methods")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
-    add, whole = parser.add_argument, at_least(1)
+    add, whole, head = parser.add_argument, at_least(1), named_value("KIND=DIR", HEAD_PROPOSERS)
     add("--methods", help=METHODS_HELP)
     add("--peers", help=PEERS_HELP)
     add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
-    add("--repeats", type=whole, default=3, metavar="N", help="default: %(default)s")
+    add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; with --passes: {PASS_ROUNDS}")
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     add("--seed", type=int, default=0, help="default: %(default)s")
@@ -122,15 +125,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the report: a .png or .svg file")
     add_model_options(parser)
     add("--draft-model", help=f"for draft and hf-assistant: {DRAFT_MODEL_HELP}")
-    add("--head", action="append", default=[], type=name_head, metavar="KIND=DIR", help=HEAD_HELP)
+    add("--head", action="append", default=[], type=head, metavar="KIND=DIR", help=HEAD_HELP)
 
 
-def name_head(text: str) -> tuple[str, str]:
-    """An argparse type: a kind of head and its folder."""
-    kind, separator, folder = text.partition("=")
-    if kind not in HEAD_PROPOSERS or not separator or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=DIR with a KIND of {HEADS}")
-    return kind, folder
+def name_model(options: ModelOptions) -> str:
+    """The model's name without any folder above it."""
+    return _base(options.model) if options.model else DEFAULT_MODEL
 
 
 def parse_method(name: str) -> ProposerOptions:

@@ -96,12 +96,14 @@ def dress(pane: Any, caption: str) -> None:
 def describe(report: Mapping[str, Any]) -> str:
     """Model and machine in one line."""
     settings, machine = report["settings"], report["machine"]
-    threads, temperature, batch_size = machine["threads"], settings["temperature"], settings["batch_size"]
-    parts = [
-        settings["model"],
-        machine["dtype"],
-        machine["gpu"] or f"{machine['cpu']}, {threads} thread{'s' * (threads > 1)}",
-    ]
+    temperature, batch_size = settings["temperature"], settings["batch_size"]
+    parts = [settings["model"], machine["dtype"], name_processor(machine)]
     parts += [f"temperature {temperature:g}"] if temperature else []
     parts += [f"batches of {batch_size}"] if batch_size > 1 else []
     return ", ".join(parts)
+
+
+def name_processor(machine: Mapping[str, Any]) -> str:
+    """The GPU, or the CPU with its number of threads."""
+    threads = machine["threads"]
+    return str(machine["gpu"] or f"{machine['cpu']}, {threads} thread{'s' * (threads > 1)}")

@@ -25,7 +25,7 @@ def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     if len(overall) > 1:
         tables.append(_list_categories(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
         tables.append(_list_categories(rows, "tau", lambda row: f"{row['tau']:.2f}"))
-    return "\n\n".join(map(_to_markdown, tables))
+    return "\n\n".join(map(to_markdown, tables))
 
 
 def _list_categories(
@@ -44,7 +44,7 @@ def _list_categories(
     return lines
 
 
-def _to_markdown(lines: Sequence[Sequence[str]]) -> str:
+def to_markdown(lines: Sequence[Sequence[str]]) -> str:
     """The first line is the head; the first column is left-aligned, the others right-aligned."""
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines]

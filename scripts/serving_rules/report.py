@@ -1,27 +1,28 @@
-"""What check.py reports about a folder: the findings of all rules for its kind, as data and as text."""
+"""What check.py reports about a folder: the findings of all rules for its kind, and the commands that serve it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decode import Target
-from scripts.serving_rules.auxiliary_layers import AUXILIARY_LAYER_RULES
-from scripts.serving_rules.commands import ENGINES, list_errors
-from scripts.serving_rules.decoder_layer import DECODER_LAYER_RULES
-from scripts.serving_rules.eagle import EAGLE_RULES
+from scripts.serving_rules.eagle import DECODER_LAYER_RULES, EAGLE_RULES
 from scripts.serving_rules.eagle3 import EAGLE3_RULES
 from scripts.serving_rules.folder import Engine, Finding, HeadFolder, error
-from scripts.serving_rules.medusa import HYDRA_RULES, MEDUSA_RULES
+from scripts.serving_rules.medusa import HYDRA_RULES, MEDUSA_RULES, TOKEN_MAP_FINDING, count_blocks
 from scripts.serving_rules.trial import TrialResult
 
 ServingRule = Callable[[HeadFolder, Target], Iterator[Finding]]
 SERVING_RULES: dict[str, tuple[ServingRule, ...]] = {
-    "eagle": (*EAGLE_RULES, *DECODER_LAYER_RULES),
-    "eagle3": (*EAGLE3_RULES, *AUXILIARY_LAYER_RULES, *DECODER_LAYER_RULES),
+    "eagle": EAGLE_RULES,
+    "eagle3": (*EAGLE3_RULES, *DECODER_LAYER_RULES),
     "medusa": MEDUSA_RULES,
     "hydra": HYDRA_RULES,
 }
+ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
+DRAFT_TOKENS = 3  # in a chain, as is usual
 SOURCES = """\
 The rules were read in the source of vLLM 0.33 (Medusa: up to 0.32) and SGLang 0.5.23. EAGLE and EAGLE-3 folders were
 served in vLLM 0.32 and 0.33 on a CPU; SGLang's classes load them, but they were not served there."""
@@ -54,6 +55,42 @@ def find_faults(folder: HeadFolder, target: Target, kind: str | None = None) -> 
         except ValueError as fault:  # a value in config.json has the wrong type
             found.append(error("both", "config-value", str(fault)))
     return list(dict.fromkeys(found))
+
+
+def list_errors(findings: Sequence[Finding], engine: Engine) -> list[Finding]:
+    """The errors that keep an engine from serving the head, or that keep the head from being accepted."""
+    return [each for each in findings if each.level == "error" and each.engine in (engine, "both", "draftless")]
+
+
+def write_commands(folder: HeadFolder, model: str, findings: Sequence[Finding]) -> dict[Engine, str]:
+    """A command for each engine that serves this kind of head and has no error.
+
+    A Medusa head's command ends in a comment with the versions of vLLM that can run it.
+    """
+    vllm, sglang = _write_vllm(folder, model), _write_sglang(folder, model)
+    blocking = [each for each in findings if each.name != TOKEN_MAP_FINDING]  # it holds for newer versions only
+    commands: dict[Engine, str] = {}
+    if folder.kind == "medusa":
+        commands = {"vllm": f"{vllm}  # vllm<={'0.32' if len(blocking) == len(findings) else '0.20'}"}
+    elif folder.kind in ("eagle", "eagle3"):
+        commands = {"vllm": vllm, "sglang": sglang}
+    return {engine: command for engine, command in commands.items() if not list_errors(blocking, engine)}
+
+
+def _write_vllm(folder: HeadFolder, model: str) -> str:
+    tokens = count_blocks(folder)[0] if folder.kind == "medusa" else DRAFT_TOKENS
+    config = {"method": folder.kind, "model": str(folder.path.resolve()), "num_speculative_tokens": tokens}
+    return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
+
+
+def _write_sglang(folder: HeadFolder, model: str) -> str:
+    """The algorithm must be the head's: an EAGLE-3 head as EAGLE would run and accept nothing."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "
+        f"{str(folder.kind).upper()} --speculative-draft-model-path {shlex.quote(str(folder.path.resolve()))} "
+        f"--speculative-num-steps {DRAFT_TOKENS} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+    )
 
 
 def describe_report(report: Report, engine: Engine | None) -> str:

@@ -57,17 +57,14 @@ def load_trial_proposer(folder: Path, target: Target) -> tuple[HeadProposer | No
     """A proposer for this target with the head of a folder; or None, and the reason."""
     sizes = target.vocabulary, target.config.num_hidden_layers
     try:
+        fault = "draftless", "does-not-load"
         head = load_head(folder, target.dtype, *sizes)
-    except ValueError as reason:
-        return None, [error("draftless", "does-not-load", str(reason))]
-    try:
+        fault = "both", "other-target"
         head.check_target(target.config.hidden_size, *sizes)
-    except ValueError as reason:
-        return None, [error("both", "other-target", str(reason))]
-    try:
+        fault = "draftless", "does-not-draft"  # because of another head's calibration, for example
         return load_proposer(folder, target, nodes=NODES), []
-    except ValueError as reason:  # such as another head's calibration
-        return None, [error("draftless", "does-not-draft", str(reason))]
+    except ValueError as reason:
+        return None, [error(*fault, str(reason))]
 
 
 def run_trial(folder: Path, target: Target, proposer: HeadProposer) -> TrialResult:

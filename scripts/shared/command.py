@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,6 +60,20 @@ def at_least(low: int) -> Callable[[str], int]:
         if not text.isdecimal() or int(text) < low:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
         return int(text)
+
+    return parse
+
+
+def named_value(form: str, names: Iterable[str]) -> Callable[[str], tuple[str, str]]:
+    """An argparse type: one of the names and its value. form: as users read it, e.g. "KIND=DIR"."""
+
+    def parse(text: str) -> tuple[str, str]:
+        name, _, value = text.partition("=")
+        if name not in names or not value:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {form} with a {form.split('=')[0]} of {', '.join(names)}"
+            )
+        return name, value
 
     return parse
 

@@ -69,11 +69,11 @@ class OrderedOutput:
     def end(self, index: int) -> None:
         """Mark an answer as complete."""
         self._ended[index] = True
-        while self._current < len(self._ended) and self._ended[self._current]:
+        while self._current < len(self._ended):
             self._write(self._current)
+            if not self._ended[self._current]:
+                return
             self._current += 1
-        if self._current < len(self._ended):
-            self._write(self._current)
 
     def _write(self, index: int) -> None:
         for file, text in self._waiting[index]:

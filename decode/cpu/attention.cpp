@@ -1,0 +1,283 @@
+// Attention of a tree's nodes to the KV cache, in float32 and bfloat16. Queries of a group share their keys and values.
+//
+// The slots are cut into parts of PART slots, so that all threads have work even with one row and few heads. A part's
+// keys are transposed once, then all queries of the group go over them in blocks of rows, as in the linear op. Every
+// part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding", 2023). A query's
+// result depends neither on the other queries nor on slots that it does not see.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+using namespace draftless;
+using torch::stable::Tensor;
+
+typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
+
+constexpr int64_t PART = 256, LINE = 64;  // slots; bytes of a cache line
+static_assert(PART % PANEL == 0);
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+
+int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
+
+template <class T>
+inline Vector load(const typename T::Number* from) {
+  float numbers[WIDTH];
+  for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = T::widen(from[lane]);
+  Vector result;
+  std::memcpy(&result, numbers, sizeof(result));
+  return result;
+}
+
+template <class Number>
+inline void prefetch(const Number* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += LINE / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Exchanges the upper right and the lower left quadrant of blocks of 2 * HALF x 2 * HALF numbers.
+template <int HALF, int... LANES>
+inline void exchange(Vector& upper, Vector& lower, std::integer_sequence<int, LANES...>) {
+  const Vector a = upper, b = lower;
+#if defined(__clang__)
+  upper = __builtin_shufflevector(a, b, (LANES & HALF ? LANES - HALF + WIDTH : LANES)...);
+  lower = __builtin_shufflevector(a, b, (LANES & HALF ? LANES + WIDTH : LANES + HALF)...);
+#else
+  upper = __builtin_shuffle(a, b, Lanes{(LANES & HALF ? LANES - HALF + WIDTH : LANES)...});
+  lower = __builtin_shuffle(a, b, Lanes{(LANES & HALF ? LANES + WIDTH : LANES + HALF)...});
+#endif
+}
+
+template <int HALF = WIDTH / 2>
+inline void transpose(Vector (&block)[WIDTH]) {
+  for (int i = 0; i < WIDTH; ++i)
+    if (!(i & HALF)) exchange<HALF>(block[i], block[i + HALF], std::make_integer_sequence<int, WIDTH>());
+  if constexpr (HALF > 1) transpose<HALF / 2>(block);
+}
+
+// exp(x) for x <= 0, to about 2 units in the last place, in a form that compilers vectorise.
+inline float exp_negative(float x) {
+  x = std::max(x, -87.0f);
+  const float whole = std::nearbyint(x * 1.44269504f);
+  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // Cody and Waite's split of ln 2
+  float power = 1.9875691500e-4f;  // the polynomial of Cephes' expf
+  power = power * rest + 1.3981999507e-3f;
+  power = power * rest + 8.3334519073e-3f;
+  power = power * rest + 4.1665795894e-2f;
+  power = power * rest + 1.6666665459e-1f;
+  power = power * rest + 5.0000001201e-1f;
+  power = power * rest * rest + rest + 1.0f;
+  const int32_t bits = ((int32_t)whole + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return x <= -87.0f ? 0.0f : power * scale;
+}
+
+template <class T>
+struct Attention {
+  using Number = typename T::Number;
+  const Number *queries, *keys, *values, *masks;
+  int64_t batch, heads, groups, nodes, slots, key_size, value_size;  // heads: of keys and values
+  int64_t key_row, key_head, value_row, value_head, mask_row;        // strides
+  float scale;
+
+  int64_t rows() const { return groups * nodes; }  // queries that share keys and values
+  int64_t parts() const { return (slots + PART - 1) / PART; }
+  int64_t value_width() const { return round_up(value_size, PANEL); }
+  int64_t partial_width() const { return value_width() + 2; }  // a row's sums of a part, its maximum and its total
+
+  struct Scratch {  // of a thread
+    explicit Scratch(const Attention& each)
+        : query(new float[each.rows() * each.key_size]),
+          key(new float[PART * each.key_size]),
+          value(new float[PART * each.value_width()]),
+          scores(new float[PART * ROWS]) {}
+    std::unique_ptr<float[]> query, key, value, scores;
+  };
+
+  // Writes a block of keys, [slots, key_size], of at most WIDTH x WIDTH numbers to a panel [key_size, PANEL].
+  void transpose_block(const Number* from, int64_t slots_left, int64_t sizes_left, float* into) const {
+    if (slots_left < WIDTH || sizes_left < WIDTH) {
+      for (int64_t d = 0; d < std::min<int64_t>(WIDTH, sizes_left); ++d)
+        for (int64_t s = 0; s < std::min<int64_t>(WIDTH, slots_left); ++s)
+          into[d * PANEL + s] = T::widen(from[s * key_size + d]);
+      return;
+    }
+    Vector block[WIDTH];
+    for (int s = 0; s < WIDTH; ++s) block[s] = load<T>(from + s * key_size);
+    transpose(block);
+    for (int d = 0; d < WIDTH; ++d) std::memcpy(into + d * PANEL, &block[d], sizeof(Vector));
+  }
+
+  // The queries of one row of the batch and one head over one part of the slots.
+  void run_part(int64_t row, int64_t head, int64_t begin, Scratch& scratch, float* partial) const {
+    float *query = scratch.query.get(), *key = scratch.key.get(), *value = scratch.value.get();
+    const int64_t count = std::min(PART, slots - begin), width = round_up(count, PANEL);
+    const Number* from = keys + row * key_row + head * key_head + begin * key_size;
+    const Number* other = values + row * value_row + head * value_head + begin * value_size;
+    for (int64_t s = 0; s < count; s += WIDTH) {  // panels of keys [key_size, PANEL]
+      prefetch(from + (s + WIDTH) * key_size, std::min<int64_t>(WIDTH, count - s - WIDTH) * key_size);
+      prefetch(other + s * value_size, std::min<int64_t>(WIDTH, count - s) * value_size);
+      for (int64_t d = 0; d < key_size; d += WIDTH)
+        transpose_block(from + s * key_size + d, count - s, key_size - d,
+                        key + s / PANEL * PANEL * key_size + d * PANEL + s % PANEL);
+    }
+    const float* value_panel;
+    from = values + row * value_row + head * value_head + begin * value_size;
+    if constexpr (T::STEP == 1) value_panel = from;
+    if (T::STEP != 1 || value_width() != value_size) {
+      for (int64_t s = 0; s < count; ++s)
+        for (int64_t d = 0; d < value_size; ++d) value[s * value_width() + d] = T::widen(from[s * value_size + d]);
+      value_panel = value;
+    }
+    const Number* asked = queries + (row * heads + head) * rows() * key_size;
+    for (int64_t i = 0; i < rows() * key_size; ++i) query[i] = T::widen(asked[i]) * scale;
+    const Number* mask = masks + row * mask_row + begin;
+    for (int64_t first = 0; first < rows(); first += ROWS) {
+      const int64_t size = std::min<int64_t>(ROWS, rows() - first);
+      with_rows(size, [&]<int R>() {
+        run_block<R>(first, count, width, query, key, value_panel, mask, scratch.scores.get(), partial);
+      });
+    }
+  }
+
+  template <int R>
+  void run_block(int64_t first, int64_t count, int64_t width, const float* query, const float* key, const float* value,
+                 const Number* mask, float* scores, float* partial) const {
+    const float* inputs[R];
+    for (int r = 0; r < R; ++r) inputs[r] = query + (first + r) * key_size;
+    for (int64_t panel = 0; panel < width; panel += PANEL) {
+      Vector sums[R][VECTORS] = {};
+      for (int64_t d = 0; d < key_size; ++d) Float32::step<R>(key + panel * key_size + d * PANEL, inputs, d, sums);
+      for (int r = 0; r < R; ++r) std::memcpy(scores + r * width + panel, sums[r], sizeof(sums[r]));
+    }
+    float largest[R], totals[R] = {};
+    for (int r = 0; r < R; ++r) {
+      float* row = scores + r * width;
+      const Number* seen = mask + (first + r) % nodes * slots;
+      for (int64_t s = 0; s < count; ++s) row[s] += T::widen(seen[s]);
+      std::fill(row + count, row + width, LOWEST);
+      float lanes[WIDTH];  // compilers find the maximum of vectors only lane by lane
+      std::fill(lanes, lanes + WIDTH, LOWEST);
+      for (int64_t s = 0; s < width; s += WIDTH)
+        for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = std::max(lanes[lane], row[s + lane]);
+      largest[r] = *std::max_element(lanes, lanes + WIDTH);
+      for (int64_t s = 0; s < width; ++s) row[s] = exp_negative(row[s] - largest[r]);
+      inputs[r] = row;
+    }
+    for (int64_t s = 0; s < count; ++s)  // in the order of slots: unseen ones in between change no bit of a total
+      for (int r = 0; r < R; ++r) totals[r] += inputs[r][s];
+    for (int r = 0; r < R; ++r) {
+      float* result = partial + (first + r) * partial_width() + value_width();
+      result[0] = largest[r];
+      result[1] = totals[r];
+    }
+    for (int64_t panel = 0; panel < value_width(); panel += PANEL) {
+      Vector sums[R][VECTORS] = {};
+      for (int64_t s = 0; s < count; ++s) Float32::step<R>(value + s * value_width() + panel, inputs, s, sums);
+      for (int r = 0; r < R; ++r)
+        std::memcpy(partial + (first + r) * partial_width() + panel, sums[r], sizeof(sums[r]));
+    }
+  }
+
+  // Adds the parts of one query. partials: of its row and head.
+  void merge(int64_t row, int64_t head, int64_t query, const float* partials, Number* outputs) const {
+    const int64_t step = rows() * partial_width();
+    const float* first = partials + query * partial_width();
+    float largest = LOWEST, total = 0;
+    for (int64_t c = 0; c < parts(); ++c) largest = std::max(largest, first[c * step + value_width()]);
+    std::vector<float> sums(value_size);
+    for (int64_t c = 0; c < parts(); ++c) {
+      const float* part = first + c * step;
+      const float weight = std::exp(part[value_width()] - largest);
+      total += weight * part[value_width() + 1];
+      for (int64_t d = 0; d < value_size; ++d) sums[d] += weight * part[d];
+    }
+    const int64_t node = query % nodes, query_head = head * groups + query / nodes;
+    Number* into = outputs + ((row * nodes + node) * heads * groups + query_head) * value_size;
+    for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(sums[d] / total);
+  }
+
+  void run(Number* outputs) const {
+    const int64_t pairs = batch * heads, step = rows() * partial_width();
+    std::unique_ptr<float[]> partials(new float[pairs * parts() * step]);
+    torch::stable::parallel_for(0, pairs * parts(), 1, [&](int64_t begin, int64_t end) {
+      Scratch scratch(*this);
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t pair = part / parts();
+        run_part(pair / heads, pair % heads, part % parts() * PART, scratch, partials.get() + part * step);
+      }
+    });
+    torch::stable::parallel_for(0, pairs * rows(), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        const int64_t pair = index / rows();
+        merge(pair / heads, pair % heads, index % rows(), partials.get() + pair * parts() * step, outputs);
+      }
+    });
+  }
+};
+
+template <class T>
+Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
+  using Number = typename T::Number;
+  const auto data = [](const Tensor& tensor) { return reinterpret_cast<const Number*>(tensor.const_data_ptr()); };
+  return {
+      .queries = data(query),
+      .keys = data(key),
+      .values = data(value),
+      .masks = data(mask),
+      .batch = query.size(0),
+      .heads = key.size(1),
+      .groups = query.size(1) / key.size(1),
+      .nodes = query.size(2),
+      .slots = key.size(2),
+      .key_size = key.size(3),
+      .value_size = value.size(3),
+      .key_row = key.stride(0),
+      .key_head = key.stride(1),
+      .value_row = value.stride(0),
+      .value_head = value.stride(1),
+      .mask_row = mask.size(0) == 1 ? 0 : mask.stride(0),
+      .scale = (float)scale,
+  };
+}
+
+template <class T>
+void run(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale,
+         Tensor& output) {
+  const auto outputs = reinterpret_cast<typename T::Number*>(output.mutable_data_ptr());
+  describe<T>(query, key, value, mask, scale).run(outputs);
+}
+
+// query [B, groups * H, N, D], key [B, H, S, D] and value [B, H, S, E] whose slots are contiguous, mask [B, 1, N, S] to
+// add to the scores. Returns [B, N, groups * H, E].
+Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
+  query = torch::stable::contiguous(query);
+  mask = torch::stable::contiguous(mask);
+  const auto slots_are_contiguous = [](const Tensor& tensor) {
+    return tensor.stride(3) == 1 && tensor.stride(2) == tensor.size(3);
+  };
+  if (!slots_are_contiguous(key)) key = torch::stable::contiguous(key);
+  if (!slots_are_contiguous(value)) value = torch::stable::contiguous(value);
+  const std::vector<int64_t> shape{query.size(0), query.size(2), query.size(1), value.size(3)};
+  Tensor output = torch::stable::new_empty(query, shape);
+  (query.element_size() == sizeof(float) ? run<Float32> : run<BFloat16>)(query, key, value, mask, scale, output);
+  return output;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(draftless, m) {
+  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }

@@ -1,0 +1,72 @@
+"""What is compiled once per machine and kept in the user's cache: the linear op and the decoder layers.
+
+A file's name says all that determines its content. A checksum next to it tells a damaged file, which loading would
+crash on. Files are built aside, under a lock, and moved into place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from decode.models.user_cache import remove, scratch, user_cache
+
+
+def build_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The file of that name in the cache. If it is missing or damaged, `build` writes it first.
+
+    Raises OSError if the cache cannot be written, and whatever `build` raises.
+    """
+    path = build_folder() / name
+    if not is_whole(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")), scratch(path.with_suffix(".partial")) as aside:
+            if not is_whole(path):  # another process may have built it meanwhile
+                build(aside / name)
+                checksum = _checksum(aside / name)
+                remove(path)
+                _checksum_file(path).write_text(checksum)
+                (aside / name).rename(path)
+    return path
+
+
+def build_folder() -> Path:
+    """The folder of compiled files."""
+    return user_cache() / "kernels"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there as it was built."""
+    try:
+        return _checksum(path).encode() == _checksum_file(path).read_bytes()
+    except OSError:
+        return False
+
+
+@cache
+def environment() -> tuple[str, str]:
+    """torch's version, and the CPU: compiled code uses all of its instructions."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else [f"model name: {platform.processor()}"]
+    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return torch.__version__, "\n".join(sorted(cpu))
+
+
+def digest(*parts: Any) -> str:
+    """Short and the same for parts with the same repr."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")

@@ -1,0 +1,194 @@
+"""Compiled decoder layers: a model's layers run one kernel each instead of dozens of calls on small tensors.
+
+The layers are first run as they are, in passes of different sizes. What differs between those calls shows which sizes
+may change, and what the layers computed is what their kernels are checked against, each time a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.cpu.build_cache import build_folder, build_once
+from decode.cpu.layer_call import LayerCall, flatten_call
+from decode.cpu.layer_kernel import Kernel, compile_kernel, layer_tensors, load_kernel, name_kernel, split_output
+from decode.models.features import find_decoder
+from decode.models.stock_model import StockModel
+from decode.models.user_cache import print_notice
+from decode.session import Session
+from decode.tree import Tree
+
+# The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
+# A share of the largest state would hide errors: real models have a few huge ones.
+LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+# Rows, nodes and committed tokens of the passes. All sizes of the first two differ, the slots in use too: 64 and 128.
+TRIALS = ((2, 5, 8), (3, 2, 70), (1, 1, 70), (1, 17, 8))
+
+
+class RecordedCall(NamedTuple):
+    """A layer's call in a pass of the model, and what it returned."""
+
+    call: LayerCall
+    output: Any
+
+
+class CompiledLayer:
+    """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others."""
+
+    def __init__(self, layer: nn.Module, number: int, kernel: Kernel, call: LayerCall, dimensions: Any) -> None:
+        self.number, self._kernel, self._form, self._dimensions = number, kernel, call.form, dimensions
+        self._tensors = [*layer_tensors(layer).values()]
+        self._shapes: dict[tuple[int, int, int], list[torch.Size]] = {}  # of a call's tensors, by its sizes
+        self._layer = ref(layer)  # the layer holds this object; a cycle would keep its weights alive
+        parts = [*layer.modules()][1:]  # the layer itself still runs its own hooks
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._returns: tuple[bool, ...] | None = None  # which parts of its output are tensors; None: it is no tuple
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        may_run = not torch.is_grad_enabled() and not any(self._hooks)
+        call = flatten_call(self.number, args, kwargs) if may_run else None
+        if call is None or not self._fits(call):
+            layer: Any = self._layer()
+            return type(layer).forward(layer, *args, **kwargs)
+        tensors = iter(self._kernel([*self._tensors, *call.tensors]))
+        if self._returns is None:
+            return next(tensors)
+        return tuple(next(tensors) if is_tensor else None for is_tensor in self._returns)
+
+    def _fits(self, call: LayerCall) -> bool:
+        """Whether the kernel, which checks nothing, can serve a call."""
+        if call.form != self._form:
+            return False
+        shapes = self._shapes.get(call.sizes)
+        if shapes is None:
+            sizes = dict(zip("BNS", call.sizes, strict=True))
+            shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions[:-3]]
+            self._shapes[call.sizes] = shapes
+        return [tensor.shape for tensor in call.tensors[:-3]] == shapes  # all but the KV cache
+
+    def is_correct(self, recorded: RecordedCall) -> bool:
+        """Whether the kernel computes what the layer did, up to `LAYER_TOLERANCE`."""
+        expected = split_output(recorded.output)
+        self._returns = tuple(part is not None for part in expected) if isinstance(recorded.output, tuple) else None
+        if not self._fits(recorded.call):
+            return False
+        try:
+            states = self._kernel([*self._tensors, *recorded.call.tensors])[0]
+        except RuntimeError:
+            return False
+        pairs = (expected[0] - other for other in (states, recorded.call.tensors[0]))
+        error, added = (difference.float().abs().median(dim=-1).values for difference in pairs)
+        return float((error / added.clamp(min=1e-30)).max()) <= LAYER_TOLERANCE.get(states.dtype, 0.0)
+
+
+def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> None:
+    """Let the decoder layers of a packed model run kernels, in place. Layers without a correct kernel stay as they are.
+
+    retry_failed: compile again what failed before.
+    """
+    for layer, (number, calls) in _record_calls(model).items():
+        dimensions = _find_dimensions(calls[0].call, calls[1].call)
+        kernel = None if dimensions is None else _obtain_kernel(layer, calls[0].call, dimensions, retry_failed)
+        if kernel is not None:
+            compiled = CompiledLayer(layer, number, kernel, calls[0].call, dimensions)
+            if all(map(compiled.is_correct, calls)):
+                layer.forward = compiled
+
+
+def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
+    """The kernels of a model's decoder layers."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, CompiledLayer)]
+
+
+@torch.inference_mode()  # as in the loop
+def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[RecordedCall]]]:
+    """The cache layer and the calls of each decoder layer, one call in each of `TRIALS`; without unusual layers."""
+    numbers = {layer: _find_cache_layer(layer) for layer in find_decoder(model)[1]}
+    layers = {layer: (number, list[RecordedCall]()) for layer, number in numbers.items() if number is not None}
+    thread = get_ident()
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        number, calls = layers[layer]
+        call = flatten_call(number, args, kwargs) if get_ident() == thread else None
+        if call is not None and all(part is None or isinstance(part, Tensor) for part in split_output(output)):
+            calls.append(RecordedCall(call, output))
+
+    with ExitStack() as stack:
+        try:
+            sessions = [_start_session(model, rows, committed) for rows, _, committed in TRIALS]
+            for layer in layers:
+                stack.callback(layer.register_forward_hook(record, with_kwargs=True, prepend=True).remove)
+            for session, (rows, nodes, _) in zip(sessions, TRIALS, strict=True):
+                session.verify(Tree.chain([[*range(1, nodes + 1)]] * rows))
+        except Exception:  # the target's self-test reports what the model's code does not take
+            return {}
+    return {layer: found for layer, found in layers.items() if len(found[1]) == len(TRIALS)}
+
+
+def _start_session(model: PreTrainedModel, rows: int, committed: int) -> Session:
+    """A session after `committed` tokens, one fewer in each further row. Only three of them are computed."""
+    session = Session(StockModel(model), rows)
+    session.extend([[row + 1, row + 2, row + 3] for row in range(rows)])  # else all layers' caches would be alike
+    session.cache.lengths = [committed - row for row in range(rows)]
+    return session
+
+
+def _find_cache_layer(layer: nn.Module) -> int | None:
+    """The layer of the KV cache that a decoder layer writes to; None if unclear, or if its parts were changed."""
+    parts = list(layer.modules())
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts[1:])  # layers share a kernel
+    numbers: set[Any] = {vars(part).get("layer_idx") for part in parts} - {None}
+    if hooked or any("forward" in vars(part) for part in parts) or len(numbers) != 1:
+        return None
+    number: int = numbers.pop()
+    return number
+
+
+def _find_dimensions(one: LayerCall, other: LayerCall) -> list[tuple[Any, ...]] | None:
+    """For each tensor of a call, each dimension's symbol, or its size if it is fixed; None if unclear.
+
+    Symbols are B, N and S, and C in the KV cache.
+    """
+    symbols = dict(zip(zip(one.sizes, other.sizes, strict=True), "BNS", strict=True))
+    dimensions = []
+    for shape, changed in zip(*([tensor.shape for tensor in call.tensors] for call in (one, other)), strict=True):
+        pairs = list(zip(shape, changed, strict=True))
+        dimensions.append(tuple(a if a == b else symbols.get((a, b)) for a, b in pairs))
+    for place in (-3, -2):
+        batch, heads, _, size = dimensions[place]
+        dimensions[place] = batch, heads, "C", size
+    known = all(size is not None for sizes in dimensions for size in sizes)
+    return dimensions if known and one.form == other.form and any("S" in sizes for sizes in dimensions) else None
+
+
+_LOADED: dict[str, Kernel] = {}
+
+
+def _obtain_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any], retry_failed: bool) -> Kernel | None:
+    """The kernel, compiled if it is not in the cache; None if it cannot be compiled."""
+    name = name_kernel(layer, call, dimensions)
+    if name not in _LOADED:
+        failure = build_folder() / f"{name}.failed"
+        if failure.exists() and not retry_failed:
+            return None
+
+        def build(into: Any) -> None:
+            print_notice("compiling a kernel for models of this kind, once; it takes some 15 seconds")
+            compile_kernel(layer, call, dimensions, into)
+
+        try:
+            _LOADED[name] = load_kernel(build_once(f"{name}.pt2", build))
+            failure.unlink(missing_ok=True)
+        except Exception as error:  # anything from torch.export, Inductor, the compiler, the model's code or the disk
+            with suppress(OSError):
+                failure.write_text(f"{type(error).__name__}: {error}")
+            return None
+    return _LOADED[name]

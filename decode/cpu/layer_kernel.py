@@ -1,0 +1,129 @@
+"""The kernel of a decoder layer: exported by torch.export, compiled by AOTInductor, run without Python.
+
+One kernel serves all layers that differ only in their weights, for any number of rows, nodes and cache slots. The
+project's own ops are opaque in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.func import functional_call
+
+from decode.cpu.build_cache import digest, environment
+from decode.cpu.layer_call import LayerCall, rebuild_call
+
+Kernel = Callable[[list[Tensor]], list[Tensor]]
+OPTIONS: dict[str, Any] = {  # Inductor's
+    "cpp.dynamic_threads": True,  # the number of threads may differ from process to process
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls the loops
+}
+# Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input.
+STATE = {*vars(nn.Module()), "layer_idx", "number", "_last"} - {"training"}
+
+
+class BareLayer(nn.Module):
+    """A layer without its hooks."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+
+def layer_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a layer, by name."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) -> str:
+    """A digest of all that determines the kernel of such calls of a layer, weights aside."""
+    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in layer_tensors(layer).items()]
+    versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
+    own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return digest(describe_module(layer), tensors, call.form, dimensions, versions, own)
+
+
+def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Sequence[Any]], into: Path) -> None:
+    """Compile the kernel of such calls of a layer. Takes seconds; raises whatever torch's compilers do.
+
+    dimensions: for each tensor of the call, each dimension's symbol, or its size if it is fixed.
+    """
+    bare, tensors = BareLayer(layer), layer_tensors(layer)
+    names = [f"layer.{name}" for name in tensors]
+    place, dimension = next((i, d) for i, sizes in enumerate(dimensions) for d, size in enumerate(sizes) if size == "S")
+
+    def compute(inputs: list[Tensor]) -> list[Tensor]:
+        weights, others = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
+        args, kwargs = rebuild_call(call.form, others[place].shape[dimension], others)
+        # Parts of a merged layer share a module. `tie_weights` would replace its tensors once for each of them.
+        output = functional_call(bare, weights, args, kwargs, tie_weights=False)
+        return [part for part in split_output(output) if part is not None]
+
+    module = nn.Module()  # torch.export takes modules only
+    vars(module)["forward"] = compute
+    inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors)]
+    dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
+    shapes = [*({} for _ in names), *dynamic]
+    config: Any = torch.fx.experimental._config
+    oblivious = config.patch(backed_size_oblivious=True)  # sizes may be 1 as well
+    quiet = warnings.catch_warnings(action="ignore")  # torch warns of its own code
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), oblivious, quiet:
+        program = torch.export.export(module, (inputs,), dynamic_shapes=(shapes,), strict=False)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(into), inductor_configs={**OPTIONS})
+
+
+def load_kernel(path: Path) -> Kernel:
+    """The kernel in a file. Raises RuntimeError for one that cannot be loaded."""
+    # torch._inductor.aoti_load_package first runs a compiler to compare machines. The file's name does that.
+    run: Kernel = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+    return run
+
+
+def split_output(output: Any) -> tuple[Any, ...]:
+    """What a layer returns: states first, then what some layers add."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def describe_module(module: nn.Module) -> list[Any]:
+    """What determines a module's computation, tensors aside: the class, code and settings of each part."""
+    return [
+        (
+            name,
+            type(part).__qualname__,
+            _digest_module(type(part).__module__),
+            sorted((key, _describe_value(value)) for key, value in vars(part).items() if key not in STATE),
+        )
+        for name, part in module.named_modules()
+    ]
+
+
+def _describe_value(value: Any) -> tuple[str, ...]:
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(value.tolist() if isinstance(value, Tensor) else value))
+    attention = getattr(value, "_attn_implementation", "")  # a config's repr lacks it
+    return text, str(type(value)), attention, _digest_module(getattr(value, "__module__", ""))
+
+
+def _digest_module(name: str) -> str:
+    """A digest of an imported module's code; empty if it has no file, or a version that tells it."""
+    file = None if name.startswith(("torch.", "transformers.")) else getattr(sys.modules.get(name), "__file__", None)
+    return _digest_code(Path(file)) if file is not None and file.endswith(".py") else ""
+
+
+@cache
+def _digest_code(file: Path) -> str:
+    """A digest that comments and layout do not change."""
+    return digest(ast.dump(ast.parse(file.read_text(encoding="utf-8"))))

@@ -1,0 +1,112 @@
+// A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
+//
+// Packed weights lie in panels of PANEL outputs: [panels, K, PANEL] in float32, [panels, K / 2, PANEL, 2] in bfloat16.
+// A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. More rows go over the
+// same panel block by block, from the L2 cache, and prefetch the next panel meanwhile: memory and arithmetic overlap.
+// Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+using namespace draftless;
+
+constexpr int LINE = 64, DISTANCE = 2048;  // bytes: of a cache line, and between reading and prefetching
+
+template <class T>
+struct Layer {
+  using Number = typename T::Number;
+  const Number *inputs, *packed, *bias;
+  Number* outputs;
+  int64_t rows, steps, count;  // input rows, steps over the inputs, outputs
+
+  // The sums of R rows over one panel. Meanwhile the bytes from `next` to `end` come into the L2 cache.
+  template <int R>
+  void sum_block(int64_t panel, int64_t row, const char* next, const char* end) const {
+    Vector sums[R][VECTORS] = {};
+    const Number* inputs_of[R];
+    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + (row + r) * steps * T::STEP;
+    const Number* weights = packed + panel * steps * T::STEP * PANEL;
+    const int64_t lines = ((end - next) / LINE + steps - 1) / steps;
+    for (int64_t k = 0; k < steps; ++k, weights += T::STEP * PANEL) {
+      T::template step<R>(weights, inputs_of, k, sums);
+      for (int64_t line = 0; line < lines && next < end; ++line, next += LINE) __builtin_prefetch(next, 0, 2);
+    }
+    const int64_t first = panel * PANEL;
+    const int columns = (int)std::min<int64_t>(PANEL, count - first);
+    for (int r = 0; r < R; ++r) {
+      float row_sums[PANEL];
+      std::memcpy(row_sums, sums[r], sizeof(row_sums));
+      Number* into = outputs + (row + r) * count + first;
+      for (int n = 0; n < columns; ++n) into[n] = T::narrow(row_sums[n] + (bias ? T::widen(bias[first + n]) : 0.0f));
+    }
+  }
+
+  void run() const {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS, panels = (count + PANEL - 1) / PANEL;
+    const int64_t bytes = steps * T::STEP * PANEL * sizeof(Number);
+    torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        // A single block prefetches its own panel.
+        const char* next = reinterpret_cast<const char*>(packed) + panel * bytes + (blocks > 1 ? bytes : DISTANCE);
+        const int64_t ahead = panel + 1 < end ? bytes : 0;
+        for (int64_t block = 0; block < blocks; ++block) {
+          const int64_t row = rows * block / blocks, size = rows * (block + 1) / blocks - row;
+          const char *first = next + ahead * block / blocks, *last = next + ahead * (block + 1) / blocks;
+          with_rows(size, [&]<int R>() { sum_block<R>(panel, row, first, last); });
+        }
+      }
+    });
+  }
+};
+
+using torch::stable::Tensor;
+
+template <class T>
+void run(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& output, int64_t rows) {
+  using Number = typename T::Number;
+  Layer<T>{reinterpret_cast<const Number*>(input.const_data_ptr()),
+           reinterpret_cast<const Number*>(packed.const_data_ptr()),
+           bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr,
+           reinterpret_cast<Number*>(output.mutable_data_ptr()), rows, packed.size(1), output.size(output.dim() - 1)}
+      .run();
+}
+
+// input [..., K], packed as above, bias [N]; K is a multiple of the packed pairs' size.
+Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
+  const int64_t inputs = packed.size(1) * (packed.dim() == 4 ? 2 : 1);
+  STD_TORCH_CHECK(input.scalar_type() == packed.scalar_type() && input.size(input.dim() - 1) == inputs,
+                  "inputs must have the dtype and the ", inputs, " columns of the packed weight");
+  input = torch::stable::contiguous(input);
+  std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  const int64_t rows = shape.back() ? input.numel() / shape.back() : 0;
+  shape.back() = outputs;
+  Tensor output = torch::stable::new_empty(input, shape);
+  if (input.element_size() == sizeof(float)) {
+    run<Float32>(input, packed, bias, output, rows);
+  } else {
+    run<BFloat16>(input, packed, bias, output, rows);
+  }
+  return output;
+}
+
+int64_t panel_size() { return PANEL; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(draftless, m) {
+  m.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  m.def("panel_size() -> int");
+}
+STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
+STABLE_TORCH_LIBRARY_IMPL(draftless, CompositeExplicitAutograd, m) { m.impl("panel_size", TORCH_BOX(&panel_size)); }
