@@ -37,7 +37,8 @@ def test_logits_do_not_depend_on_other_tokens_of_the_pass(target: Target) -> Non
             one_by_one.keep([[0]])
 
 
-def test_n_grams_and_batches_give_plain_decodings_tokens(target: Target) -> None:
+def test_n_grams_and_batches_give_plain_decodings_tokens() -> None:
+    target = Target.load(accelerate="compiled")
     prompts = [
         "Copy this, then continue it: one fish, two fish, red fish, blue fish, one fish, two fish,",
         "Write a Python function that returns the n-th Fibonacci number, and explain it.",
