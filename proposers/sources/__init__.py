@@ -1,0 +1,8 @@
+"""Sources: ways to continue a text, which `MergedProposer` grows one draft tree from."""
+
+from proposers.sources.recycling import RecyclingSource
+from proposers.sources.source import Continuation, Place, Source
+from proposers.sources.suffix import SuffixSource
+from proposers.sources.suffix_automaton import SuffixAutomaton
+
+__all__ = ["Continuation", "Place", "RecyclingSource", "Source", "SuffixAutomaton", "SuffixSource"]

@@ -1,0 +1,126 @@
+"""The target's own predictions after the same last tokens, earlier in the text: recycled logits.
+
+After Luo et al., "Token Recycling" (2024), with longer keys and probabilities; and Liu et al., "LogitSpec" (2025): what
+was nearly chosen instead of the last token often comes next. Shapes: B rows, N nodes, R ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decode import Step
+from proposers.sources.source import Continuation, Source
+
+RANKS = 8  # most likely next tokens that are kept
+ORDERS = 3  # of the keys: the last 1, 2 and 3 tokens
+SHARES = 8  # probabilities are kept in so many steps
+KEYS = 1 << 16  # kept for each request, some 50 MB; the oldest go first
+BLOCK = 64  # tokens whose largest logit is found first
+
+
+class Predictions(NamedTuple):
+    """The target's most likely next tokens, best first, and the probability of each among them, rounded down."""
+
+    tokens: tuple[int, ...]
+    shares: tuple[int, ...]
+
+
+class Context(NamedTuple):
+    """A node's last tokens; at the root also the predictions that it was chosen from."""
+
+    recycled: Recycled
+    tail: tuple[int, ...]
+    rivals: Predictions | None = None
+
+
+class RecyclingSource(Source):
+    """Continues each node by what the target last predicted after the same one to three tokens.
+
+    It learns from every verified node, the rejected ones too.
+    """
+
+    def observe(self, step: Step) -> None:
+        if step.is_prefill:
+            self._recycled = {request_id: Recycled() for request_id in step.request_ids}
+        self._roots: dict[int, Context] = {}
+        predicted = predict(step.logits)
+        trees = zip(step.tree.tokens.tolist(), step.tree.parents.tolist(), predicted, step.path, strict=True)
+        for request_id, text, tree in zip(step.request_ids, step.sequences, trees, strict=True):
+            *nodes, predictions, path = tree
+            recycled = self._recycled[request_id]
+            recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], *nodes, predictions)
+            self._roots[request_id] = Context(recycled, tuple(text[-ORDERS:]), predictions[path[-1]])
+
+    def start(self, request_id: int) -> Context:
+        return self._roots[request_id]
+
+    def follow(self, state: Context, token: int) -> Context:
+        return Context(state.recycled, (*state.tail, token)[-ORDERS:])
+
+    def continuations(self, state: Context) -> Iterator[Continuation]:
+        order, predictions = state.recycled.find(state.tail)
+        for rank, (token, share) in enumerate(zip(*predictions, strict=True)):
+            yield Continuation(token, estimate(order, rank, share), (order, rank, share))
+        if state.rivals is not None:
+            for rank, (token, share) in enumerate(zip(*state.rivals, strict=True)):
+                if token != state.tail[-1]:
+                    yield Continuation(token, 0.1 / (rank + 1), (rank, share))
+
+
+class Recycled(dict[tuple[int, ...], Predictions]):
+    """What the target predicted after the last 1, 2 and 3 tokens of each node of a request's trees."""
+
+    def learn(
+        self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[Predictions]
+    ) -> None:
+        """Keep what was predicted after the nodes of a tree. text: the last tokens before its root."""
+        tails: list[tuple[int, ...]] = []
+        for token, parent, predictions in zip(tokens, parents, predicted, strict=True):
+            if tails and parent < 0:
+                break  # the rest is padding
+            tails.append((*(tails[parent] if tails else text), token)[-ORDERS:])
+            for order in range(1, len(tails[-1]) + 1):
+                key = tails[-1][-order:]
+                self.pop(key, None)  # the newest key is the last one
+                self[key] = predictions
+        while len(self) > KEYS:
+            del self[next(iter(self))]
+
+    def find(self, tail: tuple[int, ...]) -> tuple[int, Predictions]:
+        """The predictions for the longest known end of `tail`, and its length; empty if none is known."""
+        for order in range(len(tail), 0, -1):
+            predictions = self.get(tail[-order:])
+            if predictions is not None:
+                return order, predictions
+        return 0, Predictions((), ())
+
+
+def estimate(order: int, rank: int, share: int) -> float:
+    return min(0.9, (share + 0.3) / 9)
+
+
+def predict(logits: Tensor) -> list[list[Predictions]]:
+    """The predictions of each row and node, from logits [B, N, V]."""
+    ids, values = top_logits(logits, RANKS)
+    shares = (values.float().softmax(dim=-1) * SHARES).int().clamp(max=SHARES - 1)
+    rows = zip(ids.tolist(), shares.tolist(), strict=True)
+    return [[Predictions(tuple(a), tuple(b)) for a, b in zip(*row, strict=True)] for row in rows]
+
+
+def top_logits(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """The ids of the largest logits [..., R] and their values, from logits [..., V]; best first.
+
+    The best tokens lie in the best blocks, by each block's best. On a CPU that is much faster than `topk` alone.
+    """
+    size = logits.shape[-1]
+    padded = nn.functional.pad(logits, (0, -size % BLOCK), value=-torch.inf) if size % BLOCK else logits
+    blocks = padded.unflatten(-1, (-1, BLOCK))
+    best = blocks.amax(dim=-1).topk(min(ranks, blocks.shape[-2]), dim=-1).indices  # [..., R]
+    values = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
+    top = values.topk(min(ranks, size), dim=-1)
+    ids = best.gather(-1, top.indices // BLOCK) * BLOCK + top.indices % BLOCK
+    return ids, top.values

@@ -1,0 +1,58 @@
+"""Sources of a draft tree: each names likely next tokens for any node of the tree.
+
+`MergedProposer` asks all of its sources about the same nodes, so a node's children may come from several of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from decode import Step
+
+
+class Continuation(NamedTuple):
+    """A token that may follow a node.
+
+    p: the source's own estimate that the token is right if the path before it is. kind: whatever distinguishes good
+    continuations from bad ones; the merged tree counts how many of each kind are right and corrects `p` by that.
+    """
+
+    token: int
+    p: float
+    kind: Hashable = None
+
+
+class Place(NamedTuple):
+    """A node of a draft tree: a request's text, its last token being the root, and the draft tokens after it."""
+
+    text: Sequence[int]
+    draft: tuple[int, ...] = ()
+
+
+class Source(ABC):
+    """Names likely next tokens. The smallest source has `continuations` only and reads the text of a `Place`.
+
+    A source that keeps something for each node, such as a state of an automaton, overrides `start` and `follow` as well
+    and gets what they return instead of a `Place`.
+    """
+
+    layers: Sequence[int] = ()  # as in `decode.Proposer`
+    prompt_ranks = 0  # as in `decode.Proposer`
+
+    def observe(self, step: Step) -> None:
+        """Take in a finished step. Called once before each draft."""
+        self._texts = dict(zip(step.request_ids, step.sequences, strict=True))
+
+    def start(self, request_id: int) -> Any:
+        """The state of the root, the last token of a request's text."""
+        return Place(self._texts[request_id])
+
+    def follow(self, state: Any, token: int) -> Any:
+        """The state of a node's child, whichever source named it."""
+        return Place(state.text, (*state.draft, token))
+
+    @abstractmethod
+    def continuations(self, state: Any) -> Iterable[Continuation]:
+        """The tokens that may follow a node, at most about ten."""
