@@ -1,8 +1,19 @@
 """Sources: ways to continue a text, which `MergedProposer` grows one draft tree from."""
 
+from proposers.sources.answer_store import AnswerStore
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
+from proposers.sources.stored import StoredSource
 from proposers.sources.suffix import SuffixSource
 from proposers.sources.suffix_automaton import SuffixAutomaton
 
-__all__ = ["Continuation", "Place", "RecyclingSource", "Source", "SuffixAutomaton", "SuffixSource"]
+__all__ = [
+    "AnswerStore",
+    "Continuation",
+    "Place",
+    "RecyclingSource",
+    "Source",
+    "StoredSource",
+    "SuffixAutomaton",
+    "SuffixSource",
+]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
+from math import exp
 from typing import Any, NamedTuple
 
 from decode import Step
@@ -24,6 +26,12 @@ class Continuation(NamedTuple):
     kind: Hashable = None
 
 
+@cache
+def sigmoid(log_odds: float) -> float:
+    """The probability with such odds."""
+    return 1 / (1 + exp(-log_odds))
+
+
 class Place(NamedTuple):
     """A node of a draft tree: a request's text, its last token being the root, and the draft tokens after it."""
 
@@ -39,7 +47,6 @@ class Source(ABC):
     """
 
     layers: Sequence[int] = ()  # as in `decode.Proposer`
-    prompt_ranks = 0  # as in `decode.Proposer`
 
     def observe(self, step: Step) -> None:
         """Take in a finished step. Called once before each draft."""

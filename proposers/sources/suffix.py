@@ -5,19 +5,35 @@ After Oliaro et al., "SuffixDecoding" (2024), and Hu et al., "SAM Decoding" (202
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from heapq import nlargest
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from decode import Step
-from proposers.sources.source import Continuation, Source
+from proposers.sources.source import Continuation, Source, sigmoid
 from proposers.sources.suffix_automaton import SuffixAutomaton
 
 SHORTER = 3  # contexts that a node's continuations are looked up in, longest first
 BRANCHES = 4  # continuations of a context
 LATEST = 64  # continuations that are compared: those that are newest
-LENGTHS = (1, 2, 3, 4, 6, 9, 16)  # matches are counted alike between these lengths
+LENGTHS = 1, 2, 3, 4, 6, 9, 16  # matches are counted alike up to each of these lengths
+# A copied token's log-odds of being right, fitted as in `recycling`: by the length of the match and the number of
+# different tokens after it (1, 2, more), plus by the token's rank, plus by its count (1, 2, more).
+LENGTH_WEIGHT = (
+    (-0.18, -1.43, -1.92),
+    (0.90, -1.07, -1.35),
+    (1.41, -0.72, -1.80),
+    (1.54, -0.60, -1.36),
+    (2.11, -0.14, -1.92),
+    (2.12, -1.15, -0.91),
+    (2.52, -0.69, -0.36),
+    (3.99, -0.13, -0.13),
+)
+RANK_WEIGHT = 0.23, -0.15, -0.44, -0.79
+COUNT_WEIGHT = -0.77, -0.44, 0.06
 
 
 class Match(NamedTuple):
@@ -52,23 +68,24 @@ class SuffixSource(Source):
         for _ in range(SHORTER):
             if context == 0:
                 return
-            following, count, latest = automaton.next[context], automaton.count, automaton.latest
-            newest = islice(reversed(following.items()), LATEST)
-            best = nlargest(BRANCHES, newest, key=lambda pair: (count[pair[1]], latest[pair[1]]))
-            size = bucket(length)
-            for rank, (token, after) in enumerate(best):
-                if token not in named:
-                    named.add(token)
-                    kind = size, rank, min(count[after], 3), min(len(following), 3)
-                    yield Continuation(token, estimate(*kind), kind)
+            newest = islice(reversed(automaton.next[context].items()), LATEST)
+            copies = [(token, automaton.count[after], automaton.latest[after]) for token, after in newest]
+            for continuation in rank_copies(length, copies):
+                if continuation.token not in named:
+                    named.add(continuation.token)
+                    yield continuation
             context = automaton.link[context]
             length = automaton.length[context]
 
 
-def bucket(length: int) -> int:
-    """The index of the range of lengths that counts as one."""
-    return next((index for index, limit in enumerate(LENGTHS) if length <= limit), len(LENGTHS))
+def rank_copies(length: int, copies: Iterable[tuple[int, int, int]]) -> Iterator[Continuation]:
+    """The tokens that followed earlier occurrences of the last `length` tokens, most frequent first.
 
-
-def estimate(size: int, rank: int, count: int, distinct: int) -> float:
-    return 0.5 / (rank + 1)
+    copies: each token, how often it followed, and the place of its latest occurrence. Of these, at most `BRANCHES` are
+    named. Which are right most often depends on the length, the rank, the count and the number of different tokens.
+    """
+    found = list(copies)
+    size, distinct = bisect_left(LENGTHS, length), min(len(found), 3)
+    for rank, (token, count, _) in enumerate(nlargest(BRANCHES, found, key=itemgetter(1, 2))):
+        log_odds = LENGTH_WEIGHT[size][distinct - 1] + RANK_WEIGHT[rank] + COUNT_WEIGHT[min(count, 3) - 1]
+        yield Continuation(token, sigmoid(log_odds), (size, rank, min(count, 3), distinct))

@@ -1,0 +1,182 @@
+"""Finished answers of earlier requests, and where their n-grams occur.
+
+The tokens lie in a ring, answer after answer. Places with the same n-gram are linked from the newest to the oldest, as
+in LZ77 compressors, so a token takes 28 bytes and constant time, whatever the size of the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+GRAM = 3  # tokens that are looked up
+LONGEST = 16  # longer matches count as this long
+OCCURRENCES = 8  # of an n-gram that are compared, newest first
+VERSION = "1"
+END = -1  # between two answers
+
+
+class Copy(NamedTuple):
+    """A token that followed an occurrence of a text's last tokens, and how many of them are equal there."""
+
+    token: int
+    length: int
+    place: int
+
+
+class AnswerStore:
+    """Answers of earlier requests, for any number of proposers and threads.
+
+    capacity: tokens that are kept, at 28 bytes each. The answers that were not used for the longest time go first.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        if capacity < 2 * GRAM:
+            raise ValueError(f"capacity is {capacity}; a store keeps at least {2 * GRAM} tokens")
+        self.capacity = capacity
+        self._buckets = 2 * capacity
+        self._lock = Lock()
+        self._clear()
+
+    def __len__(self) -> int:
+        """The number of kept tokens."""
+        return sum(map(len, self.answers()))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the store takes, always."""
+        return sum(part.itemsize * len(part) for part in (self._tokens, self._previous, self._newest))
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Keep a finished answer. Of a longer one than the store, the end."""
+        with self._lock:
+            self._append(answer)
+
+    def find(self, tail: Sequence[int]) -> list[Copy]:
+        """What followed the newest occurrences of the last `GRAM` tokens of a text. tail: its last tokens."""
+        found: list[Copy] = []
+        if len(tail) < GRAM:
+            return found
+        with self._lock:
+            place = self._newest[self._bucket(tail[-GRAM:])]
+            while len(found) < OCCURRENCES and self._is_kept(place):
+                length = self._match(place, tail)
+                if length >= GRAM and self._token(place) != END:
+                    found.append(Copy(self._token(place), length, place))
+                place = self._previous[place % self.capacity]
+        return found
+
+    def use(self, place: int) -> None:
+        """Note that a copied token was right: its answer is kept as if it were new."""
+        with self._lock:
+            if self._is_kept(place) and self._end - place > self.capacity // 2:
+                self._append(self._take(place))
+
+    def answers(self) -> Iterator[list[int]]:
+        """The kept answers, least recently used first."""
+        answer: list[int] = []
+        for place in range(max(0, self._end - self.capacity), self._end):
+            token = self._token(place)
+            if token != END:
+                answer.append(token)
+            elif answer:
+                yield answer
+                answer = []
+
+    def save(self, file: Path | str) -> None:
+        """Write the answers to a file. Until it is complete, the file keeps what it had."""
+        file = Path(file)
+        with self._lock:
+            tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
+        aside = file.with_name(f"{file.name}.partial")
+        save_file({"tokens": tokens}, aside, {"answer_store": VERSION, "sha256": _checksum(tokens)})
+        aside.replace(file)
+
+    def load(self, file: Path | str) -> None:
+        """Replace the answers by those of a file.
+
+        Raises ValueError if it is damaged, or no answer store of this version; the store then stays as it was.
+        """
+        tokens = _read(Path(file))
+        with self._lock:
+            self._clear()
+            rest = iter(tokens)
+            for first in rest:
+                self._append([first, *iter(lambda: next(rest, END), END)])
+
+    def _clear(self) -> None:
+        self._tokens = array("i", bytes(4 * self.capacity))
+        # The place after each n-gram's last occurrence before this place, and the newest one by the n-gram's hash.
+        self._previous = array("q", [-1]) * self.capacity
+        self._newest = array("q", [-1]) * self._buckets
+        self._end = 0
+
+    def _append(self, answer: Sequence[int]) -> None:
+        answer = answer[-(self.capacity - 1) :]
+        for index, token in enumerate([*answer, END]):
+            place = self._end
+            self._tokens[place % self.capacity] = token
+            if index >= GRAM:
+                bucket = self._bucket(answer[index - GRAM : index])
+                self._previous[place % self.capacity] = self._newest[bucket]
+                self._newest[bucket] = place
+            else:
+                self._previous[place % self.capacity] = -1
+            self._end += 1
+
+    def _take(self, place: int) -> list[int]:
+        """Remove the answer that a place is in."""
+        while self._is_kept(place - 1) and self._token(place - 1) != END:
+            place -= 1
+        answer: list[int] = []
+        while (token := self._token(place)) != END:
+            answer.append(token)
+            self._tokens[place % self.capacity] = END
+            place += 1
+        return answer
+
+    def _match(self, place: int, tail: Sequence[int]) -> int:
+        """How many tokens before a place are those at the end of `tail`."""
+        length = 0
+        for expected in islice(reversed(tail), LONGEST):
+            place -= 1
+            if not self._is_kept(place) or self._token(place) != expected:
+                break
+            length += 1
+        return length
+
+    def _is_kept(self, place: int) -> bool:
+        return place >= max(0, self._end - self.capacity)
+
+    def _token(self, place: int) -> int:
+        return self._tokens[place % self.capacity]
+
+    def _bucket(self, gram: Iterable[int]) -> int:
+        return hash(tuple(gram)) % self._buckets
+
+
+def _read(file: Path) -> list[int]:
+    try:
+        with safe_open(file, "pt") as stored:
+            metadata, tokens = stored.metadata() or {}, stored.get_tensor("tokens")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is no answer store, or damaged: {error}") from error
+    if metadata.get("answer_store") != VERSION:
+        raise ValueError(f"{file} is an answer store of version {metadata.get('answer_store')}; expected {VERSION}")
+    if metadata.get("sha256") != _checksum(tokens):
+        raise ValueError(f"{file} is damaged: its checksum is wrong")
+    result: list[int] = tokens.tolist()
+    return result
+
+
+def _checksum(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

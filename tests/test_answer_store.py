@@ -1,0 +1,176 @@
+"""The store of finished answers: what it finds, forgets, and writes to files."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from proposers.sources import AnswerStore
+from proposers.sources.answer_store import END, GRAM, LONGEST
+
+
+def find_naively(answers: list[list[int]], tail: list[int]) -> set[tuple[int, int]]:
+    """Tokens after every occurrence of the last `GRAM` tokens, and how many tokens before them are the tail's."""
+    found = set()
+    for answer in answers:
+        for place in range(GRAM, len(answer)):
+            length = 0
+            while length < min(LONGEST, len(tail), place) and answer[place - 1 - length] == tail[-1 - length]:
+                length += 1
+            if length >= GRAM:
+                found.add((answer[place], length))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_search_finds_the_newest_occurrences(seed: int) -> None:
+    choose = random.Random(seed)
+    store, answers = AnswerStore(1000), []
+    for _ in range(6):
+        answers.append([choose.randrange(4) for _ in range(choose.randrange(1, 20))])
+        store.add(answers[-1])
+    assert list(store.answers()) == answers
+    for _ in range(40):
+        tail = [choose.randrange(4) for _ in range(choose.randrange(0, 20))]
+        found = [(copy.token, copy.length) for copy in store.find(tail)]
+        places = [copy.place for copy in store.find(tail)]
+        assert set(found) <= find_naively(answers, tail)
+        assert len(found) >= min(len(find_naively(answers, tail)), 8) or len(found) == 8
+        assert all(newer > older for newer, older in pairwise(places))
+
+
+def test_memory_is_bounded_and_the_oldest_answers_go() -> None:
+    store = AnswerStore(100)
+    bytes_before = store.nbytes
+    for number in range(1000):
+        store.add([number * 10 + digit for digit in range(9)])
+    assert store.nbytes == bytes_before == 28 * 100
+    kept = list(store.answers())
+    assert kept[-1] == [9990 + digit for digit in range(9)]
+    assert len(store) <= 100
+    assert [copy.token for copy in store.find([9990, 9991, 9992])] == [9993]
+    assert not store.find([10, 11, 12])
+
+
+def test_an_answer_longer_than_the_store_leaves_its_end() -> None:
+    store = AnswerStore(10)
+    store.add(range(100))
+    assert list(store.answers()) == [list(range(91, 100))]
+    assert [copy.token for copy in store.find([95, 96, 97])] == [98]
+
+
+def test_used_answers_are_kept_longer() -> None:
+    store = AnswerStore(100)
+    store.add([1, 2, 3, 4, 5, 6, 7, 8])
+    for number in range(100, 160):
+        store.add([number] * 8)
+        for copy in store.find([3, 4, 5]):
+            store.use(copy.place)
+    assert [copy.token for copy in store.find([3, 4, 5])] == [6]
+    assert list(store.answers()).count([1, 2, 3, 4, 5, 6, 7, 8]) == 1
+
+
+def test_random_use_leaves_a_sound_store() -> None:
+    choose, store = random.Random(0), AnswerStore(200)
+    for _ in range(3000):
+        if choose.random() < 0.5:
+            store.add([choose.randrange(5) for _ in range(choose.randrange(0, 30))])
+        tail = [choose.randrange(5) for _ in range(6)]
+        answers = list(store.answers())
+        for copy in store.find(tail):
+            assert copy.token != END
+            assert any((copy.token, copy.length) in find_naively([answer], tail) for answer in answers)
+        for copy in store.find(tail)[-1:]:
+            store.use(copy.place)
+
+
+def test_two_threads_share_a_store() -> None:
+    store, failures = AnswerStore(500), []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        try:
+            for _ in range(2000):
+                store.add([seed * 10 + choose.randrange(3) for _ in range(10)])
+                for copy in store.find([seed * 10 + choose.randrange(3) for _ in range(4)]):
+                    assert copy.token // 10 == seed
+                    store.use(copy.place)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(len({token // 10 for token in answer}) == 1 for answer in store.answers())
+
+
+def test_a_file_brings_the_answers_back(tmp_path: Path) -> None:
+    store, other = AnswerStore(1000), AnswerStore(1000)
+    for answer in ([1, 2, 3, 4], [5], [1, 2, 3, 9]):
+        store.add(answer)
+    store.save(tmp_path / "answers")
+    other.load(tmp_path / "answers")
+    assert list(other.answers()) == list(store.answers())
+    assert [copy.token for copy in other.find([1, 2, 3])] == [9, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["answers"]
+
+
+def test_a_damaged_file_is_refused_and_the_store_stays(tmp_path: Path) -> None:
+    store, file = AnswerStore(1000), tmp_path / "answers"
+    store.add([1, 2, 3, 4])
+    store.save(file)
+    whole = file.read_bytes()
+    for damaged in (whole[:-3], whole[:-2] + b"\x07\x00", b"", b"text"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged|checksum"):
+            store.load(file)
+    file.write_bytes(whole.replace(b'"answer_store":"1"', b'"answer_store":"9"'))
+    with pytest.raises(ValueError, match="version 9; expected 1"):
+        store.load(file)
+    with pytest.raises(ValueError, match="missing"):
+        store.load(tmp_path / "missing")
+    assert list(store.answers()) == [[1, 2, 3, 4]]
+
+
+SAVING = """
+import sys
+from proposers.sources import AnswerStore
+store = AnswerStore(100_000)
+store.add(range(90_000))
+print("saving", flush=True)
+while True:
+    store.save(sys.argv[1])
+"""
+
+
+def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    AnswerStore(100).save(file)
+    for delay in (0.0, 0.02, 0.05):
+        process = subprocess.Popen([sys.executable, "-c", SAVING, str(file)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saving\n"
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        store = AnswerStore(100_000)
+        store.load(file)
+        assert len(store) in (0, 90_000)
+
+
+def test_a_capacity_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="capacity is 2; a store keeps at least 6 tokens"):
+        AnswerStore(2)
