@@ -2,90 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from proposers.sources.source import Source
+from proposers.sources import Continuation, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
+Reason = tuple[int, Hashable]  # a source's number, and the kind of its continuation
 
 
 class KindCounts:
     """How often continuations were right, by source and kind."""
 
     def __init__(self) -> None:
-        self._counts: dict[Hashable, list[int]] = {}  # right, and all
+        self._counts: dict[Reason, list[int]] = {}  # right, and all
 
-    def correct(self, kind: Hashable, p: float) -> float:
+    def correct(self, reason: Reason, p: float) -> float:
         """A source's estimate, corrected by what became of such continuations."""
-        counts = self._counts.get(kind)
+        counts = self._counts.get(reason)
         return p if counts is None else (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
 
-    def add(self, kind: Hashable, right: bool) -> None:
-        counts = self._counts.setdefault(kind, [0, 0])
+    def add(self, reason: Reason, right: bool) -> None:
+        counts = self._counts.setdefault(reason, [0, 0])
         counts[0] += right
         counts[1] += 1
 
 
 class Node:
-    """A node that may become a part of the tree; it is one as soon as it is asked for its continuations."""
+    """A possible node of the tree. `number` is its place if it is in it, else -1."""
 
-    __slots__ = ("children", "number", "p", "parent", "sources", "states", "token")
+    __slots__ = ("best", "children", "depth", "number", "p", "parent", "path", "reasons", "share", "states", "token")
 
-    def __init__(self, token: int, p: float, parent: Node | None, sources: Sequence[int]) -> None:
-        self.token, self.p, self.parent, self.sources = token, p, parent, sources
-        self.number = -1  # in the tree
+    def __init__(self, token: int, parent: Node | None) -> None:
+        self.token, self.parent, self.depth = token, parent, 0 if parent is None else parent.depth + 1
+        self.share = 0.0 if parent else 1.0  # the probability that it is right if its parent is ...
+        self.best = -1  # ... by this source
+        self.reasons: list[Reason] = []
+        self.p = 1.0  # the probability that the whole path to it is right, while it is in the tree
+        self.number = 0
         self.states: list[Any] = []
-        # By token: the probability that it is right after this node, and the sources and kinds that say so.
-        self.children: dict[int, tuple[float, list[tuple[int, Hashable]]]] = {}
+        self.children: dict[int, Node] | None = None  # None: no source was asked yet
+        self.path = -1  # of a source that drafts level by level: the place in its last level
 
 
 class GrowingTree:
-    """A tree of the most likely paths.
+    """A tree of the most likely nodes.
 
-    A node's probability is that of the whole path to it, by the kinds' counts. Of several sources that name a token the
-    most confident one is believed: they often have the same reason, so that adding up would be too confident.
+    Of several sources that name a token the most confident one is believed: they often have the same reason, so that
+    adding up would be too confident.
     """
 
     def __init__(self, root: int, request_id: int, sources: Sequence[Source], counts: KindCounts) -> None:
         self.sources, self.counts = sources, counts
-        self.nodes: list[Node] = []
-        self._waiting: list[tuple[float, int, Node]] = []  # a heap: the most likely first, then the first named
-        self._named = 0
-        node = Node(root, 1.0, None, ())
-        node.states = [source.start(request_id) for source in sources]
-        self._include(node)
+        self.root = Node(root, None)
+        self.root.states = [source.start(request_id) for source in sources]
+        self.nodes = [self.root]
 
     def grow(self, size: int, least: float) -> None:
-        """Take in the most likely nodes until there are `size`, or the next one's probability is below `least`."""
-        while self._waiting and len(self.nodes) < size and -self._waiting[0][0] >= least:
-            node = heappop(self._waiting)[2]
-            assert node.parent is not None
-            pairs = zip(self.sources, node.parent.states, strict=True)
-            node.states = [source.follow(state, node.token) for source, state in pairs]
-            self._include(node)
+        """Choose the nodes: the most likely ones, at most `size`, of probability `least` or more."""
+        self.nodes = []
+        waiting: list[tuple[float, int, Node]] = []  # a heap: the most likely first, of equals the first one named
+        named, node = 0, self.root
+        while True:
+            node.number = len(self.nodes)
+            self.nodes.append(node)
+            for child in self._ask(node).values():
+                child.number, child.p = -1, node.p * child.share
+                if child.p >= least:
+                    named += 1
+                    heappush(waiting, (-child.p, named, child))
+            if not waiting or len(self.nodes) >= size:
+                return
+            node = heappop(waiting)[2]
+
+    def add(self, node: Node, source: int, continuations: Iterable[Continuation]) -> None:
+        """Add the continuations of a node that a source names. `grow` chooses among them."""
+        children = self._ask(node)
+        for token, p, kind in continuations:
+            reason = source, kind
+            p = self.counts.correct(reason, p)
+            child = children.get(token)
+            if child is None:
+                child = children[token] = Node(token, node)
+            child.reasons.append(reason)
+            if p > child.share:
+                child.share, child.best = p, source
 
     def learn(self, path: Sequence[int], bonus: int) -> None:
         """Count which continuations of the accepted nodes were right. path: their numbers, root first."""
         nodes = [self.nodes[number] for number in path]
         for node, token in zip(nodes, [*(node.token for node in nodes[1:]), bonus], strict=True):
-            for named, (_, reasons) in node.children.items():
-                for reason in reasons:
-                    self.counts.add(reason, named == token)
+            for child in self._ask(node).values():
+                for reason in child.reasons:
+                    self.counts.add(reason, child.token == token)
 
-    def _include(self, node: Node) -> None:
-        node.number = len(self.nodes)
-        self.nodes.append(node)
-        children = node.children
-        for index, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
-            for token, p, kind in source.continuations(state):
-                reason = index, kind
-                p = self.counts.correct(reason, p)
-                best, reasons = children.get(token, (0.0, []))
-                reasons.append(reason)
-                children[token] = max(best, p), reasons
-        for token, (p, reasons) in children.items():
-            self._named += 1
-            child = Node(token, node.p * p, node, [index for index, _ in reasons])
-            heappush(self._waiting, (-child.p, self._named, child))
+    def _ask(self, node: Node) -> dict[int, Node]:
+        """A node's children, which all sources are asked for once."""
+        if node.children is None:
+            node.children = {}
+            if node.parent is not None:
+                pairs = zip(self.sources, node.parent.states, strict=True)
+                node.states = [source.follow(state, node.token) for source, state in pairs]
+            for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
+                self.add(node, number, source.continuations(state))
+        return node.children

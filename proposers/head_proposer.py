@@ -138,12 +138,16 @@ class HeadProposer(ABC):
             raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = target.model
 
-    @torch.no_grad()
-    def propose(self, step: Step, budget: int) -> Tree:
+    def observe(self, step: Step) -> None:
+        """Take in a finished step: the head's output matrix before the first one, and the features that it reads."""
         if step.is_prefill:
             self.bind(step.target)
         if self.reads_all_features:
             self._history.add(step)
+
+    @torch.no_grad()
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.observe(step)
         if self.adaptive:
             self.draft_budget.observe(step)
         roots = torch.tensor(step.bonus, device=step.target.device)

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from time import perf_counter
+from typing import Self
 
 import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.growing_tree import GrowingTree, KindCounts
+from proposers.growing_tree import GrowingTree, KindCounts, Node
 from proposers.sources import RecyclingSource, Source, SuffixSource
+from proposers.sources.levels import LevelSource
+
+NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
+MEMORY = 0.97  # weight of what was learned before, per accepted node
 
 
 class MergedProposer:
     """Drafts trees of the most likely continuations that any of its sources names.
 
     sources: None takes those that need no training: `SuffixSource` and `RecyclingSource`.
+    head: a trained head that continues the tree level by level, where that is worth the time (`HeadSource`).
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
 
-    Raises ValueError without sources, and for a size below 1.
+    Raises ValueError for a size below 1.
     """
 
-    def __init__(self, sources: Sequence[Source] | None = None, *, nodes: int | None = None) -> None:
-        self.sources = [SuffixSource(), RecyclingSource()] if sources is None else list(sources)
-        if not self.sources:
-            raise ValueError("a merged tree needs at least one source")
+    def __init__(
+        self, sources: Sequence[Source] | None = None, head: LevelSource | None = None, *, nodes: int | None = None
+    ) -> None:
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-        self.nodes, self.adaptive = nodes, nodes is None
-        self.layers = sorted({layer for source in self.sources for layer in source.layers})
+        self.sources = [SuffixSource(), RecyclingSource()] if sources is None else list(sources)
+        self.head, self.nodes, self.adaptive = head, nodes, nodes is None
+        self.layers = () if head is None else head.layers
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
+        self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
 
     def propose(self, step: Step, budget: int) -> Tree:
@@ -44,19 +52,67 @@ class MergedProposer:
             GrowingTree(root, request_id, self.sources, self.counts)
             for root, request_id in zip(step.bonus, step.request_ids, strict=True)
         ]
+        self._trees = dict(zip(step.request_ids, trees, strict=True))
         for tree in trees:
             tree.grow(most, least)
-        self._trees = dict(zip(step.request_ids, trees, strict=True))
-        size = self.draft_budget.choose_size(expect_accepted(trees), levels=0) if self.adaptive else most
+        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most, least)
+        size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees. Nodes that were cut off were never accepted."""
-        for source in self.sources:
+        for source in (*self.sources, *([self.head] if self.head else [])):
             source.observe(step)
-        if not step.is_prefill:
-            for request_id, path, bonus in zip(step.request_ids, step.path, step.bonus, strict=True):
-                self._trees[request_id].learn(path, bonus)
+        if step.is_prefill:
+            return
+        for request_id, path, bonus in zip(step.request_ids, step.path, step.bonus, strict=True):
+            tree = self._trees[request_id]
+            tree.learn(path, bonus)
+            for node, token in zip(path, [*path[1:], None], strict=True):
+                if tree.nodes[node].path >= 0:
+                    children = tree.nodes[node].children or {}
+                    right = children.get(bonus if token is None else tree.nodes[token].token)
+                    is_news = right is not None and right.best == len(self.sources)
+                    self._news = MEMORY * self._news + (1 - MEMORY) * is_news
+
+    def _draft_levels(
+        self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int, least: float
+    ) -> int:
+        """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
+        paths, level = [[tree.root] for tree in trees], 0
+        deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
+        while level < deepest and any(paths) and self._is_worth(paths):
+            begun = perf_counter()
+            found = [[row] for row in head.start(step)] if level == 0 else self._extend(head, step, paths)
+            for tree, row, continuations in zip(trees, paths, found, strict=True):
+                for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
+                    node.path = place
+                    tree.add(node, len(self.sources), named)
+                tree.grow(most, least)
+            level += 1
+            paths = [find_paths(tree, level, head.width) for tree in trees]
+            self.draft_budget.take_drafting_time(perf_counter() - begun, 1)
+        return level
+
+    def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
+        """Whether to let the head continue these nodes, by how often it knows better than the other sources."""
+        expected = sum(node.p for row in paths for node in row) / len(paths)
+        return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
+
+    def _extend(self, head: LevelSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list]]:
+        width = max(map(len, paths))
+        rows = [[*row, *[None] * (width - len(row))] for row in paths]
+        device = step.target.device
+        parents = [[node.parent.path if node else 0 for node in row] for row in rows]
+        tokens = [[node.token if node else 0 for node in row] for row in rows]
+        p = torch.tensor([[node.p if node else 1.0 for node in row] for row in rows], device=device)
+        return head.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device), p.log())
+
+
+def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:
+    """The most likely nodes of a depth whose parents the head has continued."""
+    nodes = [node for node in tree.nodes if node.depth == depth and node.parent is not None and node.parent.path >= 0]
+    return nodes[:width]
 
 
 def expect_accepted(trees: Sequence[GrowingTree]) -> list[float]:
