@@ -10,23 +10,42 @@ from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
 from proposers.medusa import MedusaProposer
+from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
+from proposers.sources import AnswerStore, Continuation, Place, Source
+from proposers.sources.levels import HeadSource
 
-PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftProposer, **HEAD_PROPOSERS}
+PROPOSERS = {
+    "none": PlainProposer,
+    "ngram": NGramProposer,
+    "suffix": SuffixProposer,
+    "recycling": RecyclingProposer,
+    "merged": MergedProposer,
+    "draft": DraftProposer,
+    **HEAD_PROPOSERS,
+}
 
 __all__ = [
     "EAGLES",
     "HEAD_PROPOSERS",
     "PROPOSERS",
     "PUBLISHED",
+    "AnswerStore",
     "Calibration",
+    "Continuation",
     "DraftBudget",
     "DraftProposer",
     "EagleProposer",
     "HeadProposer",
+    "HeadSource",
     "HydraProposer",
     "MedusaProposer",
+    "MergedProposer",
     "NGramProposer",
+    "Place",
+    "RecyclingProposer",
+    "Source",
+    "SuffixProposer",
     "load_best",
     "load_calibration",
     "load_draft_head",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -35,7 +35,8 @@ class Node:
     __slots__ = ("best", "children", "depth", "number", "p", "parent", "path", "reasons", "share", "states", "token")
 
     def __init__(self, token: int, parent: Node | None) -> None:
-        self.token, self.parent, self.depth = token, parent, 0 if parent is None else parent.depth + 1
+        self.token, self.parent = token, parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.share = 0.0 if parent else 1.0  # the probability that it is right if its parent is ...
         self.best = -1  # ... by this source
         self.reasons: list[Reason] = []
@@ -51,10 +52,20 @@ class GrowingTree:
 
     Of several sources that name a token the most confident one is believed: they often have the same reason, so that
     adding up would be too confident.
+
+    deepest: the depth below which there are no nodes. stop_ids: tokens after which there are none.
     """
 
-    def __init__(self, root: int, request_id: int, sources: Sequence[Source], counts: KindCounts) -> None:
-        self.sources, self.counts = sources, counts
+    def __init__(
+        self,
+        root: int,
+        request_id: int,
+        sources: Sequence[Source],
+        counts: KindCounts,
+        deepest: int,
+        stop_ids: Container[int] = (),
+    ) -> None:
+        self.sources, self.counts, self.deepest, self.stop_ids = sources, counts, deepest, stop_ids
         self.root = Node(root, None)
         self.root.states = [source.start(request_id) for source in sources]
         self.nodes = [self.root]
@@ -67,7 +78,8 @@ class GrowingTree:
         while True:
             node.number = len(self.nodes)
             self.nodes.append(node)
-            for child in self._ask(node).values():
+            may_go_on = node.depth < self.deepest and node.token not in self.stop_ids
+            for child in self._ask(node).values() if may_go_on else ():
                 child.number, child.p = -1, node.p * child.share
                 if child.p >= least:
                     named += 1
@@ -89,13 +101,23 @@ class GrowingTree:
             if p > child.share:
                 child.share, child.best = p, source
 
-    def learn(self, path: Sequence[int], bonus: int) -> None:
-        """Count which continuations of the accepted nodes were right. path: their numbers, root first."""
-        nodes = [self.nodes[number] for number in path]
-        for node, token in zip(nodes, [*(node.token for node in nodes[1:]), bonus], strict=True):
-            for child in self._ask(node).values():
+    def learn(self, tokens: Sequence[int]) -> list[tuple[Node, Node | None]]:
+        """Count which continuations were right. tokens: those accepted after the root, then the bonus token.
+
+        Returns the accepted nodes, root first, each with the child that was right, if any was named.
+        """
+        node, accepted = self.root, []
+        for token in tokens:
+            children = self._ask(node)
+            for child in children.values():
                 for reason in child.reasons:
                     self.counts.add(reason, child.token == token)
+            right = children.get(token)
+            accepted.append((node, right))
+            if right is None:
+                break
+            node = right
+        return accepted
 
     def _ask(self, node: Node) -> dict[int, Node]:
         """A node's children, which all sources are asked for once."""

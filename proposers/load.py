@@ -23,7 +23,10 @@ from proposers.fixed_trees import Ranks
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.medusa import MedusaProposer
+from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
+from proposers.sources import AnswerStore
+from proposers.sources.levels import HeadSource
 
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "medusa": MedusaProposer,
@@ -36,9 +39,12 @@ _TRAINED, _SHAPE = ("head", "tree", "nodes", "sampled"), ("depth", "width")
 OPTIONS = {  # of `load_proposer`, by the proposer's name
     "none": (),
     "ngram": (),
+    "suffix": ("store", "nodes"),
+    "recycling": ("nodes",),
+    "merged": ("head", "store", "nodes"),
     "draft": ("draft_model", "sampled", *_SHAPE),
     **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
-    "auto": ("head",),
+    "auto": ("head", "store"),
 }
 DRAFT_LAYERS = 8  # of the target, where no draft model is named
 COMPARED = 64  # nodes of the largest tree by which heads are compared
@@ -56,37 +62,45 @@ def load_proposer(
     depth: int | None = None,
     width: int | None = None,
     sampled: bool = False,
+    store: AnswerStore | None = None,
 ) -> Proposer:
     """A proposer that is ready for this target.
 
-    name: a key of `OPTIONS`, or the folder of a head. "auto" takes the pretrained head that should be fastest, or
-    "ngram" if none fits.
-    head: a trained head's folder; None takes the default model's pretrained head of that kind.
+    name: a key of `OPTIONS`, or the folder of a head. "auto" is "merged" with the pretrained head that should be
+    fastest, if one fits.
+    head: a trained head's folder; None takes the default model's pretrained head of that kind, for "merged" none.
     draft_model: for "draft", a target, or a folder or hub id to load; None takes the target's own first layers.
+    store: finished answers to draft from, see `MergedProposer`.
     tree, nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
 
     Raises ValueError for an unknown name, an option that the proposer does not have, and a head of another kind or for
     another target.
     """
+    options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
+    options = {key: value for key, value in options.items() if value is not None}
+    others = {"head": head, "draft_model": draft_model, "store": store}
+    given = {*options} | {key for key, value in others.items() if value is not None}
     if isinstance(name, Path) or name not in OPTIONS:
         if head is not None or not Path(name).is_dir():
             known = ", ".join(OPTIONS)
             raise ValueError(f"unknown proposer {str(name)!r}; choose from {known} or name a head's folder")
-        name, head = "auto", name
-    options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
-    options = {key: value for key, value in options.items() if value is not None}
-    given = {*options} | {key for key, value in (("head", head), ("draft_model", draft_model)) if value is not None}
-    if name != "auto" or head is None:
-        _check_options(name, given)
-    if name in HEAD_PROPOSERS or head is not None:
-        folder = PRETRAINED / name if head is None else Path(head)
-        trained = _load_head(name, folder, target)
-        _check_options(trained.kind, given)
-        return _make_head_proposer(trained, folder, target, **options)
+        return _load_head_proposer(None, Path(name), target, given, **options)
+    _check_options(name, given)
+    if name in HEAD_PROPOSERS:
+        return _load_head_proposer(name, PRETRAINED / name if head is None else Path(head), target, given, **options)
     if name == "draft":
         return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
-    if name == "auto":
-        return load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS)) or NGramProposer()
+    if name in ("merged", "auto"):
+        best = None
+        if head is not None:
+            best = _load_head_proposer(None, Path(head), target)
+        elif name == "auto":
+            best = load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS))
+        return MergedProposer(head=None if best is None else HeadSource(best), store=store, nodes=nodes)
+    if name == "suffix":
+        return SuffixProposer(store=store, nodes=nodes)
+    if name == "recycling":
+        return RecyclingProposer(nodes=nodes)
     return PlainProposer() if name == "none" else NGramProposer()
 
 
@@ -95,19 +109,28 @@ def _check_options(kind: str, given: set[str]) -> None:
         raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS[kind]) or 'none'}")
 
 
-def _load_head(name: str, folder: Path, target: Target) -> Head:
-    """The head in a folder, checked against the target and, unless the name is "auto", its kind."""
+def _load_head_proposer(
+    kind: str | None, folder: Path, target: Target, given: Iterable[str] = (), **options: Any
+) -> HeadProposer:
+    """A proposer with the head in a folder, of this kind if one is named. Raises ValueError for unknown options."""
+    head = _load_head(kind, folder, target)
+    _check_options(head.kind, {*given})
+    return _make_head_proposer(head, folder, target, **options)
+
+
+def _load_head(kind: str | None, folder: Path, target: Target) -> Head:
+    """The head in a folder, checked against the target and, if named, its kind."""
     try:
         head = load_draft_head(folder, target)
-        if name not in (head.kind, "auto"):
-            raise ValueError(f"the head in {folder} is of kind {head.kind}, not {name}")
+        if kind not in (head.kind, None):
+            raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
         HEAD_PROPOSERS[head.kind](head).check(target)
     except ValueError as error:
         if folder.parent != PRETRAINED:
             raise
         raise ValueError(
-            f"the pretrained {name} head is for the default model ({error}); pass a head that was trained for this "
-            'target: head="FOLDER"'
+            f"the pretrained {folder.name} head is for the default model ({error}); pass a head that was trained for "
+            'this target: head="FOLDER"'
         ) from error
     return head
 
@@ -137,7 +160,7 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
     fitting = []
     for folder in map(Path, folders):
         try:
-            head = _load_head("auto", folder, target)
+            head = _load_head(None, folder, target)
         except ValueError:
             continue
         fitting.append(_make_head_proposer(head, folder, target))

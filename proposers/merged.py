@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
-from typing import Self
 
 import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
 from proposers.growing_tree import GrowingTree, KindCounts, Node
-from proposers.sources import RecyclingSource, Source, SuffixSource
+from proposers.sources import AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.levels import LevelSource
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
@@ -24,6 +23,7 @@ class MergedProposer:
 
     sources: None takes those that need no training: `SuffixSource` and `RecyclingSource`.
     head: a trained head that continues the tree level by level, where that is worth the time (`HeadSource`).
+    store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
 
@@ -31,16 +31,34 @@ class MergedProposer:
     """
 
     def __init__(
-        self, sources: Sequence[Source] | None = None, head: LevelSource | None = None, *, nodes: int | None = None
+        self,
+        sources: Sequence[Source] | None = None,
+        head: LevelSource | None = None,
+        *,
+        store: AnswerStore | None = None,
+        nodes: int | None = None,
     ) -> None:
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
         self.sources = [SuffixSource(), RecyclingSource()] if sources is None else list(sources)
+        if store is not None:
+            self.sources.append(StoredSource(store))
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
+
+    def renew(self) -> MergedProposer:
+        """The same proposer with nothing learned; a store of answers stays as it is."""
+        sources = [source.renew() for source in self.sources]
+        return MergedProposer(sources, self.head and self.head.renew(), nodes=self.nodes)
+
+    def keep_answers(self) -> None:
+        """Add the last stream's answers to the store. The next stream would do it."""
+        for source in self.sources:
+            if isinstance(source, StoredSource):
+                source.keep_answers()
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
@@ -49,8 +67,8 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(root, request_id, self.sources, self.counts)
-            for root, request_id in zip(step.bonus, step.request_ids, strict=True)
+            GrowingTree(root, request_id, self.sources, self.counts, room - 1, step.stop_ids)
+            for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         for tree in trees:
@@ -60,18 +78,16 @@ class MergedProposer:
         return make_tree(trees, size)
 
     def _observe(self, step: Step) -> None:
-        """Learn from the last trees. Nodes that were cut off were never accepted."""
-        for source in (*self.sources, *([self.head] if self.head else [])):
+        """Learn from the last trees and what was accepted of them."""
+        for source in self.sources:
             source.observe(step)
+        if self.head is not None:
+            self.head.observe(step)
         if step.is_prefill:
             return
-        for request_id, path, bonus in zip(step.request_ids, step.path, step.bonus, strict=True):
-            tree = self._trees[request_id]
-            tree.learn(path, bonus)
-            for node, token in zip(path, [*path[1:], None], strict=True):
-                if tree.nodes[node].path >= 0:
-                    children = tree.nodes[node].children or {}
-                    right = children.get(bonus if token is None else tree.nodes[token].token)
+        for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
+            for node, right in self._trees[request_id].learn(sequence[-len(path) :]):
+                if node.path >= 0:
                     is_news = right is not None and right.best == len(self.sources)
                     self._news = MEMORY * self._news + (1 - MEMORY) * is_news
 
@@ -103,10 +119,24 @@ class MergedProposer:
         width = max(map(len, paths))
         rows = [[*row, *[None] * (width - len(row))] for row in paths]
         device = step.target.device
-        parents = [[node.parent.path if node else 0 for node in row] for row in rows]
+        parents = [[node.parent.path if node and node.parent else 0 for node in row] for row in rows]
         tokens = [[node.token if node else 0 for node in row] for row in rows]
         p = torch.tensor([[node.p if node else 1.0 for node in row] for row in rows], device=device)
         return head.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device), p.log())
+
+
+class SuffixProposer(MergedProposer):
+    """Drafts what followed earlier occurrences of the last tokens, as a tree: `SuffixSource` alone."""
+
+    def __init__(self, *, store: AnswerStore | None = None, nodes: int | None = None) -> None:
+        super().__init__([SuffixSource()], store=store, nodes=nodes)
+
+
+class RecyclingProposer(MergedProposer):
+    """Drafts what the target predicted after the same last tokens: `RecyclingSource` alone."""
+
+    def __init__(self, *, nodes: int | None = None) -> None:
+        super().__init__([RecyclingSource()], nodes=nodes)
 
 
 def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode import Proposer, Target, stream
 from decode.models.default_model import default_model
 from decode.text import encode
-from proposers import HeadProposer, load_proposer
+from proposers import load_proposer
 from proposers.load import DRAFT_LAYERS
 from scripts.benchmark.methods import NODES, Ask, Measured, ask_loop, ask_peer
 from scripts.shared.command import Parser, check_writable, failing_clearly
@@ -27,7 +27,7 @@ from scripts.shared.terminal import Piece, colour_pieces, draw_terminal, format_
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
-METHODS = ("none", "ngram", "draft")  # and the best head
+METHODS = ("none", "ngram", "draft", "merged", "auto")
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "
     "winter. The lighthouse was lit by oil until 1932, when it was given electric light. Its last keeper, Anna "
@@ -40,7 +40,8 @@ NOTES = f"""\
 tau: tokens per forward pass of the model. hf: Hugging Face's generate. none: this project's plain decoding; compared
 with hf it shows the speed of the engine, and the other lines compared with it show the speed of speculation. ngram:
 draft tokens copied from the text itself. draft: the model's own first {DRAFT_LAYERS} of 30 layers, for lack of a small
-sibling; it shows the mechanism and is not faster. Any other last line: a head that was trained for this model."""
+sibling; it shows the mechanism and is not faster. merged: one tree from copies and from the model's earlier
+predictions, no training. auto: merged, and a head that was trained for this model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,14 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("loading the model", file=sys.stderr)
         target = load_target(ModelOptions())
         target.warm_up()
-        proposers = choose_proposers(target)
-        best = list(proposers)[-1]
+        proposers = {name: load_proposer(name, target) for name in METHODS}
         print(f"\n> {PROMPTS[0]}\n")
         pieces: list[Piece] = [(f"> {PROMPTS[0]}\n\n", None)]
-        for chunk in stream(target, PROMPTS[:1], proposers[best], max_new_tokens=MAX_NEW_TOKENS):
+        for chunk in stream(target, PROMPTS[:1], proposers[METHODS[-1]], max_new_tokens=MAX_NEW_TOKENS):
             print(format_chunk(chunk, has_colour(sys.stdout)), end="", flush=True)
             pieces += colour_pieces(chunk)
-        caption = f"(coloured: draft tokens of {best}, accepted by the model)\n"
+        caption = f"(coloured: draft tokens of {METHODS[-1]}, accepted by the model)\n"
         print("\n" + caption * has_colour(sys.stdout))
         print("comparing with Hugging Face's generate", file=sys.stderr)
         stock = AutoModelForCausalLM.from_pretrained(str(default_model()), dtype=target.dtype).to(target.device)
@@ -67,15 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{table}\n\n{NOTES}")
         if args.svg is not None:
             draw_terminal([*pieces, (f"\n\n{caption}\n{table}", None)], args.svg)
-
-
-def choose_proposers(target: Target) -> dict[str, Proposer]:
-    """The compared proposers by name: `METHODS` and, last, the best one for this model, which may be one of them."""
-    proposers = {name: load_proposer(name, target) for name in METHODS}
-    best = load_proposer("auto", target)
-    name = best.head.kind if isinstance(best, HeadProposer) else "ngram"
-    proposers.pop(name, None)
-    return {**proposers, name: best}
 
 
 def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Proposer]) -> str:

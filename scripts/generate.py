@@ -15,7 +15,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from decode import Answer, Chunk, Sampling, Target, stream
-from scripts.shared.command import Parser, at_least, failing_clearly
+from proposers import MergedProposer
+from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import (
     ModelOptions,
     ProposerOptions,
@@ -23,6 +24,7 @@ from scripts.shared.options import (
     add_proposer_options,
     load_target,
     make_proposer,
+    open_store,
 )
 from scripts.shared.prompts import Conversation, check_prompt, encode_turn, read_prompts
 from scripts.shared.terminal import OrderedOutput, format_chunk, has_colour
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
         model, drafting = ModelOptions.from_args(args), ProposerOptions.from_args(args)
         drafting.check(model)
+        check_writable(drafting.store and Path(drafting.store), "--store")
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
@@ -61,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = load_target(model)
         check_chat(conversations, target, args.chat)
         encode_turn(conversations, 0, target, args.chat)  # finds prompts that do not fit before a draft model is loaded
-        proposer = make_proposer(drafting, target, model)
+        store = open_store(drafting)
+        proposer = make_proposer(drafting, target, model, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
@@ -72,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             asked, encoded = encode_turn(conversations, turn, target, args.chat)
             chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
             print_answers(chunks, asked, args.json, titled=turns + len(conversations) > 2)
+        if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):
+            proposer.keep_answers()
+            store.save(drafting.store)
         if any(len(conversation.answers) < len(conversation.turns) for conversation in conversations):
             raise SystemExit(1)
 

@@ -11,7 +11,7 @@ import pytest
 from decode import PlainProposer, Target
 from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
-from proposers import NGramProposer, load, load_best, load_proposer
+from proposers import MergedProposer, NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts.shared.options import ModelOptions, ProposerOptions, make_proposer
 from tests.drafting import make_head
@@ -98,6 +98,12 @@ def test_the_best_head_comes_with_its_calibration(target: Target, heads: Path) -
     assert proposer.calibration == load_calibration(heads / "medusa")
 
 
+def head_of(proposer: Any) -> str | None:
+    """The kind of a merged proposer's head."""
+    assert type(proposer) is MergedProposer
+    return None if proposer.head is None else proposer.head.proposer.head.kind
+
+
 def test_auto_takes_pretrained_heads_for_the_default_model_only(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
@@ -109,11 +115,11 @@ def test_auto_takes_pretrained_heads_for_the_default_model_only(
     def choose(model: str | None, head: Path | None) -> Any:
         return make_proposer(ProposerOptions("auto", head=head and str(head)), target, ModelOptions(model))
 
-    assert choose(None, None).head.kind == "hydra"
-    assert isinstance(choose("target", None), NGramProposer)
-    assert choose("target", heads / "eagle3").head.kind == choose(None, heads / "eagle3").head.kind == "eagle3"
+    assert head_of(choose(None, None)) == "hydra"
+    assert head_of(choose("target", None)) is None
+    assert head_of(choose("target", heads / "eagle3")) == head_of(choose(None, heads / "eagle3")) == "eagle3"
     monkeypatch.setattr(load, "PRETRAINED", heads / "none yet")
-    assert isinstance(choose(None, None), NGramProposer)
+    assert head_of(choose(None, None)) is None
 
 
 def test_depth_and_width_are_for_eagle_heads(target: Target, heads: Path) -> None:
@@ -153,21 +159,27 @@ def test_a_draft_model_is_given_loaded_or_cut_from_the_target(
         load_proposer("draft", target, draft_model=Target(tiny("llama", vocab_size=50)))
 
 
-def test_auto_takes_the_best_pretrained_head_or_ngram(
+def test_auto_takes_the_best_pretrained_head_if_any_fits(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     monkeypatch.setattr(load, "PRETRAINED", heads)
     monkeypatch.setattr(load, "time_step", lambda *_: 1.0)
     calibrate_by_hand(heads / "hydra", 0.2)
-    assert load_proposer("auto", target).head.kind == "hydra"
-    assert load_proposer("auto", target, head=heads / "eagle3").head.kind == "eagle3"
-    assert isinstance(load_proposer("auto", Target(tiny("llama", num_hidden_layers=1))), NGramProposer)
+    assert head_of(load_proposer("auto", target)) == "hydra"
+    assert head_of(load_proposer("auto", target, head=heads / "eagle3")) == "eagle3"
+    assert head_of(load_proposer("merged", target, head=heads / "eagle3", nodes=5)) == "eagle3"
+    assert head_of(load_proposer("merged", target)) is None
+    assert head_of(load_proposer("auto", Target(tiny("llama", num_hidden_layers=1)))) is None
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("oak", {}, "unknown proposer 'oak'; choose from none, ngram, draft, medusa, hydra, eagle, eagle3, auto or"),
+        (
+            "oak",
+            {},
+            "unknown proposer 'oak'; choose from none, ngram, suffix, recycling, merged, draft, medusa, hydra, eagle, eagle3, auto or",
+        ),
         ("none", {"nodes": 3}, "none has no option nodes; it has none"),
         ("ngram", {"head": "x", "sampled": True}, "ngram has no option head, sampled"),
         ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, sampled, depth, width"),

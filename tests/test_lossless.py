@@ -12,7 +12,20 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import (
+    AnswerStore,
+    DraftProposer,
+    EagleProposer,
+    HeadProposer,
+    HeadSource,
+    HydraProposer,
+    MedusaProposer,
+    MergedProposer,
+    NGramProposer,
+    RecyclingProposer,
+    SuffixProposer,
+)
+from proposers.sources import Continuation, Place, RecyclingSource, Source
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 from tests.trees import tree_of_rows
@@ -42,6 +55,12 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
     return {
         "ngram": NGramProposer,
         "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
+        "suffix": lambda: SuffixProposer(store=AnswerStore(1000)),
+        "recycling": lambda: RecyclingProposer(nodes=9),
+        "merged": MergedProposer,
+        "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
+        "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
+        "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
         "draft": lambda: DraftProposer(draft),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(target, length=4),
@@ -58,6 +77,11 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "eagle3 static": lambda: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
         "eagle3": lambda: EagleProposer(make_head("eagle3", target), depth=3),
     }
+
+
+def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
+    """All sources at once, with the head."""
+    return MergedProposer(head=HeadSource(head), store=AnswerStore(1000), nodes=nodes)
 
 
 def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
@@ -205,6 +229,20 @@ class Mixed(Adversary):
         return Tree(tree.tokens[:, :kept], tree.parents[:, :kept], tree.sizes.clamp(max=kept), tree.height)
 
 
+class HostileSource(Source):
+    """Names random tokens with random confidence, the same ones repeatedly."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def continuations(self, state: Place) -> list[Continuation]:
+        choose = self.random
+        return [
+            Continuation(choose.randrange(VOCABULARY), choose.choice([0.0, 1e-300, choose.random(), 1.0]))
+            for _ in range(choose.randrange(12))
+        ]
+
+
 def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
     """Proposers with random heads of all kinds, each made from a width."""
     medusa, hydra, prefix = (make_head(kind, target, prefix=on) for kind, on in HEADS)
@@ -213,6 +251,8 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
         lambda width: MedusaProposer(medusa, nodes=2 * width + 1),
         lambda width: HydraProposer(hydra, nodes=2 * width),
         lambda width: HydraProposer(prefix, tree="static", nodes=9),
+        lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
+        lambda width: MergedProposer([HostileSource(width)], HeadSource(HydraProposer(hydra)), nodes=3 * width),
         *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
     ]
 

@@ -14,7 +14,18 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from decode import PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.models.loading import first_layers
-from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer, draft
+from proposers import (
+    PROPOSERS,
+    DraftProposer,
+    EagleProposer,
+    HydraProposer,
+    MedusaProposer,
+    MergedProposer,
+    NGramProposer,
+    RecyclingProposer,
+    SuffixProposer,
+    draft,
+)
 from proposers.draft import count_weights
 from tests.drafting import Recorder, fix_cost
 from tests.models import tiny
@@ -207,6 +218,7 @@ def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
 
 
 def test_every_proposer_has_a_name() -> None:
-    drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
+    drafters = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "merged": MergedProposer}
+    drafters |= {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
     assert {"none": PlainProposer, "ngram": NGramProposer, **drafters} == PROPOSERS

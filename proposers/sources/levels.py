@@ -26,6 +26,10 @@ class LevelSource(Protocol):
         """Take in a finished step. Called once before each draft."""
         ...
 
+    def renew(self) -> LevelSource:
+        """The same source with nothing learned."""
+        ...
+
     def start(self, step: Step) -> list[list[Continuation]]:
         """The continuations of each row's root."""
         ...
@@ -52,6 +56,9 @@ class HeadSource:
 
     def observe(self, step: Step) -> None:
         self.proposer.observe(step)
+
+    def renew(self) -> HeadSource:
+        return HeadSource(self.proposer.renew())
 
     @torch.no_grad()
     def start(self, step: Step) -> list[list[Continuation]]:

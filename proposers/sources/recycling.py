@@ -61,9 +61,9 @@ class RecyclingSource(Source):
         predicted = predict(step.logits)
         trees = zip(step.tree.tokens.tolist(), step.tree.parents.tolist(), predicted, step.path, strict=True)
         for request_id, text, tree in zip(step.request_ids, step.sequences, trees, strict=True):
-            *nodes, predictions, path = tree
+            tokens, parents, predictions, path = tree
             recycled = self._recycled[request_id]
-            recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], *nodes, predictions)
+            recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], tokens, parents, predictions)
             self._roots[request_id] = Context(recycled, tuple(text[-ORDERS:]), predictions[path[-1]])
 
     def start(self, request_id: int) -> Context:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from functools import cache
 from math import exp
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from decode import Step
 
@@ -59,6 +60,10 @@ class Source(ABC):
     def follow(self, state: Any, token: int) -> Any:
         """The state of a node's child, whichever source named it."""
         return Place(state.text, (*state.draft, token))
+
+    def renew(self) -> Self:
+        """The same source with nothing learned."""
+        return copy(self)
 
     @abstractmethod
     def continuations(self, state: Any) -> Iterable[Continuation]:

@@ -37,6 +37,9 @@ class StoredSource(Source):
         for request_id in list(self._answers):
             self._keep(request_id)
 
+    def renew(self) -> StoredSource:
+        return StoredSource(self.store)
+
     def start(self, request_id: int) -> tuple[int, ...]:
         tail = tuple(self._answers[request_id][0][-LONGEST:])
         longest = max(self.store.find(tail), key=lambda copy: copy.length, default=None)

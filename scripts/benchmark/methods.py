@@ -16,10 +16,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode import Proposer, Sampling, Target, generate
 from decode.models.loading import first_layers
 from decode.stats import PARTS
-from proposers import DraftProposer, HeadProposer
+from proposers import HEAD_PROPOSERS, AnswerStore, DraftProposer, HeadProposer, MergedProposer
 from proposers.load import DRAFT_LAYERS
-from scripts.benchmark.options import PEERS, BenchOptions, parse_method
-from scripts.shared.options import load_model_only, make_proposer
+from scripts.benchmark.options import PEERS, BenchOptions, keeps_answers, parse_method
+from scripts.shared.options import find_head, load_model_only, make_proposer
 
 NODES = 64  # largest draft tree
 
@@ -55,14 +55,34 @@ def _make_loop(name: str, options: BenchOptions, target: Target) -> Method:
     drafting = parse_method(name)
     if drafting.proposer == "draft":
         drafting = replace(drafting, draft_model=options.draft_model)
-    drafting = replace(drafting, head=options.heads.get(drafting.proposer))
+    kind = drafting.head or drafting.proposer
+    if kind in HEAD_PROPOSERS:
+        folder = find_head(kind, options.heads.get(kind), options.model.model)
+        drafting = replace(drafting, head=str(folder))
     proposer = make_proposer(drafting, target, options.model)
+    nodes = drafting.nodes or NODES
+    if keeps_answers(name):
+        proposer = MergedProposer(head=proposer.head, store=AnswerStore(), nodes=proposer.nodes)
+        return _KeepAnswers(lambda proposer: partial(ask_loop, target, proposer, options.temperature, nodes), proposer)
     renew: Callable[[], Proposer] = type(proposer)
-    if isinstance(proposer, HeadProposer):
+    if isinstance(proposer, HeadProposer | MergedProposer):
         renew = proposer.renew
     elif isinstance(proposer, DraftProposer):
         renew = partial(DraftProposer, proposer.draft)
-    return lambda: partial(ask_loop, target, renew(), options.temperature, drafting.nodes or NODES)
+    return lambda: partial(ask_loop, target, renew(), options.temperature, nodes)
+
+
+class _KeepAnswers:
+    """A method whose conversations share a proposer and its store of answers, all but the first, which warms up."""
+
+    def __init__(self, bind: Callable[[Proposer], Ask], proposer: MergedProposer) -> None:
+        self._bind, self._proposer, self._is_warm = bind, proposer, False
+
+    def __call__(self) -> Ask:
+        if self._is_warm:
+            return self._bind(self._proposer)
+        self._is_warm = True
+        return self._bind(self._proposer.renew())
 
 
 def _make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:

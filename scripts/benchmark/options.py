@@ -33,10 +33,11 @@ PEERS: dict[str, dict[str, Any]] = {
     "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
     "hf-assistant": {"assistant_model": None},
 }
-HEADS, CHAINS = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
-METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}; none is always added. {HEADS} take a number of nodes
-and a tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain:
-eagle3-chain-5 (default: all that have a model)"""
+HEADS, CHAINS, GROWN = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES), ("suffix", "recycling", "merged")
+METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}, auto; none is always added. {HEADS} take a number of
+nodes and a tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain:
+eagle3-chain-5. {", ".join(GROWN)} take a number of nodes: merged-16, and merged a head: merged-hydra-16. merged-warm-16
+drafts from the answers to earlier questions too, and needs --repeats 1 (default: all that have a model)"""
 PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a
 model, none with --batch-size above 1)"""
 HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
@@ -71,7 +72,7 @@ class BenchOptions(Options):
         model, heads = ModelOptions.from_args(args), dict(args.head)
         drafts = {"draft", "hf-assistant"} if model.model is None or args.draft_model is not None else set()
         pretrained = {kind for kind in HEAD_PROPOSERS if model.model is None and (PRETRAINED / kind).is_dir()}
-        possible = {"none", "ngram", "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
+        possible = {"none", "ngram", *GROWN, "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
         methods = _split(args.methods, [name for name in PROPOSERS if name in possible])
         peers = _split(args.peers, [name for name in PEERS if name in possible and args.batch_size == 1])
         for name in peers:
@@ -79,8 +80,11 @@ class BenchOptions(Options):
                 raise ValueError(f"unknown peer {name!r}; choose from {', '.join(PEERS)}")
         for name in {"draft", "hf-assistant"} & {*methods, *peers} - drafts:
             raise ValueError(f"{name} needs --draft-model, a smaller model with the vocabulary of --model")
-        for kind in {parse_method(name).proposer for name in methods} & {*HEAD_PROPOSERS}:
+        drafting = [parse_method(name) for name in methods]
+        for kind in {options.head or options.proposer for options in drafting} & {*HEAD_PROPOSERS}:
             find_head(kind, heads.get(kind), model.model)
+        if any(map(keeps_answers, methods)) and (args.repeats or cls.repeats) > 1:
+            raise ValueError("methods that keep answers would draft from the answer to the same question; --repeats 1")
         if peers and args.batch_size > 1:
             raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
         check_writable(args.json, "--json")
@@ -137,13 +141,19 @@ def parse_method(name: str) -> ProposerOptions:
     """The proposer options that a method's name stands for.
 
     "hydra" chooses its number of nodes, "hydra-16" has trees of 16 nodes, "hydra-static-16" has 16 nodes of the static
-    tree, "hydra-sampled-16" samples its draft tokens, "eagle3-chain-5" drafts a chain of 5. Raises ValueError for
-    other names.
+    tree, "hydra-sampled-16" samples its draft tokens, "eagle3-chain-5" drafts a chain of 5. "suffix", "recycling" and
+    "merged" take a number of nodes as well, "merged-hydra-16" a kind of head, whose folder is still to be named.
+    "merged-warm" keeps its answers (`keeps_answers`). Raises ValueError for other names.
     """
     kind, *rest = name.split("-")
-    if kind not in PROPOSERS:
-        raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}")
+    if kind not in (*PROPOSERS, "auto"):
+        raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}, auto")
     number = int(rest.pop()) if rest and rest[-1].isdecimal() else None
+    if kind in GROWN and number != 0:
+        rest = rest[keeps_answers(name) :]
+        head = rest.pop() if kind == "merged" and rest and rest[-1] in HEAD_PROPOSERS else None
+        if not rest:
+            return ProposerOptions(kind, nodes=number, head=head)
     sampled = rest[:1] == ["sampled"]
     rest = rest[sampled:]
     if rest == ["chain"] and kind in EAGLES and number:
@@ -153,9 +163,15 @@ def parse_method(name: str) -> ProposerOptions:
         raise ValueError(
             f"unknown method {name!r}; trees and numbers of nodes are for {HEADS}, as in hydra-16 or hydra-static-16, "
             f"with one of {', '.join(TREES)}; so are sampled draft tokens, as in hydra-sampled-16; chains for "
-            f"{CHAINS}, as in eagle3-chain-5"
+            f"{CHAINS}, as in eagle3-chain-5; numbers of nodes for {', '.join(GROWN)}, as in merged-16; a head and "
+            "kept answers for merged, as in merged-hydra-16 and merged-warm-16"
         )
     return ProposerOptions(kind, tree=tree, nodes=number, sampled=sampled)
+
+
+def keeps_answers(name: str) -> bool:
+    """Whether a method keeps the answers to earlier questions to draft from."""
+    return name.startswith("merged-warm")
 
 
 def _split(names: str | None, default: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
 from heads import PRETRAINED
 from heads.checkpoint import find_folder
-from proposers import HEAD_PROPOSERS, load_proposer
+from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.fixed_trees import PUBLISHED
 from proposers.load import DRAFT_LAYERS, EAGLES, OPTIONS
@@ -27,8 +27,12 @@ TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it
 needs a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles models
 of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)"""
-PROPOSER_HELP = """what drafts; it changes the speed, not the text. auto takes the fastest pretrained head that fits the
-model, else ngram (default: %(default)s)"""
+PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
+training; auto adds the fastest pretrained head that fits the model (default: %(default)s)"""
+HEAD_HELP = "for {}, merged, auto: a head's folder (default: the default model's; for merged none)"
+NODES_HELP = """for heads, suffix, recycling, merged: trees of N nodes (default: as many as are worth it)"""
+STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
+the answers of this run alone)"""
 DRAFT_MODEL_HELP = f"""a smaller model with the same vocabulary, folder or hub id (default, with the default model only:
 its own first {DRAFT_LAYERS} layers)"""
 TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
@@ -69,7 +73,7 @@ class ModelOptions(Options):
 class ProposerOptions(Options):
     """Which proposer drafts, and how. Raises ValueError for options that this proposer does not have."""
 
-    proposer: str = "ngram"
+    proposer: str = "auto"
     draft_model: str | None = None
     head: str | None = None
     tree: str | None = None
@@ -77,6 +81,7 @@ class ProposerOptions(Options):
     depth: int | None = None
     width: int | None = None
     sampled: bool = False
+    store: str | None = None
 
     def __post_init__(self) -> None:
         for option in (field.name for field in fields(self) if field.name != "proposer"):
@@ -108,14 +113,29 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ProposerOptions`."""
     heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
     add = parser.add_argument_group("drafting").add_argument
-    add("--proposer", choices=OPTIONS, default="ngram", help=PROPOSER_HELP)
+    add("--proposer", choices=OPTIONS, default="auto", help=PROPOSER_HELP)
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
-    add("--head", metavar="DIR", help=f"for {heads}, auto: a head's folder (default: the default model's)")
+    add(
+        "--head",
+        metavar="DIR",
+        help=f"for {heads}, merged, auto: a head's folder (default: the default model's; merged: none)",
+    )
     add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
-    add("--nodes", type=at_least(1), metavar="N", help="for heads: trees of N nodes (default: as many as are worth it)")
+    add("--nodes", type=at_least(1), metavar="N", help=NODES_HELP)
     add("--depth", type=at_least(1), metavar="N", help=f"for {eagles} (default: {DEPTH}), draft: tokens ahead at most")
     add("--width", type=at_least(1), metavar="N", help=f"for {eagles} (default: {WIDTH}), draft (1): paths per depth")
     add("--sampled", action="store_true", help=SAMPLED_HELP)
+    add("--store", metavar="FILE", help=STORE_HELP)
+
+
+def open_store(options: ProposerOptions) -> AnswerStore | None:
+    """The store of the answers in the options' file, if there is one yet; None for proposers that have no store."""
+    if "store" not in OPTIONS[options.proposer]:
+        return None
+    store = AnswerStore()
+    if options.store is not None and Path(options.store).exists():
+        store.load(options.store)
+    return store
 
 
 def find_head(kind: str, folder: str | None, model: str | None) -> Path:
@@ -147,15 +167,18 @@ def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tup
         raise ValueError(str(error)) from error
 
 
-def make_proposer(options: ProposerOptions, target: Target, model: ModelOptions) -> Proposer:
+def make_proposer(
+    options: ProposerOptions, target: Target, model: ModelOptions, store: AnswerStore | None = None
+) -> Proposer:
     """The proposer of the options, with the draft model or head that it needs. `model`: the options of the target.
 
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
     settings = asdict(options)
     name = settings.pop("proposer")
+    settings["store"] = store
     if name == "auto" and options.head is None and model.model is not None:
-        name = "ngram"  # pretrained heads are for the default model, even if another one has its sizes
+        name = "merged"  # pretrained heads are for the default model, even if another one has its sizes
     if options.draft_model is not None:
         settings["draft_model"] = load_target(replace(model, model=options.draft_model))
     return load_proposer(name, target, **settings)
