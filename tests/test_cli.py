@@ -254,7 +254,7 @@ def refuse(run: Run, message: str) -> None:
         (["--accelerate", "compiled"], "--accelerate compiled is for --device cpu and --dtype float32 or bfloat16"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
-        (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for ngram"),
+        (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
         (["--proposer", "auto", "--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
         (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
         (["--proposer", "draft", "--draft-model", "other"], "a draft must share the target's tokenizer"),

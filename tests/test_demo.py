@@ -10,7 +10,7 @@ import pytest
 
 from decode import PlainProposer, Target
 from heads import save_head
-from proposers import DraftProposer, MedusaProposer, NGramProposer, load
+from proposers import load, load_proposer
 from scripts import demo
 from scripts.benchmark.methods import Measured
 from scripts.shared.terminal import COLUMNS, draw_terminal
@@ -29,25 +29,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
 
 
-def test_the_best_head_is_compared_with_proposers_without_one(
-    monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(load, "PRETRAINED", tmp_path)
-    proposers = demo.choose_proposers(target)
-    kinds = [type(proposer) for proposer in proposers.values()]
-    assert kinds == [PlainProposer, DraftProposer, NGramProposer]  # the best is last
-    save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
-    proposers = demo.choose_proposers(target)
-    assert list(proposers) == ["none", "ngram", "draft", "medusa"]
-    assert isinstance(proposers["medusa"], MedusaProposer)
-
-
 def test_the_table_has_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path) -> None:
     monkeypatch.setattr(load, "PRETRAINED", tmp_path)
     save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
-    table = demo.compare(target, target.model, demo.choose_proposers(target)).splitlines()
+    proposers = {name: load_proposer(name, target) for name in demo.METHODS}
+    table = demo.compare(target, target.model, proposers).splitlines()
     rows = [line.split() for line in table[1:]]
-    assert [(row[0], row[-1]) for row in rows] == [(name, "yes") for name in ("hf", "none", "ngram", "draft", "medusa")]
+    assert [(row[0], row[-1]) for row in rows] == [(name, "yes") for name in ("hf", *demo.METHODS)]
     assert [float(row[1]) for row in rows[:2]] == [1.0, 1.0] and min(float(row[1]) for row in rows) >= 1.0
 
 

@@ -13,7 +13,7 @@ import torch
 
 from decode import Target
 from heads.checkpoint import save_head
-from proposers import NGramProposer
+from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts import bench, calibrate, generate
 from scripts.benchmark.methods import make_methods
@@ -115,14 +115,17 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
         (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
         (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
-        (["--head", "medusa"], "--head is for --proposer medusa, hydra, eagle, eagle3, auto, not for ngram"),
+        (
+            ["--proposer", "ngram", "--head", "medusa"],
+            "--head is for --proposer merged, medusa, hydra, eagle, eagle3, auto, not for ngram",
+        ),
         (["--proposer", "auto", "--head", "nowhere"], "nowhere"),
         (["--proposer", "auto", "--head", "wide"], "hidden size is 48; this target's is 32"),
         (["--proposer", "auto", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
         (["--proposer", "auto", "--head", "deep"], "number of layers is 3; this target's is 2"),
         (
             ["--proposer", "auto", "--nodes", "5"],
-            "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for auto",
+            "--nodes is for --proposer suffix, recycling, merged, medusa, hydra, eagle, eagle3, not for auto",
         ),
         (["--proposer", "auto", "--width", "5"], "--width is for --proposer draft, eagle, eagle3, not for auto"),
         (
@@ -134,9 +137,12 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
             ["--proposer", "eagle3", "--head", "eagle3", "--width", "2", "--tree", "static"],
             "--width is for --tree dynamic; static has its own paths",
         ),
-        (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
-        (["--nodes", "5"], "--nodes is for --proposer medusa, hydra, eagle, eagle3, not for ngram"),
-        (["--sampled"], "--sampled is for --proposer draft, medusa, hydra, eagle, eagle3, not for ngram"),
+        (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for auto"),
+        (["--sampled"], "--sampled is for --proposer draft, medusa, hydra, eagle, eagle3, not for auto"),
+        (
+            ["--proposer", "hydra", "--store", "answers"],
+            "--store is for --proposer suffix, merged, auto, not for hydra",
+        ),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
@@ -152,12 +158,28 @@ def test_the_default_model_has_pretrained_heads(monkeypatch: pytest.MonkeyPatch,
         options.find_head("eagle", None, None)
 
 
-def test_auto_without_a_head_is_ngram(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_default_and_needs_no_head(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     make = generate.make_proposer
     monkeypatch.setattr(generate, "make_proposer", lambda *given: made.append(make(*given)) or made[-1])
-    assert read_tokens(call(generate, *ASK, "--proposer", "auto")) == read_tokens(call(generate, *ASK))
-    assert [type(proposer) for proposer in made] == [NGramProposer] * 2
+    assert read_tokens(call(generate, *ASK, "--proposer", "ngram")) == read_tokens(call(generate, *ASK))
+    assert [type(proposer) for proposer in made] == [NGramProposer, MergedProposer] and made[1].head is None
+
+
+def test_a_store_is_kept_in_its_file(call: Call, folder: Path) -> None:
+    first = read_tokens(call(generate, *ASK, "--store", "answers"))
+    store = AnswerStore()
+    store.load(folder / "answers")
+    kept = [tokens for tokens in first if len(tokens) > 1]  # an answer of one token was never drafted for
+    assert list(store.answers()) == kept
+    assert read_tokens(call(generate, *ASK, "--store", "answers")) == first
+    store.load(folder / "answers")
+    assert len(store) == 2 * sum(map(len, kept))
+    (folder / "answers").write_bytes(b"other")
+    status, _, err = call(generate, *ASK, "--store", "answers")
+    assert status == 2 and "answers is no answer store, or damaged" in err
+    assert (folder / "answers").read_bytes() == b"other"
+    (folder / "answers").unlink()
 
 
 METHODS = "ngram,medusa,medusa-4,hydra-static-3,eagle3-chain-2"
