@@ -9,10 +9,17 @@ from proposers.fixed_trees import PUBLISHED
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
+from proposers.lookahead import LookaheadProposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
-PROPOSERS = {"none": PlainProposer, "ngram": NGramProposer, "draft": DraftProposer, **HEAD_PROPOSERS}
+PROPOSERS = {
+    "none": PlainProposer,
+    "ngram": NGramProposer,
+    "lookahead": LookaheadProposer,
+    "draft": DraftProposer,
+    **HEAD_PROPOSERS,
+}
 
 __all__ = [
     "EAGLES",
@@ -25,6 +32,7 @@ __all__ = [
     "EagleProposer",
     "HeadProposer",
     "HydraProposer",
+    "LookaheadProposer",
     "MedusaProposer",
     "NGramProposer",
     "load_best",

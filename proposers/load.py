@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -22,6 +22,7 @@ from proposers.eagle import EagleProposer
 from proposers.fixed_trees import Ranks
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
+from proposers.lookahead import LookaheadProposer
 from proposers.medusa import MedusaProposer
 from proposers.ngram import NGramProposer
 
@@ -32,10 +33,14 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in HEAD_PROPOSERS.items() if proposer is EagleProposer)
+TRAINING_FREE: dict[str, Callable[[], Proposer]] = {  # they need the target alone
+    "none": PlainProposer,
+    "ngram": NGramProposer,
+    "lookahead": LookaheadProposer,
+}
 _TRAINED, _SHAPE = ("head", "tree", "nodes", "sampled"), ("depth", "width")
 OPTIONS = {  # of `load_proposer`, by the proposer's name
-    "none": (),
-    "ngram": (),
+    **dict.fromkeys(TRAINING_FREE, ()),
     "draft": ("draft_model", "sampled", *_SHAPE),
     **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
     "auto": ("head",),
@@ -87,7 +92,7 @@ def load_proposer(
         return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
     if name == "auto":
         return load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS)) or NGramProposer()
-    return PlainProposer() if name == "none" else NGramProposer()
+    return TRAINING_FREE[name]()
 
 
 def _check_options(kind: str, given: set[str]) -> None:

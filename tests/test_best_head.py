@@ -11,7 +11,7 @@ import pytest
 from decode import PlainProposer, Target
 from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
-from proposers import NGramProposer, load, load_best, load_proposer
+from proposers import LookaheadProposer, NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts.shared.options import ModelOptions, ProposerOptions, make_proposer
 from tests.drafting import make_head
@@ -133,6 +133,7 @@ def test_a_name_gives_its_proposer(monkeypatch: pytest.MonkeyPatch, target: Targ
     monkeypatch.setattr(load, "PRETRAINED", heads)
     assert type(load_proposer("none", target)) is PlainProposer
     assert type(load_proposer("ngram", target)) is NGramProposer
+    assert type(load_proposer("lookahead", target)) is LookaheadProposer
     for kind in ("medusa", "hydra", "eagle3"):
         proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
         assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
@@ -167,7 +168,11 @@ def test_auto_takes_the_best_pretrained_head_or_ngram(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("oak", {}, "unknown proposer 'oak'; choose from none, ngram, draft, medusa, hydra, eagle, eagle3, auto or"),
+        (
+            "oak",
+            {},
+            "unknown proposer 'oak'; choose from none, ngram, lookahead, draft, medusa, hydra, eagle, eagle3, ",
+        ),
         ("none", {"nodes": 3}, "none has no option nodes; it has none"),
         ("ngram", {"head": "x", "sampled": True}, "ngram has no option head, sampled"),
         ("draft", {"tree": "static"}, "draft has no option tree; it has draft_model, sampled, depth, width"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import DraftProposer, EagleProposer, HydraProposer, LookaheadProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 from tests.trees import tree_of_rows
@@ -42,6 +42,7 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
     return {
         "ngram": NGramProposer,
         "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
+        "lookahead": LookaheadProposer,
         "draft": lambda: DraftProposer(draft),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(target, length=4),

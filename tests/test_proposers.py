@@ -14,7 +14,16 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from decode import PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.models.loading import first_layers
-from proposers import PROPOSERS, DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer, draft
+from proposers import (
+    PROPOSERS,
+    DraftProposer,
+    EagleProposer,
+    HydraProposer,
+    LookaheadProposer,
+    MedusaProposer,
+    NGramProposer,
+    draft,
+)
 from proposers.draft import count_weights
 from tests.drafting import Recorder, fix_cost
 from tests.models import tiny
@@ -209,4 +218,5 @@ def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
 def test_every_proposer_has_a_name() -> None:
     drafters = {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
-    assert {"none": PlainProposer, "ngram": NGramProposer, **drafters} == PROPOSERS
+    free = {"none": PlainProposer, "ngram": NGramProposer, "lookahead": LookaheadProposer}
+    assert {**free, **drafters} == PROPOSERS
