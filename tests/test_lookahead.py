@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -130,21 +131,28 @@ def test_the_pool_has_what_the_target_predicts(
             grams = expected.setdefault(request_id, set())
             grams |= {tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)}
             before, columns = drafted.get(request_id, ([], []))
+            extended = []
             for index, column in enumerate(columns):
                 path = [*(other[0] for other in columns[:index]), *column]
                 if tuple(path) not in list_paths(step.tree, row):
                     found["cut off"] += 1
                     break
                 greedy = generate(target, [before + path], max_new_tokens=1, stop_ids=[])[0].tokens
+                extended.append([*column, *greedy])
                 if len(column) == size - 1:
                     grams.add((*column, *greedy))
                     found["predicted"] += 1
             assert grams_of(proposer, request_id) == grams
+            passed = len(text) - len(before)
+            moved = [column[1:] for column in extended[passed - 1 :] if len(column) == size] or extended[passed:]
+            now = proposer._requests[request_id].window.columns
+            assert now[: len(moved)] == moved[: len(now)]
+            found["moved"] += len(moved) if len(now) else 0
         return tree
 
     monkeypatch.setattr(proposer, "propose", check)
     generate(target, PROMPTS[:2], proposer, max_new_tokens=24, stop_ids=[])
-    assert found["predicted"] > 10
+    assert found["predicted"] > 10 and found["moved"] > 10
     assert found["cut off"] or window == 1  # at the answer's end
 
 
@@ -177,6 +185,8 @@ def test_columns_that_the_text_has_passed_are_filled_anew_from_the_text() -> Non
     other.levels = 2
     other.resize(2, text)
     assert other.columns == window.columns[1:]  # the same request, the same columns
+    window.resize(1, text)
+    assert window.columns == [[31, 32]]
 
 
 def test_a_column_without_its_last_node_is_lost(target: Target) -> None:
@@ -199,6 +209,8 @@ def test_columns_with_the_same_tokens_share_nodes() -> None:
     nodes = state.draft(5, 4)
     assert nodes.tokens == [5, 6, 7, 7, 8, 6] and nodes.parents == [-1, 0, 1, 2, 2, 4]
     assert state.window.find_ends(nodes.tokens, nodes.parents) == [2, 3, 5]
+    state.window.columns = [[6, 8], [7, 7]]
+    assert state.window.find_ends(nodes.tokens, nodes.parents) == []  # the first column's end is missing
 
 
 # ---- the pool ----
@@ -211,6 +223,25 @@ def test_continuations_of_the_root_are_drafted_newest_first(target: Target) -> N
     paths = [path for path in list_paths(tree, 0) if len(path) == 3]
     assert paths == [(1, 2, 3), (6, 7, 8)]
     assert tree.tokens[0, 1:4].tolist() == [1, 2, 3]
+
+
+def test_accepted_tokens_move_the_window(target: Target) -> None:
+    """An accepted token and the bonus token pass the first column; level 0 goes in any case."""
+    proposer = LookaheadProposer(3, 3)
+    step = prefill(target, [1, 2, 3, 4, 5])
+    proposer.propose(step, 64)
+    window = proposer._requests[0].window
+    window.levels, window.columns = 2, [[60, 61], [70, 71], [80, 81]]
+    nodes = proposer._requests[0].draft(5, 0)
+    tree = Tree(torch.tensor([nodes.tokens]), torch.tensor([nodes.parents]), torch.tensor([len(nodes.tokens)]), 4)
+    logits = torch.zeros(1, tree.width, VOCABULARY)
+    for node, token in zip(window.find_ends(nodes.tokens, nodes.parents), (62, 72, 82), strict=True):
+        logits[0, node, token] = 1
+    text = [1, 2, 3, 4, 5, 60, 9]
+    proposer.propose(
+        replace(step, is_prefill=False, sequences=[text], path=[[0, 1]], tree=tree, logits=logits), budget=64
+    )
+    assert window.columns[:2] == [[71, 72], [81, 82]] and len(window.columns) == 3
 
 
 def test_a_repetition_is_accepted_from_the_pool() -> None:
