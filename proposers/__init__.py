@@ -9,6 +9,7 @@ from proposers.fixed_trees import PUBLISHED
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
+from proposers.lookahead import LookaheadProposer
 from proposers.medusa import MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
@@ -20,6 +21,7 @@ PROPOSERS = {
     "ngram": NGramProposer,
     "suffix": SuffixProposer,
     "recycling": RecyclingProposer,
+    "lookahead": LookaheadProposer,
     "merged": MergedProposer,
     "draft": DraftProposer,
     **HEAD_PROPOSERS,
@@ -39,6 +41,7 @@ __all__ = [
     "HeadProposer",
     "HeadSource",
     "HydraProposer",
+    "LookaheadProposer",
     "MedusaProposer",
     "MergedProposer",
     "NGramProposer",

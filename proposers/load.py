@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -22,6 +22,7 @@ from proposers.eagle import EagleProposer
 from proposers.fixed_trees import Ranks
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
+from proposers.lookahead import LookaheadProposer
 from proposers.medusa import MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
@@ -35,12 +36,20 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in HEAD_PROPOSERS.items() if proposer is EagleProposer)
+TRAINING_FREE: dict[str, Callable[..., Proposer]] = {  # they need the target alone
+    "none": PlainProposer,
+    "ngram": NGramProposer,
+    "suffix": SuffixProposer,
+    "recycling": RecyclingProposer,
+    "lookahead": LookaheadProposer,
+}
 _TRAINED, _SHAPE = ("head", "tree", "nodes", "sampled"), ("depth", "width")
 OPTIONS = {  # of `load_proposer`, by the proposer's name
     "none": (),
     "ngram": (),
     "suffix": ("store", "nodes"),
     "recycling": ("nodes",),
+    "lookahead": (),
     "merged": ("head", "store", "nodes"),
     "draft": ("draft_model", "sampled", *_SHAPE),
     **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
@@ -90,18 +99,15 @@ def load_proposer(
         return _load_head_proposer(name, PRETRAINED / name if head is None else Path(head), target, given, **options)
     if name == "draft":
         return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
-    if name in ("merged", "auto"):
-        best = None
-        if head is not None:
-            best = _load_head_proposer(None, Path(head), target)
-        elif name == "auto":
-            best = load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS))
-        return MergedProposer(head=None if best is None else HeadSource(best), store=store, nodes=nodes)
-    if name == "suffix":
-        return SuffixProposer(store=store, nodes=nodes)
-    if name == "recycling":
-        return RecyclingProposer(nodes=nodes)
-    return PlainProposer() if name == "none" else NGramProposer()
+    if name in TRAINING_FREE:
+        settings = {"store": store, "nodes": nodes}
+        return TRAINING_FREE[name](**{key: value for key, value in settings.items() if value is not None})
+    best = None
+    if head is not None:
+        best = _load_head_proposer(None, Path(head), target)
+    elif name == "auto":
+        best = load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS))
+    return MergedProposer(head=None if best is None else HeadSource(best), store=store, nodes=nodes)
 
 
 def _check_options(kind: str, given: set[str]) -> None:

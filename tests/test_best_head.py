@@ -11,7 +11,7 @@ import pytest
 from decode import PlainProposer, Target
 from decode.models.cost_curve import CostCurve
 from heads.checkpoint import save_head
-from proposers import MergedProposer, NGramProposer, load, load_best, load_proposer
+from proposers import LookaheadProposer, MergedProposer, NGramProposer, load, load_best, load_proposer
 from proposers.calibration import FILE, Calibration, load_calibration
 from scripts.shared.options import ModelOptions, ProposerOptions, make_proposer
 from tests.drafting import make_head
@@ -139,6 +139,7 @@ def test_a_name_gives_its_proposer(monkeypatch: pytest.MonkeyPatch, target: Targ
     monkeypatch.setattr(load, "PRETRAINED", heads)
     assert type(load_proposer("none", target)) is PlainProposer
     assert type(load_proposer("ngram", target)) is NGramProposer
+    assert type(load_proposer("lookahead", target)) is LookaheadProposer
     for kind in ("medusa", "hydra", "eagle3"):
         proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
         assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)

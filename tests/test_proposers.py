@@ -19,6 +19,7 @@ from proposers import (
     DraftProposer,
     EagleProposer,
     HydraProposer,
+    LookaheadProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
@@ -221,4 +222,5 @@ def test_every_proposer_has_a_name() -> None:
     drafters = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "merged": MergedProposer}
     drafters |= {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
-    assert {"none": PlainProposer, "ngram": NGramProposer, **drafters} == PROPOSERS
+    free = {"none": PlainProposer, "ngram": NGramProposer, "lookahead": LookaheadProposer}
+    assert {**free, **drafters} == PROPOSERS
