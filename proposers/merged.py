@@ -67,13 +67,13 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(root, request_id, self.sources, self.counts, room - 1, step.stop_ids)
+            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, step.stop_ids)
             for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         for tree in trees:
-            tree.grow(most, least)
-        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most, least)
+            tree.grow(most)
+        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
         size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
 
@@ -91,9 +91,7 @@ class MergedProposer:
                     is_news = right is not None and right.best == len(self.sources)
                     self._news = MEMORY * self._news + (1 - MEMORY) * is_news
 
-    def _draft_levels(
-        self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int, least: float
-    ) -> int:
+    def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
         paths, level = [[tree.root] for tree in trees], 0
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
@@ -104,7 +102,7 @@ class MergedProposer:
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
-                tree.grow(most, least)
+                tree.grow(most)
             level += 1
             paths = [find_paths(tree, level, head.width) for tree in trees]
             self.draft_budget.take_drafting_time(perf_counter() - begun, 1)

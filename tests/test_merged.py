@@ -47,8 +47,8 @@ def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, least: flo
     sources = [TableSource(table) for table in tables]
     for source in sources:
         source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, sources, KindCounts(), deepest, {50})
-    tree.grow(size, least)
+    tree = GrowingTree(2, 7, sources, KindCounts(), least, deepest, {50})
+    tree.grow(size)
     paths: list[tuple[int, ...]] = []
     for node in tree.nodes:
         paths.append((*paths[node.parent.number], node.token) if node.parent else ())
@@ -72,16 +72,16 @@ def test_the_most_likely_nodes_of_all_sources_become_one_tree() -> None:
 def test_continuations_that_come_later_change_the_tree() -> None:
     source = TableSource(FIRST)
     source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, [source], KindCounts(), 9)
-    tree.grow(3, 0.0)
+    tree = GrowingTree(2, 7, [source], KindCounts(), 0.0, 9)
+    tree.grow(3)
     assert [node.token for node in tree.nodes] == [2, 10, 11]
     tree.add(tree.nodes[2], 1, [Continuation(99, 0.9), Continuation(21, 0.3)])
-    tree.grow(4, 0.0)
+    tree.grow(4)
     assert [(node.token, round(node.p, 6)) for node in tree.nodes] == [(2, 1.0), (10, 0.5), (11, 0.4), (99, 0.36)]
-    tree.grow(6, 0.0)
+    tree.grow(6)
     assert (tree.nodes[-1].token, round(tree.nodes[-1].p, 6)) == (30, 0.225)
     tree.add(tree.nodes[0], 1, [Continuation(77, 1.0)])
-    tree.grow(2, 0.0)
+    tree.grow(2)
     assert [node.token for node in tree.nodes] == [2, 77]
     assert len({(id(node.parent), node.token) for node in tree.nodes}) == len(tree.nodes)
 
@@ -89,8 +89,8 @@ def test_continuations_that_come_later_change_the_tree() -> None:
 def test_only_continuations_of_accepted_nodes_are_counted() -> None:
     source, counts = TableSource(FIRST), KindCounts()
     source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, [source], counts, 9)
-    tree.grow(9, 0.0)
+    tree = GrowingTree(2, 7, [source], counts, 0.0, 9)
+    tree.grow(9)
     accepted = tree.learn([10, 20, 40])  # 10 and 20 were right, 30 was not
     assert [(node.token, right and right.token) for node, right in accepted] == [(2, 10), (10, 20), (20, None)]
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.

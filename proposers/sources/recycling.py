@@ -74,8 +74,9 @@ class RecyclingSource(Source):
 
     def continuations(self, state: Context) -> Iterator[Continuation]:
         order, predictions = state.recycled.find(state.tail)
+        weights = SHARE_WEIGHT[order]
         for rank, (token, share) in enumerate(zip(*predictions, strict=True)):
-            yield Continuation(token, sigmoid(SHARE_WEIGHT[order][share] + RANK_WEIGHT[rank]), (order, rank, share))
+            yield Continuation(token, sigmoid(weights[share] + RANK_WEIGHT[rank]), (order, rank, share))
         if state.rivals is not None:
             for rank, (token, share) in enumerate(zip(*state.rivals, strict=True)):
                 if token != state.tail[-1]:
