@@ -6,17 +6,18 @@ python examples/streaming_chat.py [MODEL]
 import sys
 
 from decode import Sampling, Target, stream
-from proposers import NGramProposer
+from proposers import AnswerStore, MergedProposer
 
 
 def main(name: str | None = None) -> None:
     target = Target.load(name)
+    proposer = MergedProposer(store=AnswerStore())  # drafts from earlier answers too
     target.warm_up()  # measures now, so that the first answer does not wait for it
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
     messages: list[dict[str, str]] = []
     while question := ask():
         messages.append({"role": "user", "content": question})
-        for chunk in stream(target, messages, NGramProposer(), sampling=sampling, max_new_tokens=128):
+        for chunk in stream(target, messages, proposer, sampling=sampling, max_new_tokens=128):
             print(chunk.text, end="", flush=True)
             if chunk.answer is not None:
                 print(f"\n[tau {chunk.answer.stats.tau:.2f}]")

@@ -106,18 +106,19 @@ def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest
     assert sum(repr(text[:50])[1:-1] in line for line in shown) == 3  # once as it is, twice in an answer's repr
 
 
-def test_the_own_proposer_drafts_and_changes_nothing() -> None:
-    (source,) = [block for block in list_blocks("docs/proposers.md", "python") if "class " in block]
+@pytest.mark.parametrize(("name", "longest"), [("BigramProposer", 22), ("FrequentSource", 19)])
+def test_proposers_of_ones_own_draft_and_change_nothing(name: str, longest: int) -> None:
+    (code,) = [block for block in list_blocks("docs/proposers.md", "python") if f"class {name}" in block]
     target = Target(tiny("llama"))
     names: dict[str, Any] = {"target": target, "generate": lambda *args, **settings: None}
-    exec(source, names)
-    proposer = names["BigramProposer"]()
+    exec(code, names)
+    proposer = names[name]() if name.endswith("Proposer") else names["proposer"]
     prompts = [[5, 6, 5, 6, 5], [8, 9]]
     plain = generate(target, prompts, max_new_tokens=30)
     drafted = generate(target, prompts, proposer, max_new_tokens=30)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert sum(answer.stats.nodes for answer in drafted) > 0
-    assert len(source.splitlines()) <= 22
+    assert len(code.splitlines()) <= longest
 
 
 def find_fault(command: str, words: list[str]) -> str | None:
