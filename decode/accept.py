@@ -251,6 +251,6 @@ def unpack(packed: list[list[int]]) -> Accepted:
 def refuse_logits(request_id: int) -> None:
     """Raise FloatingPointError: no token can be chosen."""
     raise FloatingPointError(
-        f"request {request_id}: the model's logits, or a logits processor's scores, are NaN or infinite, so no token can "
-        "be chosen; check the weights, and try float32 or bfloat16 if the model runs in float16"
+        f"request {request_id}: the model's logits, or a logits processor's scores, are NaN or infinite, so no token "
+        "can be chosen; check the weights, and try float32 or bfloat16 if the model runs in float16"
     )

@@ -17,7 +17,7 @@ from decode.gpu.check import check_on_device
 from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
 from decode.noise import KEY_NAMES, row_keys
-from decode.proposer import PlainProposer, Proposer, Step, list_numbers
+from decode.proposer import PlainProposer, Proposer, Step, Use, list_numbers
 from decode.sampling import AnswerProcessor, Sampling
 from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
@@ -110,15 +110,19 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
     """One batch after another. `waiting` is emptied, so finished requests can be freed."""
     if getattr(run.proposer, "adaptive", False):
         run.target.warm_up(min(batch_size, len(waiting)))
-    while waiting:
-        requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-        # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
-        refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
-        yield from _decode(run, requests, refills)
+    use = Use(run.proposer)
+    try:
+        while waiting:
+            requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+            # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
+            refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
+            yield from _decode(run, use, requests, refills)
+    finally:
+        use.end()
 
 
 @torch.inference_mode()  # a step makes hundreds of small calls, which cost less in this mode
-def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
+def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
     session = run.target.open(len(requests), run.proposer.layers)
     seconds, is_prefill, upload = Seconds.begin(), True, None
@@ -147,7 +151,7 @@ def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iter
         upload = _begin_upload(run, session, requests, accepted, is_prefill)
         step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
         with seconds.measure("proposer"):
-            drafted = run.proposer.propose(step, run.nodes if max(step.room) > 1 else 1)
+            drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
         tree, is_prefill = _prepare(run, drafted, step, upload), False
         with seconds.measure("target"):
             tree = session.place(tree)
@@ -172,16 +176,14 @@ def _refill(session: Session, requests: list[Request], waiting: deque[Request]) 
         session.crop([len(request.sequence) - 1 for request in requests])
 
 
-def _begin_upload(
-    run: _Run, session: Session, requests: list[Request], accepted: Accepted, is_prefill: bool
-) -> Upload:
+def _begin_upload(run: _Run, session: Session, requests: list[Request], accepted: Accepted, is_prefill: bool) -> Upload:
     """All that the next step needs on the device, so that it is copied at once."""
     upload = session.begin_upload()
     bonus = [request.sequence[-1] for request in requests]
     if run.proposer.layers:
         committed = [request.prompt for request in requests] if is_prefill else accepted.tokens
         upload.add(list_numbers(committed, bonus, accepted.path))
-    if upload.device.type == "cuda":
+    if upload.device.type != "cpu":
         upload.add({"roots": torch.tensor(bonus), "limits": torch.tensor([request.room - 1 for request in requests])})
         if not run.sampling.greedy:
             ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
@@ -196,9 +198,11 @@ def _prepare(run: _Run, tree: Tree, step: Step, upload: Upload) -> Tree:
     They would cost time, and the model may have no positions for them. The bonus token needs room as well.
     """
     depths = [room - 1 for room in step.room]
-    if tree.tokens.device.type == "cpu":
+    if "cpu" in (tree.tokens.device.type, upload.device.type):
+        tree = tree.to(torch.device("cpu"))
         tree.check(len(step.room), run.nodes, run.target.vocabulary, step.bonus)
         return tree.cut(depths)
+    tree = tree.to(upload.device)
     tree.check_shapes(len(step.room))
     return check_on_device(tree, upload["roots"], run.nodes, run.target.vocabulary).cut(depths, upload["limits"])
 

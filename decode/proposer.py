@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -90,6 +90,37 @@ class Proposer(Protocol):
         others keep their order, and the next step carries the tree as it was verified.
         """
         ...
+
+
+class Use:
+    """A stream's use of a proposer, which serves one stream at a time. The stream that began last has it."""
+
+    _current: ClassVar[dict[int, Use]] = {}  # by the proposer's id; the use keeps it alive
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer, self._is_drafting = proposer, False
+        other = self._current.get(id(proposer))
+        if other is not None and other._is_drafting:
+            self._refuse()
+        self._current[id(proposer)] = self
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        """The proposer's trees. Raises RuntimeError if another stream has begun to use the proposer."""
+        if self._current.get(id(self.proposer)) is not self:
+            self._refuse()
+        self._is_drafting = True
+        try:
+            return self.proposer.propose(step, budget)
+        finally:
+            self._is_drafting = False
+
+    def end(self) -> None:
+        if self._current.get(id(self.proposer)) is self:
+            del self._current[id(self.proposer)]
+
+    def _refuse(self) -> None:
+        name = type(self.proposer).__name__
+        raise RuntimeError(f"this {name} is used by two streams at once, and it keeps state; give each stream its own")
 
 
 class PlainProposer:

@@ -170,8 +170,8 @@ class Tree:
             raise ValueError(f"tree sizes {self.sizes.tolist()} are not between 1 and the budget of {budget} nodes")
         nodes = torch.arange(self.width)
         inner = self.real & (nodes > 0)
-        if bool(((self.parents >= nodes) | (self.parents < 0))[inner].any()) or bool((self.parents[:, 0] != -1).any()):
-            raise ValueError("a tree's root must have parent -1, every other node a parent before itself")
+        if bool((torch.where(inner, (self.parents >= nodes) | (self.parents < 0), self.parents != -1)).any()):
+            raise ValueError("a tree's root and padding must have parent -1, every other node a parent before itself")
         if bool((self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1)[inner].any()):
             raise ValueError(f"a tree is deeper than its height of {self.height}")
         if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):

@@ -49,6 +49,7 @@ READS_SIZES = {  # the shape of the result depends on data
     "aten::unique_dim",
     "aten::repeat_interleave",
 }
+HAS_KERNEL = {"aten::scaled_dot_product_attention", "aten::_fused_rms_norm"}  # on a GPU; composed of others on a CPU
 INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
@@ -158,8 +159,9 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func in (aten._local_scalar_dense.default, aten.equal.default):
         note(WAIT, name)
         return func(*tree_map(unwrap, args), **kwargs)
-    attends = name == "aten::scaled_dot_product_attention"
-    if not attends and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if name not in HAS_KERNEL and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    ):
         with PretendedCuda():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:

@@ -27,12 +27,13 @@ def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> 
     parents = torch.where(real, tree.parents.clamp(min=0).minimum(node - 1), -1)
     if tree.is_chain:
         parents = torch.where(real, node - 1, -1)
-    wrong = (parents != tree.parents) | (tokens != tree.tokens)
-    wrong[:, 0] = tree.parents[:, 0] != -1
+    wrong = (tokens != tree.tokens) & real
+    wrong[:, 0] = False
+    wrong |= parents != tree.parents
     mended = replace(tree, tokens=tokens, parents=parents, sizes=sizes)
     if tree.is_chain:  # what is known of a chain stays true
         mended = mended.with_tensors({name: vars(tree)[name] for name in ("ancestors", "depth") if name in vars(tree)})
     depth = mended.depth
-    wrong[:, 1:] |= depth[:, 1:] != depth.gather(1, parents[:, 1:].clamp(min=0)) + 1
+    wrong[:, 1:] |= real[:, 1:] & (depth[:, 1:] != depth.gather(1, parents[:, 1:].clamp(min=0)) + 1)
     # Not `replace`, which would forget the ancestors that were computed.
-    return mended.with_tensors({"wrong": (wrong & real).any(dim=1) | (sizes != tree.sizes)})
+    return mended.with_tensors({"wrong": wrong.any(dim=1) | (sizes != tree.sizes)})

@@ -19,8 +19,8 @@ from decode.tree import Tree
 def judge_sampled_trees(tree: Tree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The accepted path, [B, N] bool, and the bonus token [B].
 
-    p [B, N, V]: the target's probabilities after each node, float64; overwritten. uniforms [B, >= N]: a row uses them in
-    order, one for each node that it tests and one for the bonus token.
+    p [B, N, V]: the target's probabilities after each node, float64; overwritten. uniforms [B, >= N]: a row uses them
+    in order, one for each node that it tests and one for the bonus token.
     """
     rows = torch.arange(tree.batch, device=p.device)
     order = order_siblings(tree)
