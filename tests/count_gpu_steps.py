@@ -2,7 +2,8 @@
 
     python -m tests.count_gpu_steps [METHOD ...] [--lines] [--json]
 
-The model is a Llama of 4 layers with grouped queries, on the pretended device of `tests.pretended_cuda`.
+The model is a Llama of 4 layers with grouped queries, on the pretended device of `tests.pretended_cuda`. It is
+accelerated as by the commands' default.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ METHODS: dict[str, tuple[Callable[[Target], Proposer | None], int, dict[str, Any
 
 
 def make_target() -> Target:
-    target = Target(to_cuda(tiny("llama", dtype=torch.float32, num_hidden_layers=4)))
+    target = Target(to_cuda(tiny("llama", dtype=torch.float32, num_hidden_layers=4)), accelerate="auto")
     # Measured times would be a CPU's. More nodes cost a GPU nearly nothing.
     target.cost_curve = lambda *_: CostCurve((1, 64), (1.0, 1.05))  # type: ignore[method-assign]
     watch_target(target.model)
@@ -70,7 +71,7 @@ def list_steps(method: str, count: int = STEADY + 2) -> list[list[Event]]:
 
 
 def count_events(events: list[Event]) -> dict[str, int]:
-    """Waits, copies to the device, and launches of our own and of the target."""
+    """Waits, copies to the device, launches of our own and of the target, and keys or values repeated in memory."""
     own = Counter(event.kind for event in events if not event.in_target)
     target = Counter(event.kind for event in events if event.in_target)
     return {
@@ -79,7 +80,13 @@ def count_events(events: list[Event]) -> dict[str, int]:
         "pageable": own[PAGEABLE],
         "launches": own[LAUNCH],
         "target": target[LAUNCH],
+        "repeated": sum(event.op == "aten::clone" and is_grouped(event) for event in events),
     }
+
+
+def is_grouped(event: Event) -> bool:
+    """Whether an op's input has a dimension for the queries that share keys and values: [B, groups, queries, S, D]."""
+    return any(len(shape) == 5 for shape in event.shapes)
 
 
 def count_method(method: str) -> dict[str, int]:
@@ -113,8 +120,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(counts))
         return
-    print("| a step of | waits | copies to the device | of these pageable | own launches | the target's launches |")
-    print("|---|--:|--:|--:|--:|--:|")
+    columns = "waits", "copies to the device", "pageable", "own launches", "the target's launches", "repeated K or V"
+    print(f"| a step of | {' | '.join(columns)} |")
+    print(f"|---|{'--:|' * len(columns)}")
     for method, each in counts.items():
         print(f"| {method} | {' | '.join(str(count) for count in each.values())} |")
         if method in lines:
