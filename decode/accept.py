@@ -12,7 +12,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, KeyedRandomness, gumbel_max, inverse_cdf, keys, uniforms
+from decode.gpu.draw import draw_all
+from decode.gpu.judge import judge_sampled_trees
+from decode.gpu.transfer import Upload, copy_packed, read
+from decode.noise import (
+    ACCEPTANCE,
+    KEY_NAMES,
+    TEXT,
+    KeyedRandomness,
+    gumbel_max,
+    inverse_cdf,
+    keys,
+    row_keys,
+    to_uniforms,
+)
 from decode.rejection import SampledTree, accept_by_block, accept_by_traversal
 from decode.sampling import Sampling, upcast_half
 from decode.tree import Tree
@@ -24,40 +37,72 @@ class Accepted:
 
     path: list[list[int]]  # nodes, root first
     tokens: list[list[int]]  # of these nodes
-    bonus: list[int]  # the token after the path
+    bonus: list[int]  # the token after the path; NO_TOKEN or WRONG_TREE if there is none
     sizes: list[int]  # nodes of the tree
 
     def select(self, rows: Sequence[int]) -> Accepted:
         """The same for some rows only."""
         return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
 
+    def check(self, request_ids: Sequence[int]) -> None:
+        """Raise FloatingPointError if a row's logits are NaN or infinite, ValueError if its tree is not valid."""
+        for request_id, token in zip(request_ids, self.bonus, strict=True):
+            if token == WRONG_TREE:
+                raise ValueError(f"request {request_id}: the draft tree is not valid")
+            if token == NO_TOKEN:
+                refuse_logits(request_id)
+
+
+NO_TOKEN, WRONG_TREE = -1, -2  # instead of a bonus token
 
 Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
-AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts], Accepted]
+AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Upload | None], Accepted]
 
 
-def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
+def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
     """Choose each row's path by the rule for this kind of draft. All rules are lossless.
 
-    logits [B, N, V]; texts: of all rows, in order.
+    logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
     Deterministic drafts are walked. Sampled chains are accepted by block. Other trees with sampled nodes, and chains if
     there are logits processors, are accepted by traversal: it never calls a processor after a token that it forbids,
     where a grammar may raise.
     """
     tree = tree.to(logits.device)
     if tree.q is not None:
-        by_block = tree.is_chain and tree.sampled is None and not sampling.processors
-        rule = accept_chain if by_block else accept_sampled_tree
-        return rule(tree, logits, sampling, texts)
+        if tree.is_chain and tree.sampled is None and not sampling.processors:
+            return accept_chain(tree, logits, sampling, find_keys(ACCEPTANCE, tree, sampling, texts, upload))
+        if logits.device.type == "cuda" and not sampling.processors:
+            keys = find_keys(ACCEPTANCE, tree, sampling, texts, upload)
+            return accept_sampled_trees_at_once(tree, logits, sampling, keys)
+        return accept_sampled_tree(tree, logits, sampling, texts)
     if sampling.greedy and not sampling.processors:
         return accept_greedily(tree, logits)
+    if logits.device.type == "cuda" and not sampling.processors:
+        return follow(tree, draw_all(tree, logits, sampling, find_keys(TEXT, tree, sampling, texts, upload)))
     return walk(tree, logits, sampling, texts)
+
+
+def find_keys(stream: int, tree: Tree, sampling: Sampling, texts: Texts, upload: Upload | None) -> Tensor:
+    """The keys of a tree's noise [B, >= N], on its device: what the step has uploaded, or made now."""
+    name = KEY_NAMES[stream]
+    if upload is not None and name in upload:
+        return upload[name]
+    made = row_keys(sampling.seed, [*texts], [*map(len, texts.values())], tree.width, stream)
+    return copy_packed({name: made}, tree.tokens.device)[name]
 
 
 def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
     """`walk` at temperature 0, for all nodes at once."""
     # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
-    chosen = (upcast_half(logits) if logits.device.type == "cpu" else logits).argmax(dim=-1)  # [B, N]
+    logits = upcast_half(logits) if logits.device.type == "cpu" else logits
+    chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
+    return follow(tree, torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0])
+
+
+def follow(tree: Tree, chosen: Tensor) -> Accepted:
+    """The path of the tokens `chosen` [B, N] after each node."""
+    if tree.width == 1:
+        return read_accepted(tree, torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0])
     wrong = chosen.gather(1, tree.parents.clamp(min=0)) != tree.tokens
     wrong[:, 0] = False
     wrong |= ~tree.real
@@ -107,32 +152,43 @@ def draw(
 ) -> Tensor:
     """Sample a token [B] per row from logits [B, V], by `Sampling.probabilities` and the noise of seeds [B].
 
-    On a CPU row by row: probabilities and noise of all rows in float64 exceed its caches.
+    NO_TOKEN where probabilities are NaN. On a CPU row by row: probabilities and noise of all rows in float64 exceed its
+    caches.
     """
     if logits.device.type != "cpu":
-        return gumbel_max(sampling.probabilities(logits, prefixes, request_ids), seeds)
+        p = sampling.probabilities(logits, prefixes, request_ids)
+        return torch.where(p[:, 0].isnan(), NO_TOKEN, gumbel_max(p, seeds))
     drawn = []
     for row in range(len(logits)):
         one = slice(row, row + 1)
         p = sampling.probabilities(logits[one], prefixes[one], request_ids[one])
         tokens = p[0].nonzero()[:, 0]  # no noise is needed for the others
-        drawn.append(tokens[gumbel_max(p[:, tokens], seeds[one], tokens)])
+        token = tokens[gumbel_max(p[:, tokens], seeds[one], tokens)]
+        drawn.append(torch.where(p[0, :1].isnan(), NO_TOKEN, token))
     return torch.cat(drawn)
 
 
-def accept_chain(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
-    """Block verification of sampled chains, all rows at once. Without logits processors."""
+def accept_chain(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Accepted:
+    """Block verification of sampled chains, all rows at once. Without logits processors.
+
+    keys [B, >= N]: of the stream ACCEPTANCE. They depend on the step and not on each position: the next step must not
+    reuse noise that rejected these draft tokens.
+    """
     assert tree.q is not None
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
-    # Keyed by the step and not by each position: the next step must not reuse noise that rejected these draft tokens.
-    table = [
-        [(sampling.seed, request_id, len(text), ACCEPTANCE, node) for node in range(tree.width)]
-        for request_id, text in texts.items()
-    ]
-    noise = uniforms(table, logits.device)
+    noise = to_uniforms(keys)
     accepted, weights = accept_by_block(tree.tokens, tree.sizes, p, tree.q.double(), noise)
     on_path = torch.arange(tree.width, device=logits.device) <= accepted[:, None]
-    return read_accepted(tree, on_path, inverse_cdf(weights, noise[:, 0]))
+    bonus = inverse_cdf(weights, noise[:, 0])
+    return read_accepted(tree, on_path, torch.where(p[:, :, 0].isnan().any(dim=1), NO_TOKEN, bonus))
+
+
+def accept_sampled_trees_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Accepted:
+    """`accept_sampled_tree` for all rows, without a wait. keys [B, >= N]: of the stream ACCEPTANCE."""
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
+    broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
+    on_path, bonus = judge_sampled_trees(tree, p, to_uniforms(keys))
+    return read_accepted(tree, on_path, torch.where(broken, NO_TOKEN, bonus))
 
 
 def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
@@ -144,6 +200,8 @@ def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: T
         path.append(nodes)
         bonus.append(token)
     tokens = [tree.tokens[row, nodes].tolist() for row, nodes in enumerate(path)]
+    if tree.wrong is not None:
+        bonus = [WRONG_TREE if wrong else token for wrong, token in zip(tree.wrong.tolist(), bonus, strict=True)]
     return Accepted(path, tokens, bonus, tree.sizes.tolist())
 
 
@@ -153,11 +211,18 @@ def _make_sampled_tree(
     """One row's tree for a rejection rule, which computes the target's probabilities only where it needs them."""
     assert tree.q is not None
     size, q, prefix = int(tree.sizes[row]), tree.q[row], _make_prefix(tree, row, text)
+
+    def p(node: int) -> Tensor:
+        after = sampling.probabilities(logits[row, node][None], [prefix(node)], [request_id])[0]
+        if bool(after[0].isnan()):
+            refuse_logits(request_id)
+        return after
+
     return SampledTree(
         tokens=tree.tokens[row, :size].tolist(),
         parents=tree.parents[row, :size].tolist(),
         sampled=[True] * size if tree.sampled is None else tree.sampled[row, :size].tolist(),
-        p=lambda node: sampling.probabilities(logits[row, node][None], [prefix(node)], [request_id])[0],
+        p=p,
         q=lambda node: q[node].double(),
     )
 
@@ -170,7 +235,22 @@ def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], T
 
 def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
     """Read the accepted path, its tokens and the bonus token: the only synchronization of a step."""
-    packed = torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1).tolist()
+    if tree.wrong is not None:
+        bonus = torch.where(tree.wrong, WRONG_TREE, bonus)
+    packed = read(torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1))
+    return unpack(packed.tolist())
+
+
+def unpack(packed: list[list[int]]) -> Accepted:
+    """From each row's tokens (-1: a node that was not accepted), its bonus token and its number of nodes."""
     path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in packed]
     tokens = [[token for token in row[:-2] if token >= 0] for row in packed]
     return Accepted(path, tokens, [row[-2] for row in packed], [row[-1] for row in packed])
+
+
+def refuse_logits(request_id: int) -> None:
+    """Raise FloatingPointError: no token can be chosen."""
+    raise FloatingPointError(
+        f"request {request_id}: the model's logits, or a logits processor's scores, are NaN or infinite, so no token "
+        "can be chosen; check the weights, and try float32 or bfloat16 if the model runs in float16"
+    )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.gpu.transfer import copy_packed
+
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
 
@@ -33,32 +35,49 @@ class TreeCache(Cache):
         self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
 
-    def reserve(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor [B]."""
+    def reserve(self, start: int, count: int, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor [B].
+
+        lengths: that tensor, if it is on the device already.
+        """
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
         self.capacity = self._choose_capacity(self.used)
-        lengths = torch.tensor(self.lengths).to(device, non_blocking=device.type == "cuda")
+        lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
         return lengths
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit the first counts[b] nodes of each row's path, and forget the others.
+        """Commit the first counts[b] nodes of each row's path, and forget the others. See `plan_moves` for the path."""
+        moves = self.plan_moves(path)
+        if moves is not None:
+            self.move(moves)
+        self.commit(counts)
+
+    def plan_moves(self, path: Tensor) -> Tensor | None:
+        """The slots [2, B, T] that each path's nodes are in and those they go to; None if all are in place.
 
         path [B, T], on the CPU; padding holds its own column index, so nothing moves there.
         """
         column = torch.arange(path.shape[1])
-        if bool((path != column).any()):  # a chain is in place already
-            starts = torch.tensor(self.lengths)[:, None]
-            moves = torch.stack([starts + path, starts + column])  # [2, B, T]
-            on_device: dict[torch.device, Tensor] = {}
-            for layer in self.layers:
-                if layer.is_initialized:  # layers that share another layer's keys have none of their own
-                    if layer.device not in on_device:
-                        on_device[layer.device] = moves.to(layer.device, non_blocking=layer.device.type == "cuda")
-                    layer.move(*on_device[layer.device])
+        if not bool((path != column).any()):  # a chain is in place already
+            return None
+        starts = torch.tensor(self.lengths)[:, None]
+        return torch.stack([starts + path, starts + column])
+
+    def move(self, moves: Tensor) -> None:
+        """Copy slots as planned, in all layers."""
+        on_device: dict[torch.device, Tensor] = {}
+        for layer in self.layers:
+            if layer.is_initialized:  # layers that share another layer's keys have none of their own
+                if layer.device not in on_device:
+                    on_device[layer.device] = moves.to(layer.device)
+                layer.move(*on_device[layer.device])
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Count each row's first counts[b] nodes, which are in place, as committed."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
@@ -72,8 +91,14 @@ class TreeCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in ascending order."""
+        unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
+        moved = torch.tensor(rows[unmoved:], dtype=torch.long)
+        on_device: dict[torch.device, Tensor] = {}
         for layer in self.layers:
-            layer.select(rows)
+            if layer.is_initialized:
+                if layer.device not in on_device:
+                    on_device[layer.device] = copy_packed({"rows": moved}, layer.device)["rows"]
+                layer.select(unmoved, on_device[layer.device])
         self.lengths = [self.lengths[row] for row in rows]
 
     def replace(self, rows: Sequence[int], other: TreeCache) -> None:
@@ -131,15 +156,16 @@ class TreeCacheLayer(CacheLayerMixin):
         for states in (self.keys, self.values):
             states[row, :, destination] = states[row, :, source]
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Move these rows to the front, in place: copying all of them would cost more than a forward pass."""
-        if self.is_initialized:
-            unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
-            moved = torch.tensor(rows[unmoved:], dtype=torch.long, device=self.device)
-            slots = slice(0, max(self.cache.lengths))
-            for states in (self.keys, self.values):
-                states[unmoved : len(rows), :, slots] = states[moved, :, slots]
-            self.keys, self.values = self.keys[: len(rows)], self.values[: len(rows)]
+    def select(self, unmoved: int, moved: Tensor) -> None:
+        """Go on with the first `unmoved` rows and the rows `moved`, which are moved up in place.
+
+        Copying all rows would cost more than a forward pass.
+        """
+        slots, count = slice(0, max(self.cache.lengths)), unmoved + len(moved)
+        for states in (self.keys, self.values):
+            if len(moved):
+                states[unmoved:count, :, slots] = states[moved, :, slots]
+        self.keys, self.values = self.keys[:count], self.values[:count]
 
     def replace(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
         """Copy the committed slots of another layer's rows to these rows, in order."""

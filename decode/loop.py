@@ -10,13 +10,14 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from decode.accept import AcceptanceRule, Accepted, accept
+from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
+from decode.gpu.check import check_on_device
+from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
-from decode.proposer import PlainProposer, Proposer, Step
+from decode.noise import KEY_NAMES, row_keys
+from decode.proposer import PlainProposer, Proposer, Step, Use, list_numbers
 from decode.sampling import AnswerProcessor, Sampling
 from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
@@ -109,24 +110,30 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
     """One batch after another. `waiting` is emptied, so finished requests can be freed."""
     if getattr(run.proposer, "adaptive", False):
         run.target.warm_up(min(batch_size, len(waiting)))
-    while waiting:
-        requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-        # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
-        refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
-        yield from _decode(run, requests, refills)
+    use = Use(run.proposer)
+    try:
+        while waiting:
+            requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+            # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
+            refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
+            yield from _decode(run, use, requests, refills)
+    finally:
+        use.end()
 
 
 @torch.inference_mode()  # a step makes hundreds of small calls, which cost less in this mode
-def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
+def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
     session = run.target.open(len(requests), run.proposer.layers)
-    seconds, is_prefill = Seconds.begin(), True
+    seconds, is_prefill, upload = Seconds.begin(), True, None
     with seconds.measure("target"):
         tree, verdict = _prefill(session, requests)
+        drafted = tree
     while True:
         with seconds.measure("accept"):
             texts = {request.request_id: request.sequence for request in requests}
-            accepted = run.accept(tree, verdict.logits, run.sampling, texts)
+            accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
+        _refuse_faults(run, accepted, requests, drafted)
         session.keep(accepted.path)
         yield from _extend(requests, accepted, seconds, run.target)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
@@ -141,15 +148,13 @@ def _decode(run: _Run, requests: list[Request], waiting: deque[Request]) -> Iter
             session.select(kept)
             tree, verdict, accepted = tree.select(kept), verdict.select(kept), accepted.select(kept)
             requests = [requests[row] for row in kept]
-        step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds)
+        upload = _begin_upload(run, session, requests, accepted, is_prefill)
+        step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
         with seconds.measure("proposer"):
-            tree = run.proposer.propose(step, run.nodes if max(step.room) > 1 else 1)
-        if tree.tokens.device.type == "cpu":
-            tree.check(len(requests), run.nodes, run.target.vocabulary)
-        # Draft tokens that a row has no room for would cost time, and the model may have no positions for them. The
-        # bonus token needs room as well.
-        tree, is_prefill = tree.cut([room - 1 for room in step.room]), False
+            drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
+        tree, is_prefill = _prepare(run, drafted, step, upload), False
         with seconds.measure("target"):
+            tree = session.place(tree)
             verdict = session.verify(tree)
 
 
@@ -171,6 +176,44 @@ def _refill(session: Session, requests: list[Request], waiting: deque[Request]) 
         session.crop([len(request.sequence) - 1 for request in requests])
 
 
+def _begin_upload(run: _Run, session: Session, requests: list[Request], accepted: Accepted, is_prefill: bool) -> Upload:
+    """All that the next step needs on the device, so that it is copied at once."""
+    upload = session.begin_upload()
+    bonus = [request.sequence[-1] for request in requests]
+    if run.proposer.layers:
+        committed = [request.prompt for request in requests] if is_prefill else accepted.tokens
+        upload.add(list_numbers(committed, bonus, accepted.path))
+    if upload.device.type != "cpu":
+        upload.add({"roots": torch.tensor(bonus), "limits": torch.tensor([request.room - 1 for request in requests])})
+        if not run.sampling.greedy:
+            ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
+            for stream, name in KEY_NAMES.items():
+                upload.add({name: row_keys(run.sampling.seed, ids, lengths, run.nodes, stream)})
+    return upload
+
+
+def _prepare(run: _Run, tree: Tree, step: Step, upload: Upload) -> Tree:
+    """The tree, checked and without draft tokens that a row has no room for.
+
+    They would cost time, and the model may have no positions for them. The bonus token needs room as well.
+    """
+    depths = [room - 1 for room in step.room]
+    if "cpu" in (tree.tokens.device.type, upload.device.type):
+        tree = tree.to(torch.device("cpu"))
+        tree.check(len(step.room), run.nodes, run.target.vocabulary, step.bonus)
+        return tree.cut(depths)
+    tree = tree.to(upload.device)
+    tree.check_shapes(len(step.room))
+    return check_on_device(tree, upload["roots"], run.nodes, run.target.vocabulary).cut(depths, upload["limits"])
+
+
+def _refuse_faults(run: _Run, accepted: Accepted, requests: list[Request], drafted: Tree) -> None:
+    """Raise for logits that are no numbers, and for a tree that is not valid: then no text has changed."""
+    if WRONG_TREE in accepted.bonus:
+        drafted.to(torch.device("cpu")).check(len(requests), run.nodes, run.target.vocabulary)
+    accepted.check([request.request_id for request in requests])
+
+
 def _make_step(
     run: _Run,
     is_prefill: bool,
@@ -180,11 +223,12 @@ def _make_step(
     verdict: Verdict,
     accepted: Accepted,
     seconds: float,
+    upload: Upload,
 ) -> Step:
     """What the proposer sees of a verified tree, for the rows that go on."""
     features = verdict.features
     if features is not None and not is_prefill:
-        features = _select_path(accepted.path, features)
+        features = features.take_along_dim(upload["path"][:, :, None], dim=1)
     return Step(
         is_prefill=is_prefill,
         request_ids=[request.request_id for request in requests],
@@ -200,6 +244,7 @@ def _make_step(
         sampling=run.sampling,
         stop_ids=requests[0].limits.stop_ids,
         target=run.target,
+        upload=upload,
     )
 
 
@@ -214,12 +259,6 @@ def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, targe
         stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
         request.stats.add(stats)
         yield replace(chunk, stats=stats, answer=request.answer(target.tokenizer) if request.finish else None)
-
-
-def _select_path(path: list[list[int]], features: Tensor) -> Tensor:
-    """The features [B, T, F] of each row's accepted nodes, from the whole tree's [B, N, F]."""
-    index = pad_sequence([torch.tensor(row) for row in path], batch_first=True).to(features.device)
-    return features.take_along_dim(index[:, :, None], dim=1)
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

@@ -80,21 +80,26 @@ def tree_masks(
     depth: Tensor,
     used: int,
     dtype: torch.dtype,
+    is_chain: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks [B, 1, N, S]: 0 where a node attends, the lowest number of `dtype` elsewhere.
 
     lengths [B]: committed tokens; ancestors [B, N, M]; depth [B, M]; used: S. One mask for a model with one layer type,
     else one per type. Windows count positions, which for tree nodes are not the slots. A boolean mask would be silently
-    wrong: eager attention adds its mask.
+    wrong: eager attention adds its mask. Padding nodes attend to themselves, those of chains also to what is before.
     """
     nodes, new = depth.shape[1], ancestors.shape[1]
     slot = torch.arange(used, device=lengths.device)
-    node = slot - lengths[:, None]  # [B, S] the node in a slot; negative for committed tokens
-    in_tree = (node >= 0) & (node < nodes)
-    index = node.clamp(0, nodes - 1)
-    visible = ancestors.gather(2, index[:, None].expand(-1, new, -1)) & in_tree[:, None] | (node < 0)[:, None]
-    key_position = torch.where(in_tree, lengths[:, None] + depth.gather(1, index), slot)[:, None]  # [B, 1, S]
     query_position = (lengths[:, None] + depth[:, nodes - new :])[:, :, None]  # [B, N, 1]
+    if is_chain:  # a slot is a position
+        key_position: Tensor = slot
+        visible = slot <= query_position
+    else:
+        node = slot - lengths[:, None]  # [B, S] the node in a slot; negative for committed tokens
+        in_tree = (node >= 0) & (node < nodes)
+        index = node.clamp(0, nodes - 1)
+        visible = ancestors.gather(2, index[:, None].expand(-1, new, -1)) & in_tree[:, None] | (node < 0)[:, None]
+        key_position = torch.where(in_tree, lengths[:, None] + depth.gather(1, index), slot)[:, None]  # [B, 1, S]
     masks = {}
     for layer_type, span in windows.items():
         allowed = visible

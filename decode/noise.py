@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's tokens, tests of sampled draft tokens, these draft tokens
+KEY_NAMES = {TEXT: "text_keys", ACCEPTANCE: "acceptance_keys", DRAFT: "draft_keys"}  # in a step's `Upload`
 TINY = 1e-300
 _MASK = (1 << 64) - 1
 _GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
@@ -25,9 +28,12 @@ def uniform(seed: int, request_id: int, position: int, stream: int = TEXT, index
     return key(seed, request_id, position, stream, index) * 2.0**-53
 
 
-def key(seed: int, request_id: int, position: int, stream: int = TEXT, index: int = 0) -> int:
-    """53 bits keyed by all arguments: SplitMix64's finaliser (Steele et al. 2014) applied to each in turn."""
-    state = 0
+def key(seed: int, request_id: Any, position: Any, stream: int = TEXT, index: Any = 0) -> Any:
+    """53 bits keyed by all arguments: SplitMix64's finaliser (Steele et al. 2014) applied to each in turn.
+
+    Arguments are integers, or numpy arrays of uint64 that are broadcast.
+    """
+    state: Any = 0
     for part in (seed, request_id, position, stream, index):
         state = (state + part + _GAMMA) & _MASK
         state = ((state ^ (state >> 30)) * _FACTOR) & _MASK
@@ -37,14 +43,30 @@ def key(seed: int, request_id: int, position: int, stream: int = TEXT, index: in
 
 
 def keys(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`key` of each entry of a table, as a long tensor. Does not synchronize."""
+    """`key` of each entry of a table, as a long tensor."""
     filled = torch.tensor([[key(*arguments) for arguments in row] for row in table])
-    return filled.to(device, non_blocking=device.type == "cuda")
+    return filled.to(device)
+
+
+def row_keys(seed: int, request_ids: Sequence[int], positions: Sequence[int], levels: int, stream: int) -> Tensor:
+    """Keys of each row's next `levels` decisions, [B, levels] long, on the CPU.
+
+    In the stream TEXT decision i is the token at position positions[b] + i, in others it is index i at positions[b].
+    """
+    ids, places = (np.array(numbers, dtype=np.uint64)[:, None] for numbers in (request_ids, positions))
+    steps = np.arange(levels, dtype=np.uint64)
+    keyed = key(seed, ids, places + steps) if stream == TEXT else key(seed, ids, places, stream, steps)
+    return torch.from_numpy(keyed.astype(np.int64))
 
 
 def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
     """`uniform` of each entry of a table, float64."""
-    return keys(table, device).double() * 2.0**-53
+    return to_uniforms(keys(table, device))
+
+
+def to_uniforms(made: Tensor) -> Tensor:
+    """Keys as numbers in [0, 1), float64."""
+    return made.double() * 2.0**-53
 
 
 def stream_uniforms(seeds: Tensor, indices: Tensor) -> Tensor:
@@ -72,8 +94,13 @@ def gumbel_max(weights: Tensor, seeds: Tensor, tokens: Tensor | None = None) -> 
     token. An inverse CDF would not: rounding shifts the boundaries of all tokens after the first.
     """
     tokens = torch.arange(weights.shape[1], device=weights.device) if tokens is None else tokens
-    exponential = stream_uniforms(seeds, tokens).neg_().log1p_().neg_().add_(TINY)  # never 0
+    exponential = make_exponential(seeds, tokens)
     return torch.div(weights, exponential, out=exponential).argmax(dim=1)
+
+
+def make_exponential(seeds: Tensor, tokens: Tensor) -> Tensor:
+    """The exponential noise of these tokens [V] under each of the seeds [B], [B, V] float64 and never 0."""
+    return stream_uniforms(seeds, tokens).neg_().log1p_().neg_().add_(TINY)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
+from decode.gpu.transfer import Upload
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import Tree
+
+Numbers: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,32 @@ class Step:
     sampling: Sampling
     stop_ids: frozenset[int]  # tokens that end an answer
     target: Target
+    upload: Upload | None = None  # the numbers of `list_numbers` on the device, if the proposer names layers
 
     @property
     def bonus(self) -> list[int]:
         """Each row's bonus token, the root of the next tree. It is not in the KV cache yet."""
         return [sequence[-1] for sequence in self.sequences]
+
+
+def list_numbers(committed: Sequence[Sequence[int]], bonus: Sequence[int], path: Sequence[Sequence[int]]) -> Numbers:
+    """A step as tensors, for proposers that draft on the device.
+
+    roots [B]: the bonus tokens. counts [B]: committed tokens. following [B, T]: the token after each committed one,
+    path [B, T]: its node in the verified tree; both are padded with 0.
+    """
+    following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
+    return {
+        "roots": torch.tensor(bonus),
+        "counts": torch.tensor([*map(len, committed)]),
+        "following": _pad(following),
+        "path": _pad(path),
+    }
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
 
 class Proposer(Protocol):
@@ -65,6 +90,37 @@ class Proposer(Protocol):
         others keep their order, and the next step carries the tree as it was verified.
         """
         ...
+
+
+class Use:
+    """A stream's use of a proposer, which serves one stream at a time. The stream that began last has it."""
+
+    _current: ClassVar[dict[int, Use]] = {}  # by the proposer's id; the use keeps it alive
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer, self._is_drafting = proposer, False
+        other = self._current.get(id(proposer))
+        if other is not None and other._is_drafting:
+            self._refuse()
+        self._current[id(proposer)] = self
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        """The proposer's trees. Raises RuntimeError if another stream has begun to use the proposer."""
+        if self._current.get(id(self.proposer)) is not self:
+            self._refuse()
+        self._is_drafting = True
+        try:
+            return self.proposer.propose(step, budget)
+        finally:
+            self._is_drafting = False
+
+    def end(self) -> None:
+        if self._current.get(id(self.proposer)) is self:
+            del self._current[id(self.proposer)]
+
+    def _refuse(self) -> None:
+        name = type(self.proposer).__name__
+        raise RuntimeError(f"this {name} is used by two streams at once, and it keeps state; give each stream its own")
 
 
 class PlainProposer:

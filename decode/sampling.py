@@ -137,8 +137,8 @@ class Sampling:
     ) -> Tensor:
         """The probabilities of the next token, [B, V] float64, each row summing to one.
 
-        logits [B, V]. Processors also need prefixes, each row's tokens so far ([L], None for a row whose result will be
-        ignored), and request_ids (by default 0, 1, ...).
+        A row is all NaN if one of its logits is NaN or infinite. logits [B, V]. Processors also need prefixes, each
+        row's tokens so far ([L], None for a row whose result will be ignored), and request_ids (by default 0, 1, ...).
         """
         scores = upcast_half(logits)
         if self.processors:
@@ -147,7 +147,9 @@ class Sampling:
                 [row if prefix is None else self._process(prefix, row, id_) for prefix, row, id_ in rows]
             )
         if self.greedy:
-            return torch.nn.functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
+            best = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+            p = torch.zeros_like(scores, dtype=torch.float64).scatter_(-1, best, 1.0)
+            return p.masked_fill_(~scores.gather(-1, best).isfinite(), torch.nan)
         return self.warpers(None, scores).double().softmax(dim=-1)
 
     def _process(self, prefix: Tensor, scores: Tensor, request_id: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.gpu.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
 from decode.models.features import capture_features
@@ -34,7 +35,8 @@ class Verdict:
 
     def select(self, rows: Sequence[int]) -> Verdict:
         """The same for some rows only."""
-        return Verdict(self.logits[rows], None if self.features is None else self.features[rows])
+        index = copy_packed({"rows": torch.tensor(rows)}, self.logits.device)["rows"]
+        return Verdict(self.logits[index], None if self.features is None else self.features[index])
 
 
 class Session:
@@ -44,11 +46,29 @@ class Session:
         self.target = target
         self.layers = tuple(layers)
         self.cache = TreeCache(batch)
+        self._moves: Tensor | None = None  # of the nodes kept last; they are made with the next forward pass
+        self._upload: Upload | None = None
 
     @property
     def lengths(self) -> list[int]:
         """The number of committed tokens of each row."""
         return self.cache.lengths
+
+    def begin_upload(self) -> Upload:
+        """What the next forward pass needs on the device. Whatever else is added is copied with it."""
+        self._upload = Upload(self.target.device)
+        self._upload.add({"lengths": torch.tensor(self.lengths)})
+        if self._moves is not None:
+            self._upload.add({"moves": self._moves})
+        return self._upload
+
+    def place(self, tree: Tree) -> Tree:
+        """The tree on the target's device."""
+        if tree.tokens.device == self.target.device or tree.tokens.device.type != "cpu":
+            return tree.to(self.target.device)
+        upload, tensors = self._upload or self.begin_upload(), tree.tensors()
+        upload.add(tensors)
+        return tree.with_tensors({name: upload[name] for name in tensors})
 
     @torch.no_grad()
     def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
@@ -58,10 +78,20 @@ class Session:
         the cache (a tree that grows level by level). only: the nodes to compute logits for, which then are [B, n, V].
         """
         target, count = self.target, tree.width - start
-        tree = tree.to(target.device)
-        lengths = self.cache.reserve(start, count, target.device)
+        upload = self._upload or self.begin_upload()
+        tree = self.place(tree)
+        if self._moves is not None:
+            self.cache.move(upload["moves"])
+        self._moves = self._upload = None
+        lengths = self.cache.reserve(start, count, target.device, upload["lengths"])
         masks = tree_masks(
-            target.windows, lengths, tree.ancestors[:, start:], tree.depth, self.cache.used, target.dtype
+            target.windows,
+            lengths,
+            tree.ancestors[:, start:],
+            tree.depth,
+            self.cache.used,
+            target.dtype,
+            tree.is_chain,
         )
         positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
@@ -97,6 +127,7 @@ class Session:
 
     def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
+        self._move_now()
         session = Session(self.target, len(rows), self.layers)
         result = session.extend(tokens)
         self.cache.replace(rows, session.cache)
@@ -120,17 +151,27 @@ class Session:
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         """Commit the nodes of each row's path, root first, and forget the rest of the tree."""
+        self._move_now()
         width = max(map(len, path), default=0)
         padded = [[*row, *range(len(row), width)] for row in path]
-        self.cache.keep(torch.tensor(padded, dtype=torch.long), [len(row) for row in path])
+        self._moves = self.cache.plan_moves(torch.tensor(padded, dtype=torch.long))
+        self._upload = None
+        self.cache.commit([len(row) for row in path])
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget each row's committed tokens beyond its length."""
+        self._upload = None
         self.cache.crop(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in ascending order."""
+        self._move_now()
         self.cache.select(rows)
+
+    def _move_now(self) -> None:
+        if self._moves is not None:
+            self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])
+        self._moves = self._upload = None
 
 
 def _group_by_length(tokens: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -5,13 +5,15 @@ Shapes: B rows, N nodes, M candidates, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from decode.gpu.transfer import copy_packed
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Tree:
     sampled: Tensor | None = None  # [B, N] bool
     scores: Tensor | None = None  # [B, N] float
     is_chain: bool = False  # every row is known to be a chain
+    wrong: Tensor | None = None  # [B] bool: trees found invalid on a GPU; see `decode.gpu.check`
 
     @classmethod
     def chain(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tree:
@@ -55,6 +58,7 @@ class Tree:
         # Following parents would be slow for a long prompt, which is a chain too.
         lower = (column[:, None] >= column) & real[:, :, None]
         tree.__dict__["ancestors"] = lower | torch.eye(width, dtype=torch.bool, device=tokens.device)
+        tree.__dict__["depth"] = torch.where(real, column, 0)
         return tree
 
     @classmethod
@@ -111,19 +115,22 @@ class Tree:
         """The same trees on a device."""
         if self.tokens.device == device:
             return self
-        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+        if self.tokens.device.type == "cpu":
+            return self.with_tensors(copy_packed(self.tensors(), device))
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def select(self, rows: Sequence[int]) -> Tree:
         """The trees of some rows only."""
-        return self._map(lambda tensor: tensor[rows])
+        index = copy_packed({"rows": torch.tensor(rows)}, self.tokens.device)["rows"]
+        return self.with_tensors({name: tensor[index] for name, tensor in self.tensors().items()})
 
-    def cut(self, depths: Sequence[int]) -> Tree:
-        """Only the nodes at most `depths[b]` deep in row b, in their order."""
+    def cut(self, depths: Sequence[int], limits: Tensor | None = None) -> Tree:
+        """Only the nodes at most `depths[b]` deep in row b, in their order. limits: the depths on the tree's device."""
         if min(depths) >= self.height:
             return self
         device = self.tokens.device
-        limit = torch.tensor(depths).to(device, non_blocking=device.type == "cuda")
-        inside = self.real & (self.depth <= limit[:, None])  # [B, N]
+        limits = torch.tensor(depths).to(device) if limits is None else limits
+        inside = self.real & (self.depth <= limits[:, None])  # [B, N]
         sizes = inside.sum(dim=1)
         # A narrower tree is a shorter pass, but on a GPU reading its width would synchronize.
         width = int(sizes.max()) if device.type == "cpu" else self.width
@@ -143,25 +150,28 @@ class Tree:
             scores=None if self.scores is None else self.scores.gather(1, order),
         )
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Tree:
-        """The tree with every tensor changed, cached properties included."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, cached properties included."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Tree:
+        """The same trees with other tensors of these names."""
         tree = copy(self)
-        tree.__dict__.update({name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)})
+        tree.__dict__.update(tensors)
         return tree
 
-    def check(self, batch: int, budget: int, vocabulary: int) -> None:
-        """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize."""
-        if self.tokens.shape != self.parents.shape or self.tokens.shape[0] != batch or self.sizes.shape != (batch,):
-            raise ValueError(
-                f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
-                f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
-            )
+    def check(self, batch: int, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
+        """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize.
+
+        roots: the token that each row's tree must begin with.
+        """
+        self.check_shapes(batch)
         if not 1 <= int(self.sizes.min()) <= int(self.sizes.max()) <= min(budget, self.width):
             raise ValueError(f"tree sizes {self.sizes.tolist()} are not between 1 and the budget of {budget} nodes")
         nodes = torch.arange(self.width)
         inner = self.real & (nodes > 0)
-        if bool(((self.parents >= nodes) | (self.parents < 0))[inner].any()) or bool((self.parents[:, 0] != -1).any()):
-            raise ValueError("a tree's root must have parent -1, every other node a parent before itself")
+        if bool((torch.where(inner, (self.parents >= nodes) | (self.parents < 0), self.parents != -1)).any()):
+            raise ValueError("a tree's root and padding must have parent -1, every other node a parent before itself")
         if bool((self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1)[inner].any()):
             raise ValueError(f"a tree is deeper than its height of {self.height}")
         if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
@@ -172,5 +182,15 @@ class Tree:
                 f"a tree drafts token {int(drafted.min())} or {int(drafted.max())}, outside the vocabulary "
                 f"of {vocabulary}"
             )
+        if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
+            raise ValueError(f"the trees' roots are {given}; each must be its row's bonus token, here {[*roots]}")
         if self.sampled is not None and self.q is None:
             raise ValueError("a tree with sampled nodes needs the probabilities `q` that they were sampled from")
+
+    def check_shapes(self, batch: int) -> None:
+        """Raise ValueError if the tensors do not fit together. Never synchronizes."""
+        if self.tokens.shape != self.parents.shape or self.tokens.shape[0] != batch or self.sizes.shape != (batch,):
+            raise ValueError(
+                f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
+                f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
+            )

@@ -44,6 +44,7 @@ class LayerCache:
     def __init__(self, batch: int, attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attend) -> None:
         self.attention = attention
         self.lengths = [0] * batch  # kept tokens of each row
+        self._lengths: Tensor | None = None  # the same on the device, while known there
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None
 
@@ -64,23 +65,28 @@ class LayerCache:
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """The positions [B, T] of the next `count` text tokens, which are also their slots."""
-        return torch.tensor(self.lengths).to(device, non_blocking=True)[:, None] + torch.arange(count, device=device)
+        if self._lengths is None:
+            self._lengths = torch.tensor(self.lengths).to(device, non_blocking=True)
+        return self._lengths[:, None] + torch.arange(count, device=device)
 
     def text_mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """What a draft token attends to before drafted ones: the row's whole text, [B, 1, S] to add to the scores."""
         slots = torch.arange(max(self.lengths), device=device)
         return hide(slots >= self.positions(1, device), dtype)[:, None]
 
-    def keep(self, counts: Sequence[int]) -> None:
-        """Keep the first counts[b] of the text tokens written last."""
+    def keep(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
+        """Keep the first counts[b] of the text tokens written last. on_device: the counts [B], if they are there."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._lengths = None if self._lengths is None or on_device is None else self._lengths + on_device
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Drop tokens beyond these lengths."""
+        self._lengths = None
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
+        self._lengths = None
         self.lengths = [self.lengths[row] for row in rows]
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]

@@ -14,6 +14,7 @@ from decode import Step
 
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
+LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 SIZES = range(2, 65)  # nodes of the trees whose costs are compared
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
@@ -59,6 +60,7 @@ class DraftBudget:
         self._steps = self._time = 1.0
         self._promising = True
         self._backoff, self._failures = 0, 0
+        self._right: list[float] = []  # by level: how probable it was that a path was right down to it
         self._level_seconds = self._pass_seconds = inf  # the shortest seen: other work on the machine only adds
 
     @property
@@ -136,6 +138,23 @@ class DraftBudget:
     def is_worth_a_level(self, p: float) -> bool:
         """Whether to draft one more level, if `p` is the probability that the tree so far is right to its end."""
         return self.acceptance_ratio * p > self.rate * self.level_time
+
+    def choose_depth(self, most: int) -> int:
+        """The number of levels to draft, where reading how this draft goes on would take too long: on a GPU.
+
+        As many as would have been worth it in the last steps, by what `take_levels` has learned, and one more if all
+        of these were.
+        """
+        for level, p in enumerate(self._right[:most], start=1):
+            if not self.is_worth_a_level(p):
+                return level
+        return min(most, len(self._right) + 1) if self._right else most
+
+    def take_levels(self, right: Sequence[float]) -> None:
+        """Take in the probabilities that the last tree was right down to level 1, 2, ..."""
+        before = self._right[: len(right)]
+        self._right = [LEVEL_MEMORY * old + (1 - LEVEL_MEMORY) * new for old, new in zip(before, right, strict=False)]
+        self._right += right[len(before) :]
 
     def take_drafting_time(self, seconds: float, levels: int) -> None:
         """Take in how long it took to draft so many levels."""

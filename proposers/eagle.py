@@ -33,15 +33,15 @@ class EagleProposer(HeadProposer):
     def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter:
         cache, embed = self._history.cache, self.embedding(step.target)
 
-        def read(features: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+        def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             fused = self.head.fuse(features)
             states: Tensor = self.head(
                 embed(tokens), fused, cache.positions(fused.shape[1], fused.device), context=cache
             )
-            cache.keep(counts)
+            cache.keep(counts, on_device)
             return states
 
-        return EagleDrafter(self.head, self._history.read(step, self.dtype, read), cache, embed)
+        return EagleDrafter(self.head, self._history.read(self.dtype, read), cache, embed)
 
 
 class EagleDrafter:

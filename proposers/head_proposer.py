@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, ClassVar, Self
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step, Target, Tree
+from decode.gpu.transfer import Upload, copy_packed
 from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
@@ -150,7 +152,7 @@ class HeadProposer(ABC):
         self.observe(step)
         if self.adaptive:
             self.draft_budget.observe(step)
-        roots = torch.tensor(step.bonus, device=step.target.device)
+        roots = numbers_of(step)["roots"]
         most = min(budget, self.nodes or budget)
         if most == 1 or (self.adaptive and self.draft_budget.is_backing_off()):
             self.draft_budget.skip()
@@ -160,8 +162,9 @@ class HeadProposer(ABC):
         candidates = self._find_candidates(step, roots, most, sampled)
         if not self.adaptive:
             return candidates.tree(most)
-        expected = candidates.expect_accepted(most)
+        expected, right = candidates.read_figures(most)
         self.draft_budget.take_drafting_time(perf_counter() - begun, candidates.levels)
+        self.draft_budget.take_levels(right)
         return candidates.tree(self.draft_budget.choose_size(expected, candidates.levels, sampled))
 
     def _find_candidates(self, step: Step, roots: Tensor, most: int, sampled: bool) -> Candidates:
@@ -171,6 +174,8 @@ class HeadProposer(ABC):
         drafter = ScoredDrafter(self.start_drafter(step, roots), self.head.token_map, self.calibration, sampler)
         if self.paths is None:
             depth_budget = self.draft_budget if self.adaptive and self.levelwise else None
+            if depth_budget is not None and roots.device.type != "cpu":
+                levels = depth_budget.choose_depth(levels)
             return search(roots, drafter, levels, self.width, self.ranks, most, depth_budget)
         key = levels, most, sampled, roots.device
         if key not in self._fixed_trees:
@@ -197,44 +202,79 @@ class FeatureHistory:
     def add(self, step: Step) -> None:
         if step.is_prefill:
             self.cache = LayerCache(len(step.request_ids), attend_like_target)
-            self._unread = [list[Tensor]() for _ in step.request_ids]
-        elif len(step.kept) < len(self._unread):
+            self._unread: list[FeaturePart] = []
+        elif len(step.kept) < len(self.cache.lengths):
             self.cache.select(step.kept)
-            self._unread = [self._unread[row] for row in step.kept]
+            self._unread = [part.select(step.kept) for part in self._unread]
         assert step.features is not None
-        for unread, features, tokens in zip(self._unread, step.features, step.committed, strict=True):
-            unread.append(features[: len(tokens)])
+        numbers, counts = numbers_of(step), [len(tokens) for tokens in step.committed]
+        features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
+        self._unread.append(FeaturePart(features, numbers["following"], numbers["counts"], counts))
 
-    def read(self, step: Step, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int]], Tensor]) -> Tensor:
+    def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H].
 
         read: from features [B, T, F], padded at the right, the tokens [B, T] after them, and each row's number of them,
-        to states [B, T, H]; it adds them to the cache. The root is the last of the tokens.
+        to states [B, T, H]; it adds them to the cache. The root is the last of the tokens. The numbers come as a list
+        and, if all features are read at once, as a tensor [B].
         """
-        unread = [torch.cat(parts) for parts in self._unread]
-        self._unread = [[] for _ in unread]
-        counts = [len(part) for part in unread]
-        texts = list(zip(step.sequences, counts, strict=True))
-        features = pad_sequence(unread, batch_first=True).to(dtype)
-        tokens = pad_sequence([torch.tensor(text[-count:]) for text, count in texts], batch_first=True)
-        tokens, states = tokens.to(features.device), []
+        unread, self._unread = join_parts(self._unread), []
+        counts, features = unread.counts, unread.features.to(dtype)
+        if max(counts) <= CHUNK:
+            return pick_last(read(features, unread.following, counts, unread.counts_tensor), unread.counts_tensor)
+        states = []
         for begin in range(0, max(counts), CHUNK):
             part = slice(begin, begin + CHUNK)
             sizes = [min(max(count - begin, 0), CHUNK) for count in counts]
-            states.append(read(features[:, part], tokens[:, part], sizes))
-        return pick_last(torch.cat(states, dim=1), counts)
+            states.append(read(features[:, part], unread.following[:, part], sizes, None))
+        return pick_last(torch.cat(states, dim=1), unread.counts_tensor)
 
 
-def pick_last(states: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each row's last state [B, H], from states [B, T, H] of `counts` tokens a row."""
-    last = torch.tensor(counts, device=states.device) - 1
-    return states[torch.arange(len(last), device=states.device), last]
+@dataclass(frozen=True)
+class FeaturePart:
+    """Features of one or more steps, padded at the right."""
+
+    features: Tensor  # [B, T, F]
+    following: Tensor  # [B, T]: the token after each
+    counts_tensor: Tensor  # [B]
+    counts: list[int]  # the same: features of each row
+
+    def select(self, rows: Sequence[int]) -> FeaturePart:
+        """The same for some rows only."""
+        index = copy_packed({"rows": torch.tensor(rows)}, self.features.device)["rows"]
+        counts = [self.counts[row] for row in rows]
+        return FeaturePart(self.features[index], self.following[index], self.counts_tensor[index], counts)
+
+
+def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:
+    """Several steps' features one after another in each row."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [sum(each) for each in zip(*(part.counts for part in parts), strict=True)]
+
+    def join(name: str) -> Tensor:
+        rows = ([getattr(part, name)[row, : part.counts[row]] for part in parts] for row in range(len(counts)))
+        return pad_sequence([torch.cat(row) for row in rows], batch_first=True)
+
+    together = torch.stack([part.counts_tensor for part in parts]).sum(dim=0)
+    return FeaturePart(join("features"), join("following"), together, counts)
+
+
+def numbers_of(step: Step) -> Upload:
+    """The step's numbers on the device, which the loop gives to every proposer that names layers."""
+    assert step.upload is not None
+    return step.upload
+
+
+def pick_last(states: Tensor, counts: Tensor) -> Tensor:
+    """Each row's last state [B, H], from states [B, T, H] of `counts` [B] tokens a row."""
+    return states.take_along_dim((counts - 1)[:, None, None], dim=1)[:, 0]
 
 
 def pick_last_features(step: Step) -> Tensor:
     """The features [B, F] of each row's last committed token."""
     assert step.features is not None
-    return pick_last(step.features, [len(tokens) for tokens in step.committed])
+    return pick_last(step.features, numbers_of(step)["counts"])
 
 
 def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:

@@ -21,10 +21,10 @@ class HydraProposer(HeadProposer):
     width = 8
 
     def start_drafter(self, step: Step, roots: Tensor) -> HydraDrafter:
-        def read(features: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+        def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             return self.head.contextualize(features, self._history.cache, counts)
 
-        last = self._history.read(step, self.dtype, read) if self.reads_all_features else pick_last_features(step)
+        last = self._history.read(self.dtype, read) if self.reads_all_features else pick_last_features(step)
         return HydraDrafter(self.head, last.to(self.dtype), roots, self.embedding(step.target))
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from decode import Step
-from decode.noise import DRAFT, inverse_cdf, keys, stream_uniforms
+from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, keys, make_exponential, stream_uniforms
 from proposers.fixed_trees import Ranks
 
 GROUP = 256  # tokens whose probabilities are kept as one sum
@@ -48,11 +48,17 @@ class SampledTokens:
     def __init__(self, step: Step) -> None:
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
-        rows = zip(step.request_ids, step.sequences, strict=True)
-        table = [[(self.sampling.seed, request_id, len(sequence), DRAFT)] for request_id, sequence in rows]
-        self._seeds, self._used = keys(table, step.target.device)[:, 0], 0
+        self._seeds, self._used = self._find_seeds(step), 0
         # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
         self._samples: list[tuple[Tensor, Tensor]] = []
+
+    def _find_seeds(self, step: Step) -> Tensor:
+        """A key [B] for each row."""
+        if step.upload is not None and KEY_NAMES[DRAFT] in step.upload:
+            return step.upload[KEY_NAMES[DRAFT]][:, 0]
+        rows = zip(step.request_ids, step.sequences, strict=True)
+        table = [[(self.sampling.seed, request_id, len(sequence), DRAFT)] for request_id, sequence in rows]
+        return keys(table, step.target.device)[:, 0]
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids [B, W, R] sampled after the paths, and for condition 2 the R highest log-probabilities there.
@@ -64,11 +70,18 @@ class SampledTokens:
         log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
         q = q.expand(-1, places.shape[1], -1)  # [B, W, D]
         self._samples.append((places, q))
-        indices = torch.arange(self._used, self._used + places.shape[1] * ranks * 2, device=places.device)
-        self._used += len(indices)
-        uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2], two new ones for each sample
+        if q.device.type == "cuda":
+            noise = make_exponential(self._seeds, self._take(q.shape[1] * q.shape[2], q.device)).view(q.shape)
+            return sample_by_gumbel(q, noise, ranks), log_q
+        indices = self._take(places.shape[1] * ranks * 2, q.device)  # two for each sample
+        uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2]
         ids = sample_without_replacement(q.flatten(0, 1), uniforms)
         return ids.unflatten(0, places.shape), log_q
+
+    def _take(self, count: int, device: torch.device) -> Tensor:
+        """The indices of so many random numbers of each row that were not used yet."""
+        self._used += count
+        return torch.arange(self._used - count, self._used, device=device)
 
     def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
         """q [B, N, V] of each node's children; zero after nodes whose path was not followed.
@@ -108,6 +121,14 @@ def sample_without_replacement(q: Tensor, uniforms: Tensor) -> Tensor:
         groups[paths, group], sums[paths, group] = inside, inside.sum(dim=1)
         sampled.append((group * GROUP + token).clamp(max=size - 1))
     return torch.stack(sampled, dim=1)
+
+
+def sample_by_gumbel(q: Tensor, exponential: Tensor, ranks: int) -> Tensor:
+    """Tokens [B, W, R] sampled in order, without replacement, from q [B, W, D] (Gumbel top-k; Kool et al. 2019).
+
+    exponential [B, W, D]: independent noise. It is more work than `sample_without_replacement`, but few launches.
+    """
+    return (q / exponential).topk(ranks, dim=2).indices
 
 
 def renumber(paths: Sequence[Ranks]) -> tuple[Ranks, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decode import Tree
+from decode.gpu.transfer import read
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
@@ -72,6 +73,7 @@ class Candidates:
 
     scores: the log-probabilities that whole paths are right.
     ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
+    right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
     """
 
     roots: Tensor  # [B] long
@@ -81,12 +83,21 @@ class Candidates:
     levels: int
     drafter: ScoredDrafter
     ordered: bool = False
+    right: Sequence[Tensor] = ()
 
     def expect_accepted(self, nodes: int) -> list[float]:
         """The tokens that trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows."""
+        return self.read_figures(nodes)[0]
+
+    def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
+        """`expect_accepted`, and `right`. Synchronizes a GPU."""
         best = self.scores if self.ordered else self.scores.topk(min(nodes - 1, self.scores.shape[1]), dim=1).values
         accepted = best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)
-        return (torch.cat([best.new_zeros(1), accepted]) / len(self.roots)).tolist()  # synchronizes a GPU
+        expected = torch.cat([best.new_zeros(1), accepted]) / len(self.roots)
+        if not self.right:
+            return read(expected).tolist(), []
+        both = read(torch.cat([expected, torch.stack([*self.right])])).tolist()
+        return both[: len(expected)], both[len(expected) :]
 
     def tree(self, nodes: int) -> Tree:
         """The tree of the best `nodes` nodes, root included. Sampled trees carry `q`."""
@@ -125,14 +136,16 @@ def search(
     after `levels`, or earlier where the budget says that one more level is not worth it. roots [B].
     nodes: the size of the largest tree that is wanted. Paths that are too unlikely for it are not followed, nor those
     whose next tokens would not be worth their time.
+    A GPU would wait for each of these decisions. There all levels are drafted with `width` paths, and the budget
+    chooses the next step's levels from `Candidates.right`.
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
     places = torch.full_like(roots[:, None], -1)  # [B, W]
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    # On a GPU reading the number of useful paths would synchronize, and more paths take no more time. Samples may not
-    # depend on the other rows, which this number does.
+    right: list[Tensor] = []
+    waits = roots.device.type == "cpu"
     is_sampled = drafter.sampler is not None
-    narrow = roots.device.type == "cpu" and not is_sampled
+    narrow = waits and not is_sampled  # samples may not depend on the other rows, as the number of useful paths does
     while True:
         tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         parents = places[:, :, None].expand_as(longer)
@@ -140,10 +153,10 @@ def search(
         scores, index = order.values[:, :width], order.indices[:, :width]
         first_place = sum(part.shape[1] for part, _, _ in found)
         found.append((tokens.flatten(1), parents.flatten(1), longer.flatten(1)))
-        if len(found) == levels:
-            break
-        scored = [part for _, _, part in found]
-        if budget is not None and not budget.is_worth_a_level(_expect_right(scores, scored, is_sampled)):
+        scored, is_last = [part for _, _, part in found], len(found) == levels
+        if budget is not None and not (waits and is_last):
+            right.append(_expect_right(scores, scored, is_sampled))
+        if is_last or (budget is not None and waits and not budget.is_worth_a_level(float(right[-1]))):
             break
         if narrow:
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
@@ -153,18 +166,18 @@ def search(
         places = first_place + index
         drafter.inner.extend(index // longer.shape[2], found[-1][0].gather(1, index))
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, parents, scores, len(found), drafter)
+    return Candidates(roots, tokens, parents, scores, len(found), drafter, right=() if waits else right)
 
 
-def _expect_right(scores: Tensor, found: Sequence[Tensor], sampled: bool) -> float:
-    """The probability that one of the paths with these scores [B, W] is right, on average over the rows.
+def _expect_right(scores: Tensor, found: Sequence[Tensor], sampled: bool) -> Tensor:
+    """The probability [] that one of the paths with these scores [B, W] is right, on average over the rows.
 
     found: the scores of each level's candidates.
     """
     if sampled:  # only the first level's scores depend on no sampled token (`sampled_trees`)
         first = found[0].topk(min(scores.shape[1], found[0].shape[1]), dim=1).values.logsumexp(dim=1).clamp(max=0)
         scores = first * len(found)  # as if each level were as likely to be right as the first
-    return float(scores.exp().sum()) / len(scores)
+    return scores.exp().sum() / len(scores)
 
 
 def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: float) -> int:

@@ -124,8 +124,9 @@ def test_a_tree_that_is_shallow_enough_is_not_copied() -> None:
     ("tokens", "parents", "sizes", "message"),
     [
         ([[1, 2]], [[-1, 1]], [2], "parent before itself"),
-        ([[1, 2]], [[0, 0]], [2], "root must have parent -1"),
+        ([[1, 2]], [[0, 0]], [2], "root and padding must have parent -1"),
         ([[1, 2]], [[-1, -1]], [2], "parent before itself"),
+        ([[1, 2]], [[-1, 0]], [1], "padding must have parent -1"),
         ([[1, 9]], [[-1, 0]], [2], "outside the vocabulary of 9"),
         ([[1, -1]], [[-1, 0]], [2], "outside the vocabulary"),
         ([[1, 2, 3]], [[-1, 0, 1]], [3], "budget of 2"),

@@ -1,4 +1,4 @@
-"""Make a model fast on a CPU without changing what it computes."""
+"""Make a model fast without changing what it computes: on a CPU, and its attention on a GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compi
 
 
 def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
-    """Make a CPU model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
+    """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
+    On a GPU every mode but "off" and "compiled", which raises, changes only attention: grouped queries share their keys
+    and values instead of repeating them in memory.
     mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
     decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
     changes nothing.
@@ -32,7 +34,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     check_mode(mode)
     if mode == "off":
         return model
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+    if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":

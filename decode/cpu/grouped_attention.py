@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from decode.cpu.native_ops import can_run, load_native_ops
+from decode.gpu.mask_repeat import repeat_mask
 
 ATTENTION = "draftless_grouped_sdpa"
 
@@ -36,7 +37,7 @@ def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         return output
     # The queries of a group are stacked as if they were more nodes.
     stacked = query.reshape(batch, key.shape[1], -1, size)
-    mask = mask.repeat(1, 1, heads // key.shape[1], 1)  # [B, 1, heads / groups * N, S]
+    mask = repeat_mask(mask, heads // key.shape[1])  # [B, 1, heads / groups * N, S]
     output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 

@@ -34,6 +34,7 @@ def self_test(target: StockModel) -> float:
         reason = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
         raise ValueError(f"{name} cannot verify a tree: its forward pass over a small one raises {reason}") from cause
     if error <= allowed:
+        _refuse_row_coupling(target, allowed)
         return error
     if _looks_ahead(target, allowed):
         raise ValueError(f"{name} looks ahead like an encoder; only models whose tokens see no later ones can be used")
@@ -41,6 +42,28 @@ def self_test(target: StockModel) -> float:
         f"{name} fails the tree self-test and cannot verify a tree: its logits on a small tree differ from those on "
         f"the tree's paths by {error:.1e} standard deviations ({allowed:.0e} are allowed for {target.dtype})"
     )
+
+
+def _refuse_row_coupling(target: StockModel, allowed: float) -> None:
+    """Raise ValueError if a node's logits depend on the nodes beside it, by more than a quarter of what is allowed.
+
+    The shapes are the same, so a model that treats each token by itself rounds the same way.
+    """
+    prompt, tokens = _make_example(target)
+    session, found = Session(target, 1), []
+    session.verify(Tree.chain([prompt]))
+    session.keep([list(range(len(prompt)))])
+    for others in (tokens[:5], tokens[5:]):
+        mixed = torch.where(torch.tensor([True, False, True, False, False]), tokens[:5], others)
+        found.append(session.verify(Tree(mixed[None], torch.tensor(PARENTS), torch.tensor([5]), height=2)).logits[0])
+    difference = (found[0] - found[1])[::2][:2]  # of nodes 0 and 2, whose paths are the same in both trees
+    error = float(difference.abs().max() / found[0].float().std())
+    if error > allowed / 4:
+        raise ValueError(
+            f"{target.config.model_type} is row-coupled: a token's logits change by {error:.1e} standard deviations "
+            "with the other tokens of the forward pass. Quantisation with outliers or scales of a whole tensor does "
+            "that (LLM.int8, dynamic fp8 per tensor); use weight-only quantisation, or scales for each token"
+        )
 
 
 def _measure_error(target: StockModel) -> float:

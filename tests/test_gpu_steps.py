@@ -1,0 +1,52 @@
+"""On a pretended GPU: a step waits once and copies once; texts and errors are the CPU's"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# At most so many waits, copies to the device, and launches of our own in a step.
+BUDGETS = {
+    "plain": (1, 1, 25),
+    "eagle3": (1, 1, 470),
+    "eagle3 adaptive": (2, 1, 500),
+    "ngram sampling": (1, 1, 90),
+    "eagle3 sampled": (1, 1, 1160),
+}
+
+
+def run(module: str, *options: str) -> Any:
+    """What a program that pretends to have a GPU prints. It changes torch, so it runs in a process of its own."""
+    command = [sys.executable, "-m", module, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, dict[str, int]]:
+    return run("tests.count_gpu_steps", "--json")
+
+
+@pytest.mark.parametrize("method", BUDGETS)
+def test_a_step_stays_within_its_budget(counts: dict[str, dict[str, int]], method: str) -> None:
+    found, (waits, copies, launches) = counts[method], BUDGETS[method]
+    assert (found["waits"], found["copies"], found["pageable"]) == (waits, copies, 0)
+    assert found["repeated"] == 0  # grouped queries share their keys and values
+    assert launches * 0.8 < found["launches"] <= launches  # lower the budget where launches are saved
+
+
+def test_the_counter_counts() -> None:
+    """The target's launches are those of its layers: 4 of them."""
+    assert run("tests.count_gpu_steps", "plain", "--json")["plain"]["target"] > 100
+
+
+def test_texts_and_errors_are_the_cpus() -> None:
+    assert run("tests.pretended_texts") == []
