@@ -1,7 +1,4 @@
-"""The arguments of transformers' `generate`: what `speculate` takes over, and what it refuses.
-
-Shapes: B rows, L tokens of a prompt with padding on the left.
-"""
+"""The arguments of transformers' `generate`: what `speculate` takes over, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
+    PreTrainedModel,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -26,7 +22,6 @@ from transformers import (
 # Settings that are refused, and their values that ask for nothing special.
 REFUSED_SETTINGS = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
-    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), (None, False)),
     **dict.fromkeys(("constraints", "force_words_ids", "dola_layers"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
     **dict.fromkeys(("penalty_alpha", "use_mtp"), (None, 0)),
@@ -36,7 +31,10 @@ REFUSED_PROCESSORS = {
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale runs the model a second time for each token",
     SynthIDTextWatermarkLogitsProcessor: "this watermark keeps a state between calls, which draft tokens would disturb",
 }
-INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+INPUTS = {
+    *("attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"),
+    *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"),
+}
 
 
 def find_generate_argument(name: str) -> Any:
@@ -52,42 +50,29 @@ def find_generate_argument(name: str) -> Any:
     return frame.f_locals.get(name)
 
 
-def refuse_settings(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> None:
+def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> None:
     """Raise ValueError for settings and logits processors that cannot be honoured."""
     settings = {name: getattr(config, name, None) for name in REFUSED_SETTINGS}
     refused = [f"{name}={value!r}" for name, value in settings.items() if value not in REFUSED_SETTINGS[name]]
     refused += [name for name in ("assistant_model", "synced_gpus") if find_generate_argument(name)]
     if refused:
         raise ValueError(f"speculate cannot honour {refused[0]}; leave it out, or generate without speculate")
+    if config.output_attentions and config.return_dict_in_generate and model.config._attn_implementation != "eager":
+        raise ValueError(
+            "speculate cannot honour output_attentions: only eager attention returns its weights; "
+            "load the model with attn_implementation='eager'"
+        )
     for processor in processors:
         if type(processor) in REFUSED_PROCESSORS:
             reason = REFUSED_PROCESSORS[type(processor)]
             raise ValueError(f"speculate cannot honour {type(processor).__name__}: {reason}")
 
 
-def find_prompts(input_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """Which tokens are not padding, [B, L] bool.
-
-    Raises ValueError for padding on the right, an empty prompt, and model inputs that cannot be honoured.
-    """
+def refuse_inputs(inputs: dict[str, Any]) -> None:
+    """Raise ValueError for model inputs that cannot be honoured."""
     unknown = sorted(name for name, value in inputs.items() if name not in INPUTS and value is not None)
     if unknown:
-        raise ValueError(f"speculate cannot honour {', '.join(unknown)}; a prompt is input_ids and an attention_mask")
-    cache = inputs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise ValueError("speculate cannot honour past_key_values: it has a KV cache of its own and reads all tokens")
-    if input_ids.numel() == 0:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    mask = inputs.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device) != 0
-    if bool((real[:, 1:] < real[:, :-1]).any()):
-        raise ValueError("attention_mask has zeros after ones; speculate takes padding on the left only")
-    if not bool(real.any(dim=1).all()):
-        raise ValueError("attention_mask leaves a prompt empty; it needs at least one token")
-    positions = inputs.get("position_ids")
-    if positions is not None and bool((positions.to(real.device) != real.cumsum(dim=1) - 1)[..., real].any()):
-        raise ValueError("speculate cannot honour position_ids other than 0, 1, 2, ... after the padding")
-    return real
+        raise ValueError(f"speculate cannot honour {', '.join(unknown)}; leave it out, or generate without speculate")
 
 
 def split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, list[int], StoppingCriteriaList]:

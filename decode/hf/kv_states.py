@@ -1,0 +1,97 @@
+"""Keys and values between transformers' caches and the project's own.
+
+Shapes: B rows, H key-value heads, S slots, D head size. A row's slots are its computed columns, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from decode.kv_cache import TreeCache
+
+READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+# One row's keys and values [H, S, D] in each layer; None for a layer that uses another layer's.
+RowStates: TypeAlias = list[tuple[Tensor, Tensor] | None]
+
+
+def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:
+    """Each row's states in a user's cache of `past` columns. Columns that have left a window are zeros.
+
+    Raises ValueError if the cache has another batch size, or layers in another form than keys and values.
+    """
+    rows: list[RowStates] = [[] for _ in first]
+    for layer in cache.layers:
+        has_states = isinstance(getattr(layer, "keys", None), Tensor)  # some layers use another layer's
+        if has_states and type(layer) not in READABLE:
+            raise ValueError(
+                f"speculate cannot honour past_key_values with a {type(layer).__name__}; "
+                "pass a DynamicCache or a StaticCache"
+            )
+        if has_states and layer.keys.shape[0] != len(first):
+            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows; the batch has {len(first)}")
+        for row, begin in zip(range(len(first)), first, strict=True):
+            rows[row].append(_read_row(layer, row, begin, past) if has_states else None)
+    return rows
+
+
+def _read_row(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:
+    held = [states[row, :, :past] for states in (layer.keys, layer.values)]
+    keys, values = (pad(states, (0, 0, past - states.shape[1], 0))[:, first:] for states in held)
+    return keys, values
+
+
+def write_cache(cache: Cache, rows: Sequence[RowStates], past: int) -> None:
+    """Add all columns after the first `past` ones to a transformers cache. Dropped columns become zeros."""
+    count = max(states[0].shape[1] for row in rows for states in row if states is not None)
+    for number, layer in enumerate(zip(*rows, strict=True)):
+        if layer[0] is not None:
+            both = zip(*(states for states in layer if states is not None), strict=True)
+            keys, values = (
+                torch.stack([pad(states, (0, 0, count - states.shape[1], 0)) for states in part]) for part in both
+            )
+            cache.update(keys[:, :, past:], values[:, :, past:], number)
+
+
+def read_rows(cache: TreeCache, rows: Sequence[int]) -> list[RowStates]:
+    """Copies of the committed states of some rows."""
+    copies: list[RowStates] = [[] for _ in rows]
+    for layer in cache.layers:
+        for row, copied in zip(rows, copies, strict=True):
+            slots = slice(0, cache.lengths[row])
+            both = [states[row, :, slots].clone() for states in (layer.keys, layer.values) if layer.is_initialized]
+            copied.append((both[0], both[1]) if both else None)
+    return copies
+
+
+def load_rows(cache: TreeCache, rows: Sequence[RowStates], lengths: Sequence[int], device: torch.device) -> None:
+    """Fill an empty cache with the first `lengths[b]` states of each row."""
+    count = max(lengths)
+    if count == 0:
+        return
+    cache.reserve(0, count, device)
+    for number, layer in enumerate(zip(*rows, strict=True)):
+        if layer[0] is not None:
+            both = zip(*(states for states in layer if states is not None), strict=True)
+            keys, values = (_stack_rows(part, lengths) for part in both)
+            cache.update(keys, values, number)
+    cache.keep(torch.arange(count).expand(len(lengths), -1), lengths)
+
+
+def _stack_rows(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """[B, H, S, D], padded at the end."""
+    cut = [each[:, :length].transpose(0, 1) for each, length in zip(states, lengths, strict=True)]
+    return pad_sequence(cut, batch_first=True).transpose(1, 2)
