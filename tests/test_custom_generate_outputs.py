@@ -185,3 +185,50 @@ def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: 
         torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=1e-5)
         assert bool((got.scores[index].gather(1, got.sequences[:, [ids.shape[1] + index]]) > -torch.inf).all())
+
+
+# Hidden states and attentions
+
+
+def assert_same_layers(got: Any, expected: Any, real: Tensor, name: str) -> None:
+    """Equal states of each new token in each layer; the first also has the prompt, of which padding is left out."""
+    ours, theirs = getattr(got, name), getattr(expected, name)
+    assert len(ours) == len(theirs)
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for mine, stock_states in zip(one, other, strict=True):
+            assert mine.shape == stock_states.shape
+            rows = real if index == 0 else torch.ones_like(real[:, :1])
+            rows = rows[:, None, :, None] if name == "attentions" else rows[:, :, None]
+            torch.testing.assert_close(mine * rows, stock_states * rows, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Tensor) -> None:
+    model = tiny("llama", attn_implementation="eager")
+    settings = {"output_hidden_states": True, "output_attentions": True, "max_new_tokens": 8}
+    ids, names = ids.clamp(min=1), ("hidden_states", "attentions")  # eager attention over padding alone is no number
+    expected, got = stock(model, ids, **settings), ours(model, ids, proposer, **settings)
+    for name in names:
+        assert_same_layers(got, expected, mask_of(ids), name)
+    assert got.scores is None
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])
+def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
+    model, settings = tiny(kind), {"output_hidden_states": True, "max_new_tokens": 5}
+    proposer = NGramProposer(length=5)
+    assert_same_layers(
+        ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings), mask_of(RAGGED), "hidden_states"
+    )
+    results = []
+    for drafter in (None, proposer):
+        cache = DynamicCache(config=model.config)
+        model(PROMPT, past_key_values=cache)
+        text = torch.cat([PROMPT, PROMPT[:, :3]], dim=1)
+        more = {**settings, "past_key_values": cache, "return_dict_in_generate": True}
+        results.append(model.generate(text, **more) if drafter is None else generate(model, text, drafter, **more))
+    assert_same_layers(results[1], results[0], torch.ones(1, 3), "hidden_states")
+    states = model.get_input_embeddings()(RAGGED[1:2]).detach()
+    more = {"inputs_embeds": states, **settings, "return_dict_in_generate": True}
+    got = generate(model, None, proposer, **more)
+    assert_same_layers(got, model.generate(**more), torch.ones(1, 7), "hidden_states")

@@ -54,14 +54,13 @@ def _read_row(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int
     return keys, values
 
 
-def write_cache(cache: Cache, rows: Sequence[RowStates], past: int) -> None:
-    """Add all columns after the first `past` ones to a transformers cache. Dropped columns become zeros."""
-    count = max(states[0].shape[1] for row in rows for states in row if states is not None)
+def write_cache(cache: Cache, rows: Sequence[RowStates], past: int, columns: int) -> None:
+    """Add the columns from `past` to `columns` to a transformers cache. Dropped columns become zeros."""
     for number, layer in enumerate(zip(*rows, strict=True)):
         if layer[0] is not None:
             both = zip(*(states for states in layer if states is not None), strict=True)
             keys, values = (
-                torch.stack([pad(states, (0, 0, count - states.shape[1], 0)) for states in part]) for part in both
+                torch.stack([pad(states, (0, 0, columns - states.shape[1], 0)) for states in part]) for part in both
             )
             cache.update(keys[:, :, past:], values[:, :, past:], number)
 

@@ -6,17 +6,16 @@ Shapes: B rows, C columns of the prompts, T new tokens of the longest row, L lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from decode.hf.kv_states import RowStates, write_cache
+from decode.hf.kv_states import RowStates, read_cache, write_cache
 from decode.hf.prompts import Prompts, extend_columns
 from decode.hf.session import PromptSession
 from decode.tree import Tree
@@ -38,10 +37,10 @@ def make_output(
     """
     prompts, new = session.prompts, max(counts)
     wanted = [name for name in PASS_OUTPUTS if getattr(config, f"output_{name}")]
-    before = deepcopy(prompts.cache) if prompts.past and wanted else None
+    before = _copy_cache(model, prompts) if wanted and prompts.past else None
     states, logits = _complete(session, sequences, counts)
     if prompts.cache is not None:
-        write_cache(prompts.cache, states, prompts.past)
+        write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
     output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=prompts.cache)
     if config.output_logits or config.output_scores:
         steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
@@ -83,6 +82,14 @@ def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) 
 
 def _cut(states: RowStates, length: int) -> RowStates:
     return [None if both is None else (both[0][:, :length], both[1][:, :length]) for both in states]
+
+
+def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
+    """The user's cache as it is now."""
+    assert prompts.cache is not None
+    copied = DynamicCache(config=model.config.get_text_config(decoder=True))
+    write_cache(copied, read_cache(prompts.cache, prompts.past, [0] * len(prompts.tokens)), 0, prompts.past)
+    return copied
 
 
 def _run_again(
