@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from decode.hf.prompts import Prompts
-from decode.sampling import RequestProcessor, Sampling
+from decode.sampling import RequestProcessor, Sampling, draft_processors
 
 # The warpers that `Sampling` has itself, in transformers' order.
 WARPERS = {
@@ -56,6 +56,9 @@ class _RowWise(RequestProcessor):
         for processor in self.rows[request_id]:
             scores = processor(padded, scores)
         return scores
+
+    def for_drafts(self) -> _RowWise:
+        return _RowWise([draft_processors(row) for row in self.rows], self.prompts)
 
 
 def _select_row(processor: LogitsProcessor, row: int, copies: int) -> LogitsProcessor:
