@@ -238,8 +238,15 @@ def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: Pre
     text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
     stop = text[9:12]
     expected = model.generate(PROMPT, max_new_tokens=NEW, stop_strings=[stop], tokenizer=tokenizer)
-    got = generate(model, PROMPT, proposer, stopping_criteria=[StopStringCriteria(tokenizer, [stop])])
-    assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
+    for settings in (
+        {"stopping_criteria": [StopStringCriteria(tokenizer, [stop])]},
+        {"stop_strings": [stop], "tokenizer": tokenizer},
+        {"stop_strings": stop, "tokenizer": tokenizer, "min_new_tokens": 2},
+    ):
+        got = generate(model, PROMPT, proposer, **settings)
+        assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
+    with pytest.raises(ValueError, match="stop_strings need the tokenizer"):
+        generate(model, PROMPT, proposer, stop_strings=[stop])
 
 
 # Streamers and results

@@ -15,6 +15,7 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteriaList,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -40,14 +41,31 @@ INPUTS = {
 def find_generate_argument(name: str) -> Any:
     """An argument of the `generate` call that is running; None without one.
 
-    Up to version 5.23, transformers does not pass the streamer and the assistant model on to callables.
+    Up to version 5.23, transformers does not pass the streamer, the assistant model and the tokenizer on to callables.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_code is not code:
         if frame.f_back is None:
             return None
         frame = frame.f_back
-    return frame.f_locals.get(name)
+    # `generate` takes the tokenizer out of its keyword arguments. torch's wrapper around it still has them.
+    passed = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
+    return frame.f_locals.get(name, passed.get(name) if isinstance(passed, dict) else None)
+
+
+def make_stop_criteria(strings: str | list[str] | None) -> list[StopStringCriteria]:
+    """The criterion for `stop_strings`, with the tokenizer that was passed to `generate`.
+
+    Raises ValueError without a tokenizer.
+    """
+    if strings is None:
+        return []
+    tokenizer = find_generate_argument("tokenizer")
+    if tokenizer is None:
+        raise ValueError(
+            "stop_strings need the tokenizer: model.generate(..., stop_strings=[...], tokenizer=tokenizer)"
+        )
+    return [StopStringCriteria(tokenizer, strings)]
 
 
 def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> None:

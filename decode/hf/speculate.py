@@ -17,7 +17,13 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
-from decode.hf.arguments import find_generate_argument, refuse_inputs, refuse_settings, split_criteria
+from decode.hf.arguments import (
+    find_generate_argument,
+    make_stop_criteria,
+    refuse_inputs,
+    refuse_settings,
+    split_criteria,
+)
 from decode.hf.outputs import make_output
 from decode.hf.processors import make_sampling
 from decode.hf.prompts import read_prompts
@@ -43,6 +49,7 @@ def speculate(
     proposer: Proposer | None = None,
     nodes: int = 64,
     accelerate: str = "off",
+    stop_strings: str | list[str] | None = None,
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Generate with draft tokens; pass it as `model.generate(..., custom_generate=speculate)`.
@@ -54,8 +61,8 @@ def speculate(
     weights change (hooks that are added later are not noticed). The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
-    Rows that end early are padded, even if no end token is set. transformers does not pass the tokenizer to callables:
-    instead of `stop_strings`, use `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+    Rows that end early are padded, even if no end token is set. stop_strings: with `tokenizer`, as arguments of
+    `generate`; in a generation config transformers refuses them for callables.
 
     Raises ValueError for settings that cannot be honoured, and for models that cannot be a target.
     """
@@ -66,7 +73,8 @@ def speculate(
     prompts = read_prompts(input_ids, inputs, generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    max_new_tokens, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
+    criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings)])
+    max_new_tokens, stop_ids, criteria = split_criteria(criteria, input_ids.shape[1])
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
     returns_cache = prompts.cache is not None and getattr(prompts.cache, "_is_user_defined", False)
