@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decode import PlainProposer, Proposer, Target, speculate
 from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
-from tests.models import tiny
+from tests.models import VOCABULARY, tiny
 
 NEW = 16  # tokens to make
 PROMPT = torch.tensor([[5, 9, 5, 9, 5, 30, 31]])
@@ -46,3 +47,11 @@ def mask_of(ids: Tensor) -> Tensor:
 def generate(model: PreTrainedModel, ids: Tensor = PROMPT, proposer: Proposer | None = None, **settings: Any) -> Any:
     settings = {"max_new_tokens": NEW, **settings}
     return model.generate(ids, custom_generate=speculate, proposer=proposer, **settings)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one character a token."""
+    vocabulary = {character: index for index, character in enumerate(map(chr, range(32, 32 + VOCABULARY)))}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token=" "))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -28,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from decode import PlainProposer, Proposer, Target, Tree, speculate
 from proposers import DraftProposer, NGramProposer
 from tests.models import CONTEXT, VOCABULARY, tiny
-from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
+from tests.speculating import BATCH, MASK, NEW, PROMPT, generate, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +226,7 @@ def test_max_time(model: PreTrainedModel, proposer: Proposer) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character a token."""
-    vocabulary = {character: index for index, character in enumerate(map(chr, range(32, 32 + VOCABULARY)))}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token=" "))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return make_tokenizer()
 
 
 def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: PreTrainedTokenizerFast) -> None:

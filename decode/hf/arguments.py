@@ -25,6 +25,7 @@ REFUSED_SETTINGS = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
     **dict.fromkeys(("constraints", "force_words_ids", "dola_layers"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
+    "is_assistant": (None, False),
     **dict.fromkeys(("penalty_alpha", "use_mtp"), (None, 0)),
     "cache_implementation": (None, "dynamic", "static"),  # others trade memory for speed, or change the logits
 }
