@@ -64,8 +64,11 @@ class Session:
         with capture_features(target.model, self.layers) as captured:
             inputs = self._model_inputs(tree, start, lengths)
             output = target.model(**inputs, past_key_values=self.cache, use_cache=True, **extra)
+        logits = output.logits
+        if only is not None and logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
+            logits = logits[:, list(only)]
         features = [captured[layer].to(target.device) for layer in self.layers]
-        return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
+        return Verdict(logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""

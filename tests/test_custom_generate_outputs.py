@@ -211,6 +211,11 @@ def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Te
     for name in names:
         assert_same_layers(got, expected, mask_of(ids), name)
     assert got.scores is None
+    without = {**settings, "use_cache": False}  # transformers then returns the states of all columns for each token
+    expected, got = stock(model, ids, **without), ours(model, ids, proposer, **without)
+    assert [each[0].shape for each in got.attentions] == [each[0].shape for each in expected.attentions]
+    torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import GPT2Config, GPT2DoubleHeadsModel, LogitsProcessor, PreTrainedModel
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
@@ -68,6 +68,14 @@ def test_own_positions(model: PreTrainedModel, proposer: Proposer) -> None:
     positions = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [0, 2, 4, 6, 8, 10, 12], [6, 5, 4, 3, 2, 1, 0], [0] * 7])
     assert_same(model, proposer, RAGGED.clamp(min=1), attention_mask=torch.ones(4, 7).long(), position_ids=positions)
     assert_same(model, proposer, PROMPT, position_ids=positions[:1])
+
+
+def test_a_model_that_computes_the_logits_of_all_tokens() -> None:
+    """GPT-2 with two heads takes no `logits_to_keep`."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=None)
+    model = GPT2DoubleHeadsModel(config).double().eval()
+    assert_same(model, NGramProposer(length=5), RAGGED, attention_mask=mask_of(RAGGED), pad_token_id=0)
 
 
 # Token types

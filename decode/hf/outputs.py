@@ -52,7 +52,7 @@ def make_output(
     if wanted:
         every, read = _run_again(model, prompts, sequences, new, before, wanted), prompts.columns - prompts.past
         for name in wanted:
-            setattr(output, name, _split(every[name], read, new, is_attention=name == "attentions"))
+            setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
     return output
 
 
@@ -115,12 +115,17 @@ def _run_again(
         return model(**inputs, past_key_values=cache, use_cache=cache is not None)
 
 
-def _split(layers: Sequence[Tensor], first: int, new: int, is_attention: bool) -> tuple[tuple[Tensor, ...], ...]:
-    """One tuple of layers for each new token: the first has the `first` columns that were read, the others one each."""
+def _split(
+    layers: Sequence[Tensor], first: int, new: int, use_cache: bool, is_attention: bool
+) -> tuple[tuple[Tensor, ...], ...]:
+    """One tuple of layers for each new token: the first has the `first` columns that were read, the others one each.
+
+    Without a cache, transformers reads all columns for each token, and returns them.
+    """
     before = layers[0].shape[-1] - (first + new - 1) if is_attention else 0
 
     def cut(states: Tensor, begin: int, end: int) -> Tensor:
         return states[..., begin:end, : before + end if is_attention else None]
 
-    bounds = [(0, first), *((first + index, first + index + 1) for index in range(new - 1))]
+    bounds = [(0, first), *(((end - 1) * use_cache, end) for end in range(first + 1, first + new))]
     return tuple(tuple(cut(states, *each) for states in layers) for each in bounds)
