@@ -29,7 +29,7 @@ test: $(STAMP)
 
 # FOLDER is a checkout of transformers' repository. Takes ten minutes; not part of `make test`.
 test-upstream: $(STAMP)
-	@$(PIP) --quiet parameterized pytest-timeout httpx
+	@$(PIP) --quiet parameterized pytest-timeout timeout-decorator httpx
 	@$(BIN)/python tests/upstream/run.py "$(TRANSFORMERS)" $(TESTARGS)
 
 lint: $(STAMP)

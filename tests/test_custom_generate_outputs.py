@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
@@ -45,6 +46,7 @@ def assert_same_cache(got: Any, expected: Any, mask: Tensor) -> None:
         assert type(one) is type(other)
         if isinstance(getattr(other, "keys", None), Tensor):
             real = mask[:, -one.keys.shape[2] :, None].bool()[:, None]
+            assert not one.keys.is_inference()  # such tensors cannot be changed outside inference mode
             for name in ("keys", "values"):
                 ours, theirs = (getattr(layer, name) * real for layer in (one, other))
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -142,6 +144,12 @@ def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
     model(PROMPT, past_key_values=cache)
     with pytest.raises(ValueError, match="holds 7 tokens"):
         generate(model, PROMPT, past_key_values=cache)
+
+    class OtherLayer(DynamicLayer):
+        """As the layers of a quantized cache."""
+
+    with pytest.raises(ValueError, match="OtherLayer"):
+        generate(model, PROMPT, past_key_values=Cache(layers=[OtherLayer(), OtherLayer()]))
     with pytest.raises(ValueError, match="holds 1 rows; the batch has 4"):
         generate(model, torch.cat([RAGGED, RAGGED], dim=1), past_key_values=cache)
 

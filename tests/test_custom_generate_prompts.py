@@ -93,6 +93,11 @@ def test_token_types(kind: str, name: str) -> None:
     assert generate(model, RAGGED, attention_mask=mask, token_type_ids=types).tolist() != plain.tolist()
 
 
+def test_token_types_that_a_model_drops_are_ignored() -> None:
+    model, types = tiny("ctrl"), torch.tensor([[0, 0, 1, 1, 2, 2, 3]])
+    assert_same(model, NGramProposer(length=5), PROMPT, token_type_ids=types)
+
+
 def test_other_inputs_are_refused() -> None:
     model = tiny("gpt2")
     with pytest.raises(ValueError, match="encoder_hidden_states"):

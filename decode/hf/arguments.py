@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -92,6 +93,16 @@ def refuse_inputs(inputs: dict[str, Any]) -> None:
     unknown = sorted(name for name, value in inputs.items() if name not in INPUTS and value is not None)
     if unknown:
         raise ValueError(f"speculate cannot honour {', '.join(unknown)}; leave it out, or generate without speculate")
+
+
+def drop_ignored(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The model's inputs without token types that its own `prepare_inputs_for_generation` drops."""
+    types = inputs.get("token_type_ids")
+    if types is None:
+        return inputs
+    ids = torch.zeros_like(types)
+    prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, token_type_ids=types)
+    return {name: value for name, value in inputs.items() if name != "token_type_ids" or name in prepared}
 
 
 def split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, list[int], StoppingCriteriaList]:

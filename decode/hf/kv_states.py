@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -28,24 +29,29 @@ READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWi
 RowStates: TypeAlias = list[tuple[Tensor, Tensor] | None]
 
 
-def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:
-    """Each row's states in a user's cache of `past` columns. Columns that have left a window are zeros.
-
-    Raises ValueError if the cache has another batch size, or layers in another form than keys and values.
-    """
-    rows: list[RowStates] = [[] for _ in first]
+def check_cache(cache: Cache, batch: int) -> None:
+    """Raise ValueError if a user's cache has another batch size, or layers of another form than keys and values."""
     for layer in cache.layers:
-        has_states = isinstance(getattr(layer, "keys", None), Tensor)  # some layers use another layer's
-        if has_states and type(layer) not in READABLE:
+        if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE:
             raise ValueError(
                 f"speculate cannot honour past_key_values with a {type(layer).__name__}; "
                 "pass a DynamicCache or a StaticCache"
             )
-        if has_states and layer.keys.shape[0] != len(first):
-            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows; the batch has {len(first)}")
-        for row, begin in zip(range(len(first)), first, strict=True):
-            rows[row].append(_read_row(layer, row, begin, past) if has_states else None)
-    return rows
+        if _has_states(layer) and layer.keys.shape[0] != batch:
+            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows; the batch has {batch}")
+
+
+def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:
+    """Each row's states in a user's cache of `past` columns. Columns that have left a window are zeros."""
+    return [
+        [_read_row(layer, row, begin, past) if _has_states(layer) else None for layer in cache.layers]
+        for row, begin in enumerate(first)
+    ]
+
+
+def _has_states(layer: CacheLayerMixin) -> bool:
+    """Whether a layer holds something. Some layers use another layer's keys and values."""
+    return isinstance(getattr(layer, "keys", None), Tensor)
 
 
 def _read_row(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:

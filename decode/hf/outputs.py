@@ -36,13 +36,14 @@ def make_output(
     The cache in the prompts is filled, whether it is the user's or one that `generate` made.
     """
     prompts, new = session.prompts, max(counts)
-    wanted = [name for name in PASS_OUTPUTS if getattr(config, f"output_{name}")]
+    names = PASS_OUTPUTS if config.return_dict_in_generate else ()
+    wanted = [name for name in names if getattr(config, f"output_{name}")]
     before = _copy_cache(model, prompts) if wanted and prompts.past else None
     states, logits = _complete(session, sequences, counts)
     if prompts.cache is not None:
         write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
     output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=prompts.cache)
-    if config.output_logits or config.output_scores:
+    if session.recording.logits:
         steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
         if config.output_scores:
             ends = range(sequences.shape[1] - new, sequences.shape[1])
@@ -64,11 +65,11 @@ def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) 
     prompts, new = session.prompts, max(counts)
     session.close()
     lengths = [prompts.columns - first + count - 1 for first, count in zip(prompts.first.tolist(), counts, strict=True)]
-    logits = [torch.cat(session.logits[row])[:count] for row, count in enumerate(counts)]
+    logits = [torch.cat(session.logits[row])[:count] for row, count in enumerate(counts) if session.recording.logits]
     states = [_cut(session.states[row], length) for row, length in enumerate(lengths)]
     short = [row for row, count in enumerate(counts) if count < new]
     if short:
-        rest = PromptSession(session.target, (), prompts.select(short), records=True)
+        rest = PromptSession(session.target, (), prompts.select(short), session.recording)
         rest.resume([states[row] for row in short], [lengths[row] for row in short])
         tokens = [sequences[row, counts[row] - new - 1 : -1].tolist() for row in short]
         rest.verify(Tree.chain(tokens))
@@ -76,7 +77,8 @@ def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) 
         rest.close()
         for index, row in enumerate(short):
             states[row] = rest.states[index]
-            logits[row] = torch.cat([logits[row], *rest.logits[index]])
+            if session.recording.logits:
+                logits[row] = torch.cat([logits[row], *rest.logits[index]])
     return states, logits
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
+from decode.hf.kv_states import check_cache
+
 PLACEHOLDER = 0  # stands for a prompt whose tokens are unknown
 
 
@@ -87,10 +89,12 @@ class Prompts:
 def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationConfig) -> Prompts:
     """The prompts in the arguments that transformers' `generate` passes on.
 
-    Raises ValueError for an empty prompt, and for shapes that do not fit together.
+    Raises ValueError for an empty prompt, a cache that cannot be continued, and shapes that do not fit together.
     """
     cache, embeddings = inputs.get("past_key_values"), inputs.get("inputs_embeds")
     past = 0 if cache is None else int(cache.get_seq_length())
+    if past or getattr(cache, "_is_user_defined", False):
+        check_cache(cache, len(input_ids))
     real = _read_mask(input_ids, inputs, past, config)
     columns, known = real.shape[1], input_ids.shape[1]
     if past >= columns:

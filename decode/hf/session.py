@@ -6,6 +6,7 @@ Shapes: B rows, N nodes, T tokens, S slots of the KV cache, V vocabulary, C colu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +21,22 @@ from decode.target import Target
 from decode.tree import Tree
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a session records."""
+
+    states: bool = False
+    logits: bool = False
+
+
 class PromptTarget(Target):
     """A target whose `open` starts from the prompts of one `generate` call. `session` is what it opened."""
 
     session: PromptSession
 
-    def __init__(self, target: Target, prompts: Prompts, records: bool) -> None:
+    def __init__(self, target: Target, prompts: Prompts, recording: Recording) -> None:
         vars(self).update(vars(target))
-        self._target, self._prompts, self._records = target, prompts, records
+        self._target, self._prompts, self._recording = target, prompts, recording
 
     @property
     def context(self) -> int:
@@ -35,20 +44,20 @@ class PromptTarget(Target):
         return super().context - self._prompts.extra_positions
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> PromptSession:
-        self.session = PromptSession(self._target, layers, self._prompts, self._records)
+        self.session = PromptSession(self._target, layers, self._prompts, self._recording)
         return self.session
 
 
 class PromptSession(Session):
     """Reads prompts as `Prompts` describes them.
 
-    If it `records`, `states` has the keys and values of rows that have left the batch, and `logits` those of each row's
-    kept nodes, both by the row's number in the whole batch.
+    It records `states`, the keys and values of rows that have left the batch, and `logits`, those of each row's kept
+    nodes. Both are by the row's number in the whole batch.
     """
 
-    def __init__(self, target: StockModel, layers: Sequence[int], prompts: Prompts, records: bool) -> None:
+    def __init__(self, target: StockModel, layers: Sequence[int], prompts: Prompts, recording: Recording) -> None:
         super().__init__(target, len(prompts.tokens), layers)
-        self.prompts, self.records = prompts, records
+        self.prompts, self.recording = prompts, recording
         self.rows = list(range(len(prompts.tokens)))  # those that are still in the batch
         self.states: dict[int, RowStates] = {}
         self.logits: dict[int, list[Tensor]] = {row: [] for row in self.rows}
@@ -119,7 +128,7 @@ class PromptSession(Session):
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         super().keep(path)
-        if self.records and self._tree_logits is not None:
+        if self.recording.logits and self._tree_logits is not None:
             for row, nodes, logits in zip(self.rows, path, self._tree_logits, strict=True):
                 self.logits[row].append(logits[nodes].float())
 
@@ -129,7 +138,7 @@ class PromptSession(Session):
         super().crop([length + offset for length, offset in zip(lengths, offsets, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
-        if self.records:
+        if self.recording.states:
             self._record_states([index for index in range(len(self.rows)) if index not in set(rows)])
         super().select(rows)
         self.rows = [self.rows[index] for index in rows]

@@ -18,6 +18,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
 from decode.hf.arguments import (
+    drop_ignored,
     find_generate_argument,
     make_stop_criteria,
     refuse_inputs,
@@ -27,7 +28,7 @@ from decode.hf.arguments import (
 from decode.hf.outputs import make_output
 from decode.hf.processors import make_sampling
 from decode.hf.prompts import read_prompts
-from decode.hf.session import PromptTarget
+from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
 from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
@@ -70,7 +71,7 @@ def speculate(
     refuse_unsupported(model)
     refuse_settings(model, generation_config, logits_processor)
     refuse_inputs(inputs)
-    prompts = read_prompts(input_ids, inputs, generation_config)
+    prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
     criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings)])
@@ -78,8 +79,10 @@ def speculate(
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
     returns_cache = prompts.cache is not None and getattr(prompts.cache, "_is_user_defined", False)
-    records = bool(generation_config.return_dict_in_generate) or returns_cache
-    target = PromptTarget(_find_target(model, accelerate), prompts, records)
+    returns_logits = generation_config.output_scores or generation_config.output_logits
+    returns_more = bool(generation_config.return_dict_in_generate)
+    recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
+    target = PromptTarget(_find_target(model, accelerate), prompts, recording)
     may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > target.context
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
@@ -99,7 +102,7 @@ def speculate(
         text=False,
     )
     sequences, counts = _collect(chunks, input_ids, streamer, pad or 0)
-    if records:
+    if recording.states:
         output = make_output(model, target.session, sequences, counts, generation_config, logits_processor)
     return output if generation_config.return_dict_in_generate else sequences
 

@@ -31,16 +31,17 @@ CALLS: Counter[str] = Counter()  # of the running test: redirected, compared, di
 
 
 class Refused(Exception):
-    """`speculate` has refused a call by name. pytest reports the test as skipped."""
+    """`speculate` has refused a call by name. pytest counts the test as failed, the report does not."""
 
 
-def make_proposer(model: PreTrainedModel, settings: dict[str, Any]) -> Proposer:
-    """What drafts in place of transformers' own ways to draft, taken out of the settings; or the model itself."""
-    assistant, length = settings.pop("assistant_model", None), settings.pop("prompt_lookup_num_tokens", None)
-    if length is not None:
-        return NGramProposer(length=length)
-    if assistant is not None:
-        return DraftProposer(Target(assistant), length=2)
+def make_proposer(
+    model: PreTrainedModel, assistant_model: PreTrainedModel | None, prompt_lookup_num_tokens: int | None
+) -> Proposer:
+    """What drafts in place of transformers' own ways to draft. Without them, the model itself."""
+    if prompt_lookup_num_tokens is not None:
+        return NGramProposer(length=prompt_lookup_num_tokens)
+    if assistant_model is not None:
+        return DraftProposer(Target(assistant_model), length=2)
     return DraftProposer(Target(model), width=2, length=2)
 
 
@@ -56,10 +57,12 @@ def generate(self: PreTrainedModel, *args: Any, **settings: Any) -> Any:
     if not is_redirected(self, settings):
         return STOCK_GENERATE(self, *args, **settings)
     CALLS["redirected"] += 1
-    expected, proposer = None, make_proposer(self, settings)
+    own = {name: settings.pop(name, None) for name in ("assistant_model", "prompt_lookup_num_tokens")}
+    expected = None
     if settings.get("past_key_values") is None and settings.get("do_sample") is False:
         expected = STOCK_GENERATE(self, *args, **settings)
     try:
+        proposer = make_proposer(self, **own)
         result = STOCK_GENERATE(self, *args, **settings, custom_generate=speculate, proposer=proposer)
     except ValueError as error:
         if is_refusal(error):

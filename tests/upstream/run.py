@@ -41,9 +41,12 @@ def main() -> None:
     folder, options = Path(sys.argv[1]).resolve(), sys.argv[2:]
     control, redirected = (run(folder, options, is_control) for is_control in (True, False))
     print(describe(control, redirected))
-    bad = [line for line in redirected if line["outcome"] in ("failed", "different")]
-    for line in bad:
+    passed = {line["test"] for line in control if line["outcome"] == "passed"}
+    wrong = [line for line in redirected if line["outcome"] in ("failed", "different") and line["test"] in passed]
+    for line in wrong:
         print(f"{line['outcome']}: {line['test']}: {line['reason']}")
+    if wrong or not passed:
+        raise SystemExit(1)
 
 
 def run(folder: Path, options: Sequence[str], is_control: bool) -> list[dict[str, Any]]:
@@ -61,7 +64,17 @@ def run(folder: Path, options: Sequence[str], is_control: bool) -> list[dict[str
             "OMP_NUM_THREADS": "1",
         }
         pytest = [sys.executable, "-m", "pytest", "-p", "redirect_generate", "-p", "no:cacheprovider", "-c", os.devnull]
-        selection = ["--rootdir", ".", "-W", "ignore", "-q", "--tb=short", "-k", SELECTION]
+        selection = [
+            "--rootdir",
+            ".",
+            "-W",
+            "ignore",
+            "-q",
+            "--tb=short",
+            "--continue-on-collection-errors",
+            "-k",
+            SELECTION,
+        ]
         subprocess.run([*pytest, *selection, *(options or ["tests/models"])], cwd=folder, env=environment, check=False)
         return [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
 
