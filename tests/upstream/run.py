@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTEST = (
+    "-m pytest -p redirect_generate -p no:cacheprovider --rootdir . -W ignore -q --tb=no --no-summary "
+    "--continue-on-collection-errors"
+)
 SELECTION = (
     "(test_assisted_decoding or test_prompt_lookup_decoding_matches or test_greedy_generate or test_sample_generate "
     "or test_generate_with_static_cache or generate_methods_with_logits_to_keep or with_and_without_position_ids or "
@@ -63,19 +67,8 @@ def run(folder: Path, options: Sequence[str], is_control: bool) -> list[dict[str
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        pytest = [sys.executable, "-m", "pytest", "-p", "redirect_generate", "-p", "no:cacheprovider", "-c", os.devnull]
-        selection = [
-            "--rootdir",
-            ".",
-            "-W",
-            "ignore",
-            "-q",
-            "--tb=short",
-            "--continue-on-collection-errors",
-            "-k",
-            SELECTION,
-        ]
-        subprocess.run([*pytest, *selection, *(options or ["tests/models"])], cwd=folder, env=environment, check=False)
+        command = [sys.executable, *PYTEST.split(), "-c", os.devnull, "-k", SELECTION, *(options or ["tests/models"])]
+        subprocess.run(command, cwd=folder, env=environment, check=False)
         return [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
 
 
