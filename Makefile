@@ -9,12 +9,13 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-upstream lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    compare plain and speculative decoding with the default model"
 	@echo "make test    run the tests; choose others with TESTARGS, e.g. make test TESTARGS=\"-m slow\""
+	@echo "make test-upstream TRANSFORMERS=FOLDER    run transformers' own tests of generation through speculate"
 	@echo "make lint    run ruff and mypy"
 	@echo "make clean   remove the virtual environment and all caches in this folder"
 	@echo "The first command creates $(VENV) with $(PYTHON); choose another: make test PYTHON=python3.12"
@@ -25,6 +26,11 @@ demo: $(STAMP)
 # One process for each core, with one thread each: the tests' models are too small for more threads.
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(TESTARGS)
+
+# FOLDER is a checkout of transformers' repository. Takes ten minutes; not part of `make test`.
+test-upstream: $(STAMP)
+	@$(PIP) --quiet parameterized pytest-timeout timeout-decorator httpx
+	@$(BIN)/python tests/upstream/run.py "$(TRANSFORMERS)" $(TESTARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -6,7 +6,7 @@ Shapes: B rows, L tokens of a prefix, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +16,14 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import logits_process
 
+CALLING_USERS = (PrefixConstrainedLogitsProcessor,)  # processors that call a function of the user
 TOP = 1024  # tokens that FastTopP sorts before it sorts all
 
 
@@ -56,6 +59,10 @@ class RequestProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
         raise NotImplementedError
 
+    def for_drafts(self) -> RequestProcessor:
+        """The same with only those of its processors that may be applied to drafts (`draft_processors`)."""
+        raise NotImplementedError
+
 
 @dataclass
 class AnswerProcessor(RequestProcessor):
@@ -71,6 +78,24 @@ class AnswerProcessor(RequestProcessor):
         if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
             return scores
         return apply_processors(self.processors, input_ids, scores, request_id)
+
+    def for_drafts(self) -> AnswerProcessor:
+        return replace(self, processors=draft_processors(self.processors))
+
+
+def draft_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The processors that a draft model may call with draft tokens, which may never become text.
+
+    These are transformers' own, which depend on the prefix alone. A user's function or processor may keep state, or
+    raise after a token that it does not expect.
+    """
+    chosen = []
+    for processor in processors:
+        if isinstance(processor, RequestProcessor):
+            chosen.append(processor.for_drafts())
+        elif type(processor).__module__ == logits_process.__name__ and type(processor) not in CALLING_USERS:
+            chosen.append(processor)
+    return chosen
 
 
 def apply_processors(
@@ -132,6 +157,11 @@ class Sampling:
             warpers.append(MinPLogitsWarper(self.min_p))
         return warpers
 
+    @cached_property
+    def for_drafts(self) -> Sampling:
+        """The same with only those processors that may be applied to drafts (`draft_processors`)."""
+        return replace(self, processors=draft_processors(self.processors))
+
     def probabilities(
         self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), request_ids: Sequence[int] = ()
     ) -> Tensor:
@@ -140,17 +170,21 @@ class Sampling:
         A row is all NaN if one of its logits is NaN or infinite. logits [B, V]. Processors also need prefixes, each
         row's tokens so far ([L], None for a row whose result will be ignored), and request_ids (by default 0, 1, ...).
         """
-        scores = upcast_half(logits)
-        if self.processors:
-            rows = zip(prefixes, scores, request_ids or range(len(scores)), strict=True)
-            scores = torch.stack(
-                [row if prefix is None else self._process(prefix, row, id_) for prefix, row, id_ in rows]
-            )
+        scores = self.process(upcast_half(logits), prefixes, request_ids)
         if self.greedy:
             best = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
             p = torch.zeros_like(scores, dtype=torch.float64).scatter_(-1, best, 1.0)
             return p.masked_fill_(~scores.gather(-1, best).isfinite(), torch.nan)
         return self.warpers(None, scores).double().softmax(dim=-1)
+
+    def process(
+        self, scores: Tensor, prefixes: Sequence[Tensor | None] = (), request_ids: Sequence[int] = ()
+    ) -> Tensor:
+        """The scores [B, V] after all processors. Other arguments as in `probabilities`."""
+        if not self.processors:
+            return scores
+        rows = zip(prefixes, scores, request_ids or range(len(scores)), strict=True)
+        return torch.stack([row if prefix is None else self._process(prefix, row, id_) for prefix, row, id_ in rows])
 
     def _process(self, prefix: Tensor, scores: Tensor, request_id: int) -> Tensor:
         # Processors may write into their input.

@@ -84,6 +84,19 @@ class Session:
             self.cache.move(upload["moves"])
         self._moves = self._upload = None
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"])
+        extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
+        with capture_features(target.model, self.layers) as captured:
+            inputs = self._model_inputs(tree, start, lengths)
+            output = target.model(**inputs, past_key_values=self.cache, use_cache=True, **extra)
+        logits = output.logits
+        if only is not None and logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
+            logits = logits[:, list(only)]
+        features = [captured[layer].to(target.device) for layer in self.layers]
+        return Verdict(logits.to(target.device), torch.cat(features, dim=-1) if features else None)
+
+    def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
+        """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""
+        target = self.target
         masks = tree_masks(
             target.windows,
             lengths,
@@ -94,18 +107,7 @@ class Session:
             tree.is_chain,
         )
         positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
-        extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
-        with capture_features(target.model, self.layers) as captured:
-            output = target.model(
-                input_ids=tree.tokens[:, start:],
-                attention_mask=masks,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                **extra,
-            )
-        features = [captured[layer].to(target.device) for layer in self.layers]
-        return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
+        return {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Commit tokens at the end of each row, at least one each.

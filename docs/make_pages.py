@@ -1,4 +1,7 @@
-"""Writes the generated pages: python-api.md from signatures, cli.md from the parsers, the file tree of architecture.md.
+"""Writes the generated pages and parts of pages in docs/.
+
+python-api.md is made from signatures, cli.md from parsers, the file tree of architecture.md from docstrings, and the
+tables of generate.md from tests/generate_arguments.py.
 
     python docs/make_pages.py
 
@@ -26,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 PACKAGES = ("decode", "proposers", "heads")
 COMMANDS = ("generate", "bench", "distill", "train", "calibrate", "check", "demo")
 FOLDERS = ("decode", "heads", "proposers", "training", "scripts", "examples", "tests")
-BEGIN, END = "<!-- tree -->\n", "<!-- /tree -->"
 NOTE = "<!-- Written by docs/make_pages.py. Do not edit. -->\n"
 WIDTH = 100  # of a signature that stays on one line
 COLUMN = 26  # of the descriptions in the file tree
@@ -39,10 +41,20 @@ def main() -> None:
 
 def make_pages() -> dict[str, str]:
     """The text of each generated page, by its name in docs/."""
-    before, _, rest = (DOCS / "architecture.md").read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    tree = f"{before}{BEGIN}{describe_tree()}{END}{after}"
-    return {"python-api.md": describe_api(), "cli.md": describe_commands(), "architecture.md": tree}
+    tables = importlib.import_module("tests.generate_arguments").make_tables()
+    return {
+        "python-api.md": describe_api(),
+        "cli.md": describe_commands(),
+        "architecture.md": fill("architecture.md", "tree", describe_tree()),
+        "generate.md": fill("generate.md", "arguments", f"\n{tables}\n"),
+    }
+
+
+def fill(page: str, mark: str, text: str) -> str:
+    """A page of docs/ with a text between its marks."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    before, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
 # The Python API

@@ -6,7 +6,6 @@ After Leviathan et al. (2023) and Chen et al. (2023). Shapes: B rows, W beam wid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PretrainedConfig
 
 from decode import Session, Step, Target, Tree
 from decode.noise import DRAFT, inverse_cdf, uniforms
+from decode.sampling import upcast_half
 from proposers.draft_budget import DraftBudget
 
 LONGEST = 16
@@ -28,6 +28,8 @@ class DraftProposer:
     width: 1 drafts a chain; more a tree with the `width` most likely paths at each depth, as far as the budget allows.
     sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
     gives another text than without a proposer.
+    Logits processors of transformers apply to the draft's logits too; a user's own see the text alone, as they may have
+    state.
     length: tokens ahead; None adapts it to acceptance, the size of the draft model and the target's cost curve.
 
     Raises ValueError for sizes below 1, for a sampled tree, and, in its first step, for another vocabulary.
@@ -70,7 +72,9 @@ class DraftProposer:
         # The draft model has not read the bonus token, nor accepted tokens of the deepest level.
         unread = zip(step.sequences, self._session.lengths, strict=True)
         logits, _ = self._session.extend([sequence[length:] for sequence, length in unread])
-        return self._sample(step, roots, logits, levels) if self.sampled else self._search(roots, logits, levels, width)
+        if self.sampled:
+            return self._sample(step, roots, logits, levels)
+        return self._search(step, roots, logits, levels, width)
 
     def _observe(self, step: Step) -> None:
         """Learn from the last draft, and bring the draft model's cache to the accepted tokens."""
@@ -100,12 +104,14 @@ class DraftProposer:
         expected = list(accumulate(rate**level for level in range(1, longest + 1)))
         return self.draft_budget.choose_levels(expected, width, self._level_time)
 
-    def _search(self, roots: Tensor, logits: Tensor, levels: int, width: int) -> Tree:
+    def _search(self, step: Step, roots: Tensor, logits: Tensor, levels: int, width: int) -> Tree:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
         tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
         beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
         for level in range(levels):
             first = tokens.shape[1] - beam.shape[1]  # node of the level before
+            if step.sampling.processors:
+                logits = _process(step, Tree(tokens, parents, sizes * tokens.shape[1], height=level), logits)
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
             tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, index)], dim=1)
@@ -118,10 +124,12 @@ class DraftProposer:
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier."""
-        sampling = replace(step.sampling, processors=())  # q may be any distribution that the tokens are sampled from
+        sampling = step.sampling.for_drafts  # q may be any distribution that the tokens are sampled from
+        texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(levels):
-            qs.append(sampling.probabilities(logits))
+            prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
+            qs.append(sampling.probabilities(logits, prefixes, step.request_ids))
             # The key has the draft's start, too: acceptance depends on draft tokens that it then rejects.
             starts = zip(step.request_ids, map(len, step.sequences), strict=True)
             table = [[(sampling.seed, request_id, start, DRAFT, level)] for request_id, start in starts]
@@ -132,6 +140,17 @@ class DraftProposer:
                 logits = self._session.verify(grown, start=level).logits[:, 0]
         qs.append(torch.zeros_like(qs[0]))  # nothing was sampled after the last token
         return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(qs, dim=1))
+
+
+def _process(step: Step, tree: Tree, logits: Tensor) -> Tensor:
+    """The logits [B, W, V] after the tree's last W nodes, each processed with its own prefix."""
+    count = logits.shape[1]
+    rows = []
+    for row, (request_id, sequence) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
+        text = torch.tensor(sequence[:-1], device=logits.device)
+        prefixes = [torch.cat([text, tree.tokens[row, path]]) for path in tree.ancestors[row, -count:]]
+        rows.append(step.sampling.for_drafts.process(upcast_half(logits[row]), prefixes, [request_id] * count))
+    return torch.stack(rows)
 
 
 def count_weights(config: PretrainedConfig) -> int:

@@ -187,6 +187,7 @@ REFUSED = {
     "falcon alibi": "falcon uses ALiBi",
     "falcon_h1": "falcon_h1 has layers of type hybrid",
     "gpt_neo": "gpt_neo masks its attention by cache slots",
+    "openai-gpt": "openai-gpt cannot verify a tree",
     "jamba": "jamba has layers of type linear_attention",
     "lfm2": "lfm2 has layers of type conv",
     "mamba": "mamba has layers of type linear_attention",

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -28,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from decode import PlainProposer, Proposer, Target, Tree, speculate
 from proposers import DraftProposer, NGramProposer
 from tests.models import CONTEXT, VOCABULARY, tiny
-from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
+from tests.speculating import BATCH, MASK, NEW, PROMPT, generate, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -227,19 +226,22 @@ def test_max_time(model: PreTrainedModel, proposer: Proposer) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One character a token."""
-    vocabulary = {character: index for index, character in enumerate(map(chr, range(32, 32 + VOCABULARY)))}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token=" "))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return make_tokenizer()
 
 
 def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: PreTrainedTokenizerFast) -> None:
     text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
     stop = text[9:12]
     expected = model.generate(PROMPT, max_new_tokens=NEW, stop_strings=[stop], tokenizer=tokenizer)
-    got = generate(model, PROMPT, proposer, stopping_criteria=[StopStringCriteria(tokenizer, [stop])])
-    assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
+    for settings in (
+        {"stopping_criteria": [StopStringCriteria(tokenizer, [stop])]},
+        {"stop_strings": [stop], "tokenizer": tokenizer},
+        {"stop_strings": stop, "tokenizer": tokenizer, "min_new_tokens": 2},
+    ):
+        got = generate(model, PROMPT, proposer, **settings)
+        assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
+    with pytest.raises(ValueError, match="stop_strings need the tokenizer"):
+        generate(model, PROMPT, proposer, stop_strings=[stop])
 
 
 # Streamers and results

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
+from transformers import PreTrainedModel, StoppingCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from tests.models import tiny
-from tests.speculating import BATCH, MASK, NEW, PROMPT, generate
+from tests.speculating import BATCH, MASK, NEW, generate
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +20,9 @@ def model() -> PreTrainedModel:
     return tiny("llama")
 
 
-def full_cache(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache()
-    model(PROMPT[:, :4], past_key_values=cache)
-    return cache
-
-
 REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
     "beams": (lambda model: {"num_beams": 2}, "num_beams=2"),
-    "scores": (lambda model: {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-    "logits": (lambda model: {"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
     "attentions": (lambda model: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    "states": (lambda model: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "assistant": (lambda model: {"assistant_model": model}, "assistant_model"),
     "lookup": (lambda model: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "contrast": (lambda model: {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
@@ -42,13 +33,8 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel], dict[str, Any]], str]] = {
         lambda model: {"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2, 3]), "do_sample": True},
         "SynthIDTextWatermark",
     ),
-    "full cache": (lambda model: {"past_key_values": full_cache(model)}, "past_key_values"),
-    "empty cache": (lambda model: {"past_key_values": DynamicCache()}, "past_key_values"),
     "offloaded cache": (lambda model: {"cache_implementation": "offloaded"}, "cache_implementation"),
-    "embeddings": (lambda model: {"inputs_embeds": torch.zeros(1, 7, 32).double()}, "inputs_embeds"),
-    "positions": (lambda model: {"position_ids": torch.arange(3, 10)[None]}, "position_ids"),
     "gpus": (lambda model: {"synced_gpus": True}, "synced_gpus"),
-    "right padding": (lambda model: {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}, "on the left only"),
     "no prompt": (lambda model: {"attention_mask": torch.zeros(1, 7).long()}, "leaves a prompt empty"),
     "nodes": (lambda model: {"nodes": 0}, "nodes is 0"),
 }

@@ -106,7 +106,7 @@ def test_results_name_their_commit(file: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{7,40}", commit)
 
 
-@pytest.mark.parametrize("page", ["python-api.md", "cli.md", "architecture.md"])
+@pytest.mark.parametrize("page", ["python-api.md", "cli.md", "architecture.md", "generate.md"])
 def test_generated_pages_are_current(page: str) -> None:
     written = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     made = make_pages()[page].splitlines()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from transformers import GPT2Config
+from torch import Tensor
+from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import PlainProposer, Sampling, Step, Target, Tree, generate
@@ -224,3 +226,41 @@ def test_every_proposer_has_a_name() -> None:
     drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
     free = {"none": PlainProposer, "ngram": NGramProposer, "lookahead": LookaheadProposer}
     assert {**free, **drafters} == PROPOSERS
+
+
+# Logits processors
+
+
+class Alternate(LogitsProcessor):
+    """Allows even tokens at even places and odd ones at odd places. Fails after any other token, as a grammar does.
+
+    It is a user's own, so it is not applied to drafts.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        text = input_ids[0, 4:].tolist()
+        assert all(token % 2 == place % 2 for place, token in enumerate(text))
+        wrong = torch.arange(scores.shape[-1]) % 2 != len(text) % 2
+        return scores.masked_fill(wrong, -torch.inf)
+
+
+PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
+    "penalty": lambda: RepetitionPenaltyLogitsProcessor(1.2),
+    "n-grams": lambda: NoRepeatNGramLogitsProcessor(1),
+    "grammar": Alternate,
+}
+
+
+@pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("settings", [{"length": 3}, {"length": 3, "width": 60}, {"length": 3, "sampled": True}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_apply_to_drafts(make: Callable[[], LogitsProcessor], settings: dict, temperature: float) -> None:
+    """A model that drafts for itself has every draft token accepted, with each node's own prefix processed."""
+    target = Target(tiny("llama"))
+    sampling = Sampling(temperature=temperature, seed=1, processors=[make()])
+    prompts, limits = [[5, 9, 5, 9], [7, 8, 7, 8]], {"sampling": sampling, "max_new_tokens": 17, "nodes": 200}
+    answers = generate(target, prompts, DraftProposer(target, **settings), **limits)
+    is_certain = (temperature == 0 or "sampled" in settings) and make is not Alternate
+    assert all(answer.stats.steps == 5 for answer in answers) or not is_certain  # the prompt, then 4 tokens each
+    if "sampled" not in settings:
+        assert [answer.tokens for answer in answers] == [each.tokens for each in generate(target, prompts, **limits)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-import torch
 from torch import Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -20,7 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.sampling import RequestProcessor, Sampling
+from decode.hf.prompts import Prompts
+from decode.sampling import RequestProcessor, Sampling, draft_processors
 
 # The warpers that `Sampling` has itself, in transformers' order.
 WARPERS = {
@@ -31,10 +31,8 @@ WARPERS = {
 }
 
 
-def make_sampling(
-    config: GenerationConfig, processors: Sequence[LogitsProcessor], padding: Sequence[Tensor]
-) -> Sampling:
-    """The distribution that `generate`'s processors describe. padding: the tokens before each row's prompt."""
+def make_sampling(config: GenerationConfig, processors: Sequence[LogitsProcessor], prompts: Prompts) -> Sampling:
+    """The distribution that `generate`'s processors describe."""
     others, settings = list(processors), {"temperature": 1.0} if config.do_sample else {"seed": 0}
     for name, kind in reversed(WARPERS.items()):  # the last ones: `Sampling` applies them to all rows at once
         last = others[-1] if others and config.do_sample else None
@@ -42,22 +40,25 @@ def make_sampling(
             settings[name] = getattr(others.pop(), name)
     if others:
         copies = config.num_return_sequences or 1
-        rows = [[_select_row(processor, row, copies) for processor in others] for row in range(len(padding))]
-        others = [_RowWise(rows, padding)]
+        rows = [[_select_row(processor, row, copies) for processor in others] for row in range(len(prompts.tokens))]
+        others = [_RowWise(rows, prompts)]
     return Sampling(processors=others, **settings)
 
 
 class _RowWise(RequestProcessor):
     """Logits processors made for a padded batch, called for one row at a time."""
 
-    def __init__(self, rows: Sequence[Sequence[LogitsProcessor]], padding: Sequence[Tensor]) -> None:
-        self.rows, self.padding = rows, padding
+    def __init__(self, rows: Sequence[Sequence[LogitsProcessor]], prompts: Prompts) -> None:
+        self.rows, self.prompts = rows, prompts
 
     def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
-        padded = torch.cat([self.padding[request_id].to(input_ids.device), input_ids[0]])
+        padded = self.prompts.pad(request_id, input_ids[0])
         for processor in self.rows[request_id]:
-            scores = processor(padded[None], scores)
+            scores = processor(padded, scores)
         return scores
+
+    def for_drafts(self) -> _RowWise:
+        return _RowWise([draft_processors(row) for row in self.rows], self.prompts)
 
 
 def _select_row(processor: LogitsProcessor, row: int, copies: int) -> LogitsProcessor:

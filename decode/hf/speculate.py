@@ -1,6 +1,6 @@
 """Speculative decoding inside transformers' own `generate`.
 
-Shapes: B rows, L tokens of a prompt with padding on the left.
+Shapes: B rows, L columns of the prompts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.answer import Chunk
 from decode.cpu.packed_linear import can_pack
-from decode.hf.arguments import find_generate_argument, find_prompts, refuse_settings, split_criteria
+from decode.hf.arguments import (
+    drop_ignored,
+    find_generate_argument,
+    make_stop_criteria,
+    refuse_inputs,
+    refuse_settings,
+    split_criteria,
+)
+from decode.hf.outputs import make_output
 from decode.hf.processors import make_sampling
+from decode.hf.prompts import read_prompts
+from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
 from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
@@ -40,6 +50,7 @@ def speculate(
     proposer: Proposer | None = None,
     nodes: int = 64,
     accelerate: str = "off",
+    stop_strings: str | list[str] | None = None,
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Generate with draft tokens; pass it as `model.generate(..., custom_generate=speculate)`.
@@ -51,48 +62,58 @@ def speculate(
     weights change (hooks that are added later are not noticed). The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
-    Rows that end early are padded, even if no end token is set. transformers does not pass the tokenizer to callables:
-    instead of `stop_strings`, use `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+    Rows that end early are padded, even if no end token is set. stop_strings: with `tokenizer`, as arguments of
+    `generate`; in a generation config transformers refuses them for callables.
 
     Raises ValueError for settings that cannot be honoured, and for models that cannot be a target.
     """
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     refuse_unsupported(model)
-    refuse_settings(generation_config, logits_processor)
-    is_prompt = find_prompts(input_ids, inputs)
+    refuse_settings(model, generation_config, logits_processor)
+    refuse_inputs(inputs)
+    prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    prompts = [row[real].tolist() for row, real in zip(input_ids, is_prompt, strict=True)]
-    padding = [row[~real] for row, real in zip(input_ids, is_prompt, strict=True)]
-    max_new_tokens, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
+    criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings)])
+    max_new_tokens, stop_ids, criteria = split_criteria(criteria, input_ids.shape[1])
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
-    target = _find_target(model, accelerate)
-    may_end_early = criteria or max(map(len, prompts)) + max_new_tokens > target.context
-    if pad is None and len(prompts) > 1 and may_end_early:
+    returns_cache = prompts.cache is not None and getattr(prompts.cache, "_is_user_defined", False)
+    returns_logits = generation_config.output_scores or generation_config.output_logits
+    returns_more = bool(generation_config.return_dict_in_generate)
+    recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
+    target = PromptTarget(_find_target(model, accelerate), prompts, recording)
+    may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > target.context
+    if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
     def is_done(row: int, tokens: list[int]) -> bool:
-        padded = torch.cat([padding[row], torch.tensor(tokens).to(input_ids)])
-        return bool(criteria(padded[None], None).any())
+        return bool(criteria(prompts.pad(row, tokens), None).any())
 
     chunks = stream(
         target,
-        prompts,
+        prompts.tokens,
         proposer,
-        sampling=make_sampling(generation_config, logits_processor, padding),
+        sampling=make_sampling(generation_config, logits_processor, prompts),
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
         criterion=is_done if criteria else None,
         nodes=nodes,
         text=False,
     )
-    sequences = _collect(chunks, input_ids, streamer, pad or 0)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    sequences, counts = _collect(chunks, input_ids, streamer, pad or 0)
+    if recording.states:
+        output = make_output(model, target.session, sequences, counts, generation_config, logits_processor)
+    return output if generation_config.return_dict_in_generate else sequences
 
 
-def _collect(chunks: Iterable[Chunk], input_ids: Tensor, streamer: BaseStreamer | None, pad: int) -> Tensor:
-    """Prompts and answers, padded to the longest. The streamer gets each step's tokens at once."""
+def _collect(
+    chunks: Iterable[Chunk], input_ids: Tensor, streamer: BaseStreamer | None, pad: int
+) -> tuple[Tensor, list[int]]:
+    """Prompts and answers, padded to the longest, and each answer's length.
+
+    The streamer gets each step's tokens at once.
+    """
     answers: list[list[int]] = [[] for _ in input_ids]
     for chunk in chunks:
         answers[chunk.request_id] += chunk.tokens
@@ -102,7 +123,7 @@ def _collect(chunks: Iterable[Chunk], input_ids: Tensor, streamer: BaseStreamer 
         streamer.end()
     longest = max(map(len, answers))
     padded = [[*answer, *[pad] * (longest - len(answer))] for answer in answers]
-    return torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1)
+    return torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1), [*map(len, answers)]
 
 
 def _find_target(model: PreTrainedModel, accelerate: str) -> Target:

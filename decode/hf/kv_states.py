@@ -1,0 +1,102 @@
+"""Keys and values between transformers' caches and the project's own.
+
+Shapes: B rows, H key-value heads, S slots, D head size. A row's slots are its computed columns, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from decode.kv_cache import TreeCache
+
+READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+# One row's keys and values [H, S, D] in each layer; None for a layer that uses another layer's.
+RowStates: TypeAlias = list[tuple[Tensor, Tensor] | None]
+
+
+def check_cache(cache: Cache, batch: int) -> None:
+    """Raise ValueError if a user's cache has another batch size, or layers of another form than keys and values."""
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE:
+            raise ValueError(
+                f"speculate cannot honour past_key_values with a {type(layer).__name__}; "
+                "pass a DynamicCache or a StaticCache"
+            )
+        if _has_states(layer) and layer.keys.shape[0] != batch:
+            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows; the batch has {batch}")
+
+
+def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:
+    """Each row's states in a user's cache of `past` columns. Columns that have left a window are zeros."""
+    return [
+        [_read_row(layer, row, begin, past) if _has_states(layer) else None for layer in cache.layers]
+        for row, begin in enumerate(first)
+    ]
+
+
+def _has_states(layer: CacheLayerMixin) -> bool:
+    """Whether a layer holds something. Some layers use another layer's keys and values."""
+    return isinstance(getattr(layer, "keys", None), Tensor)
+
+
+def _read_row(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:
+    held = [states[row, :, :past] for states in (layer.keys, layer.values)]
+    keys, values = (pad(states, (0, 0, past - states.shape[1], 0))[:, first:] for states in held)
+    return keys, values
+
+
+def write_cache(cache: Cache, rows: Sequence[RowStates], past: int, columns: int) -> None:
+    """Add the columns from `past` to `columns` to a transformers cache. Dropped columns become zeros."""
+    for number, layer in enumerate(zip(*rows, strict=True)):
+        if layer[0] is not None:
+            both = zip(*(states for states in layer if states is not None), strict=True)
+            keys, values = (
+                torch.stack([pad(states, (0, 0, columns - states.shape[1], 0)) for states in part]) for part in both
+            )
+            cache.update(keys[:, :, past:], values[:, :, past:], number)
+
+
+def read_rows(cache: TreeCache, rows: Sequence[int]) -> list[RowStates]:
+    """Copies of the committed states of some rows."""
+    copies: list[RowStates] = [[] for _ in rows]
+    for layer in cache.layers:
+        for row, copied in zip(rows, copies, strict=True):
+            slots = slice(0, cache.lengths[row])
+            both = [states[row, :, slots].clone() for states in (layer.keys, layer.values) if layer.is_initialized]
+            copied.append((both[0], both[1]) if both else None)
+    return copies
+
+
+def load_rows(cache: TreeCache, rows: Sequence[RowStates], lengths: Sequence[int], device: torch.device) -> None:
+    """Fill an empty cache with the first `lengths[b]` states of each row."""
+    count = max(lengths)
+    if count == 0:
+        return
+    cache.reserve(0, count, device)
+    for number, layer in enumerate(zip(*rows, strict=True)):
+        if layer[0] is not None:
+            both = zip(*(states for states in layer if states is not None), strict=True)
+            keys, values = (_stack_rows(part, lengths) for part in both)
+            cache.update(keys, values, number)
+    cache.keep(torch.arange(count).expand(len(lengths), -1), lengths)
+
+
+def _stack_rows(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """[B, H, S, D], padded at the end."""
+    cut = [each[:, :length].transpose(0, 1) for each, length in zip(states, lengths, strict=True)]
+    return pad_sequence(cut, batch_first=True).transpose(1, 2)

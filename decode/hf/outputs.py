@@ -1,0 +1,133 @@
+"""What `generate` returns in addition to the tokens: scores, logits, hidden states, attentions and the KV cache.
+
+Shapes: B rows, C columns of the prompts, T new tokens of the longest row, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from decode.hf.kv_states import RowStates, read_cache, write_cache
+from decode.hf.prompts import Prompts, extend_columns
+from decode.hf.session import PromptSession
+from decode.tree import Tree
+
+PASS_OUTPUTS = ("attentions", "hidden_states")
+
+
+def make_output(
+    model: PreTrainedModel,
+    session: PromptSession,
+    sequences: Tensor,
+    counts: Sequence[int],
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+) -> GenerateDecoderOnlyOutput:
+    """transformers' result for `sequences`, of which row b has `counts[b]` new tokens before its padding.
+
+    The cache in the prompts is filled, whether it is the user's or one that `generate` made.
+    """
+    prompts, new = session.prompts, max(counts)
+    names = PASS_OUTPUTS if config.return_dict_in_generate else ()
+    wanted = [name for name in names if getattr(config, f"output_{name}")]
+    before = _copy_cache(model, prompts) if wanted and prompts.past else None
+    states, logits = _complete(session, sequences, counts)
+    if prompts.cache is not None:
+        write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
+    output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=prompts.cache)
+    if session.recording.logits:
+        steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
+        if config.output_scores:
+            ends = range(sequences.shape[1] - new, sequences.shape[1])
+            # As transformers does, so that the scores are the same where processors change the logits themselves.
+            output.scores = tuple(processors(sequences[:, :end], step) for end, step in zip(ends, steps, strict=True))
+        output.logits = steps if config.output_logits else None
+    if wanted:
+        every, read = _run_again(model, prompts, sequences, new, before, wanted), prompts.columns - prompts.past
+        for name in wanted:
+            setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
+    return output
+
+
+def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) -> tuple[list[RowStates], list[Tensor]]:
+    """The states of all columns but the last, and the logits [T, V] of new tokens, for each row.
+
+    transformers goes on with padding in rows that end before the others; so does this.
+    """
+    prompts, new = session.prompts, max(counts)
+    session.close()
+    lengths = [prompts.columns - first + count - 1 for first, count in zip(prompts.first.tolist(), counts, strict=True)]
+    logits = [torch.cat(session.logits[row])[:count] for row, count in enumerate(counts) if session.recording.logits]
+    states = [_cut(session.states[row], length) for row, length in enumerate(lengths)]
+    short = [row for row, count in enumerate(counts) if count < new]
+    if short:
+        rest = PromptSession(session.target, (), prompts.select(short), session.recording)
+        rest.resume([states[row] for row in short], [lengths[row] for row in short])
+        tokens = [sequences[row, counts[row] - new - 1 : -1].tolist() for row in short]
+        rest.verify(Tree.chain(tokens))
+        rest.keep([[*range(len(row))] for row in tokens])
+        rest.close()
+        for index, row in enumerate(short):
+            states[row] = rest.states[index]
+            if session.recording.logits:
+                logits[row] = torch.cat([logits[row], *rest.logits[index]])
+    return states, logits
+
+
+def _cut(states: RowStates, length: int) -> RowStates:
+    return [None if both is None else (both[0][:, :length], both[1][:, :length]) for both in states]
+
+
+def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
+    """The user's cache as it is now."""
+    assert prompts.cache is not None
+    copied = DynamicCache(config=model.config.get_text_config(decoder=True))
+    write_cache(copied, read_cache(prompts.cache, prompts.past, [0] * len(prompts.tokens)), 0, prompts.past)
+    return copied
+
+
+def _run_again(
+    model: PreTrainedModel, prompts: Prompts, sequences: Tensor, new: int, cache: Cache | None, wanted: Sequence[str]
+) -> dict[str, Any]:
+    """Hidden states and attentions of all columns but the last, by one more pass over the prompts and new tokens."""
+    inputs: dict[str, Any] = {
+        "attention_mask": torch.cat([prompts.real, prompts.real.new_ones(len(sequences), new - 1)], dim=1).long(),
+        "position_ids": extend_columns(prompts.positions, new - 1, step=1)[:, prompts.past :],
+    }
+    if prompts.token_types is not None:
+        inputs["token_type_ids"] = extend_columns(prompts.token_types, new - 1, step=0)[:, prompts.past :]
+    if prompts.embeddings is None:
+        inputs["input_ids"] = sequences[:, -new - prompts.columns + prompts.past : -1]
+    else:
+        made = model.get_input_embeddings()(sequences[:, -new:-1].to(model.device))
+        inputs["inputs_embeds"] = torch.cat([prompts.embeddings[:, prompts.past :].to(made.device), made], dim=1)
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    inputs |= {f"output_{name}": True for name in wanted}
+    if "logits_to_keep" in signature(model.forward).parameters:
+        inputs["logits_to_keep"] = 1
+    with torch.no_grad():
+        return model(**inputs, past_key_values=cache, use_cache=cache is not None)
+
+
+def _split(
+    layers: Sequence[Tensor], first: int, new: int, use_cache: bool, is_attention: bool
+) -> tuple[tuple[Tensor, ...], ...]:
+    """One tuple of layers for each new token: the first has the `first` columns that were read, the others one each.
+
+    Without a cache, transformers reads all columns for each token, and returns them.
+    """
+    before = layers[0].shape[-1] - (first + new - 1) if is_attention else 0
+
+    def cut(states: Tensor, begin: int, end: int) -> Tensor:
+        return states[..., begin:end, : before + end if is_attention else None]
+
+    bounds = [(0, first), *(((end - 1) * use_cache, end) for end in range(first + 1, first + new))]
+    return tuple(tuple(cut(states, *each) for states in layers) for each in bounds)

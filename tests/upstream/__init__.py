@@ -1,0 +1,1 @@
+"""transformers' own tests of generation, run through `speculate` (`make test-upstream`)."""
