@@ -5,7 +5,7 @@ Source: Cai et al., "Medusa" (2024). Shapes: K heads, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,3 +43,20 @@ class MedusaHead(VocabularyHead):
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., H] -> each head's state [..., K, H]. `logits(states[..., i, :], i)` gives head i's logits."""
         return torch.stack([block(features) for block in self.blocks], dim=-2)
+
+
+def widen_medusa(head: MedusaHead) -> MedusaHead:
+    """A copy with the whole vocabulary and no token map, for servers that load none. It drafts the same tokens.
+
+    The output row of a token outside the draft vocabulary is the mean of the other rows. Its logit is then the mean of
+    their logits and never the largest; the logit of a row of zeros often would be.
+    """
+    output: Output = "own" if head.output == "own" else "shared"
+    wide = MedusaHead(replace(head.config, draft_size=None, output=output)).to(next(head.parameters()).dtype)
+    wide.blocks.load_state_dict(head.blocks.state_dict())
+    for index, linear in enumerate(wide._output_layers()):
+        rows = head.output_layer(index)[0].detach()
+        matrix = rows.float().mean(dim=0).to(rows.dtype).repeat(head.vocab_size, 1)
+        matrix[slice(None) if head.token_map is None else head.token_map] = rows
+        linear.weight.data = matrix
+    return wide

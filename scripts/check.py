@@ -14,6 +14,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
 
 from decode.models.loading import DTYPES
+from heads.checkpoint import load_head, save_head
+from heads.medusa import MedusaHead, widen_medusa
 from proposers import HEAD_PROPOSERS
 from scripts.serving_rules.folder import Engine, error, read_folder
 from scripts.serving_rules.report import ENGINES, SOURCES, Report, describe_report, find_faults, write_commands
@@ -30,6 +32,10 @@ The exit status is 1 if there is an error. With --engine, findings about the oth
 {SOURCES}"""
 
 
+EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.21 to
+0.32 loads, and check the copy. It drafts the same tokens and is larger"""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -37,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.folder.is_dir():
             raise ValueError(f"there is no local folder {args.folder}")
         model = ModelOptions.from_args(args, accelerate="packed")
-        report = check(args.folder, model, args.kind, args.engine, decode=not args.no_decode)
+        folder = args.folder if args.export is None else export(args.folder, args.export)
+        report = check(folder, model, args.kind, args.engine, decode=not args.no_decode)
         as_json = json.dumps(asdict(report) | {"ok": report.ok})
         print(as_json if args.json else describe_report(report, args.engine))
     if not report.ok:
@@ -51,10 +58,20 @@ def make_parser() -> Parser:
     parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="report an error if the head is of another kind")
     parser.add_argument("--engine", choices=ENGINES, help="check for this engine only (default: for both)")
     parser.add_argument("--no-decode", action="store_true", help="check the rules only; do not draft with the head")
+    parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     return parser
+
+
+def export(folder: Path, into: Path) -> Path:
+    """Write a copy of a Medusa head that needs no token map. Raises ValueError for other heads."""
+    head = load_head(folder)
+    if not isinstance(head, MedusaHead):
+        raise ValueError(f"--export is for Medusa heads; {folder} has a head of kind {head.kind}")
+    save_head(widen_medusa(head), into)
+    return into
 
 
 def check(path: Path, model: ModelOptions, kind: str | None, engine: Engine | None, decode: bool) -> Report:

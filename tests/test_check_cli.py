@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decode import Target
-from heads import Eagle3Config, Eagle3Head, choose_features, save_head
+from heads import Eagle3Config, Eagle3Head, choose_features, load_head, save_head
 from proposers.calibration import FILE, Calibration
 from scripts import check
 from scripts.serving_rules.trial import NODES, USELESS_TAU, TrialResult
@@ -79,6 +79,30 @@ def test_only_engines_without_an_error_get_a_command(call: Call, saved: Path, sp
     status, out, _ = call(saved / "medusa", "--no-decode")
     assert status == 0 and '"num_speculative_tokens": 3' in out and "  # vllm<=0.32\n" in out
     assert "sglang: it does not serve medusa heads" in out
+
+
+@pytest.mark.parametrize("output", ["own", "shared", "target"])
+def test_an_exported_medusa_head_drafts_the_same_without_a_token_map(
+    call: Call, tmp_path: Path, output: str, model: Path
+) -> None:
+    target = Target(tiny("llama", num_hidden_layers=LAYERS))
+    head = make_head("medusa", target, output=output, draft_size=20)
+    save_head(head, tmp_path / "narrow")
+    status, out, err = call(tmp_path / "narrow", "--export", tmp_path / "wide", "--no-decode")
+    assert "medusa-token-map" not in out and "error" not in out and err == ""
+    assert status == 0 and "# vllm<=0.32" in out
+    wide = load_head(tmp_path / "wide")
+    assert wide.token_map is None and wide.draft_size == VOCABULARY
+    states = head(torch.randn(50, target.config.hidden_size, dtype=torch.float64))
+    for index in range(3):
+        ours, theirs = head.logits(states[:, index], index), wide.logits(states[:, index], index)
+        assert torch.equal(theirs[:, head.token_map], ours)
+        assert torch.equal(theirs.argmax(dim=-1), head.tokens(ours.argmax(dim=-1)))
+
+
+def test_only_medusa_heads_are_exported(call: Call, saved: Path, tmp_path: Path) -> None:
+    status, _, err = call(saved / "eagle3", "--export", tmp_path / "wide")
+    assert status == 2 and "--export is for Medusa heads" in err and not (tmp_path / "wide").exists()
 
 
 def test_a_medusa_head_with_a_token_map_gets_the_command_of_old_versions(call: Call, spoil: Spoil) -> None:

@@ -62,8 +62,8 @@ def check_token_map(folder: HeadFolder, target: Target) -> Iterator[Finding]:
         yield error("vllm", "medusa-token-map-size", f"truncated_vocab_size is {stated}: write {tokens}")
     text = (
         'vLLM 0.21 to 0.32 refuses a token_map (draft vocabulary). Tried with 0.32.0: "Following weights were not '
-        "initialized from checkpoint: {'token_map'}\". By its source, vLLM up to 0.20 loads it. Later versions need an "
-        "export without token_map"
+        "initialized from checkpoint: {'token_map'}\". By its source, vLLM up to 0.20 loads it. For later versions "
+        "write a copy without it: check.py HEAD --export DIR"
     )
     yield error("vllm", TOKEN_MAP_FINDING, text)
 
