@@ -170,6 +170,7 @@ class Session:
         self._move_now()
         self.cache.select(rows)
 
+    @torch.inference_mode()  # the cache may have been made in it
     def _move_now(self) -> None:
         if self._moves is not None:
             self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])

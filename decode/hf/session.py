@@ -148,6 +148,7 @@ class PromptSession(Session):
         self._record_states(range(len(self.rows)))
 
     def _record_states(self, indices: Sequence[int]) -> None:
+        self._move_now()
         for index, states in zip(indices, read_rows(self.cache, indices), strict=True):
             self.states[self.rows[index]] = states
 
