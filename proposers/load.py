@@ -56,6 +56,7 @@ OPTIONS = {  # of `load_proposer`, by the proposer's name
     "auto": ("head", "store"),
 }
 DRAFT_LAYERS = 8  # of the target, where no draft model is named
+CLOSE = 0.95  # share of the best head's speed from which a head is about as fast
 COMPARED = 64  # nodes of the largest tree by which heads are compared
 TRIAL_TOKENS, TRIAL_STEPS = 16, 8  # of the prompt and the answer by which they are timed
 
@@ -160,8 +161,11 @@ def _load_draft_proposer(
 def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | None:
     """The head proposer that should be fastest with this target; None if no head in the folders fits.
 
-    Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Heads
-    without a calibration come last. Raises ValueError if a head fits and its calibration is damaged.
+    Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Of
+    heads that are about equally fast, the one with the shortest step is taken: in a merged tree, other sources name some of
+    the tokens for which another head takes longer. Heads without a calibration come last.
+
+    Raises ValueError if a head fits and its calibration is damaged.
     """
     fitting = []
     for folder in map(Path, folders):
@@ -170,9 +174,13 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
         except ValueError:
             continue
         fitting.append(_make_head_proposer(head, folder, target))
-    if len(fitting) > 1:
-        fitting.sort(key=lambda proposer: expect_speed(target, proposer, proposer.calibration), reverse=True)
-    return fitting[0] if fitting else None
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    speeds = [expect_speed(target, proposer, proposer.calibration) for proposer in fitting]
+    close = [proposer for proposer, speed in zip(fitting, speeds, strict=True) if speed >= CLOSE * max(speeds)]
+    if len(close) == 1 or max(speeds) == 0:
+        return close[0]
+    return min(close, key=lambda proposer: time_step(target, proposer))
 
 
 def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> float:

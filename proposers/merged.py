@@ -96,10 +96,9 @@ class MergedProposer:
 
     def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
-        paths, level = [[tree.root] for tree in trees], 0
+        begun, paths, level = perf_counter(), [[tree.root] for tree in trees], 0
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
-            begun = perf_counter()
             found = [[row] for row in head.start(step)] if level == 0 else self._extend(head, step, paths)
             for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
@@ -108,7 +107,8 @@ class MergedProposer:
                 tree.grow(most)
             level += 1
             paths = [find_paths(tree, level, head.width) for tree in trees]
-            self.draft_budget.take_drafting_time(perf_counter() - begun, 1)
+        if level:
+            self.draft_budget.take_drafting_time(perf_counter() - begun, level)
         return level
 
     def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
