@@ -162,8 +162,8 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
     """The head proposer that should be fastest with this target; None if no head in the folders fits.
 
     Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Of
-    heads that are about equally fast, the one with the shortest step is taken: in a merged tree, other sources name some of
-    the tokens for which another head takes longer. Heads without a calibration come last.
+    heads that are about equally fast, the one with the shortest step is taken: in a merged tree, other sources name
+    some of the tokens for which another head takes longer. Heads without a calibration come last.
 
     Raises ValueError if a head fits and its calibration is damaged.
     """

@@ -24,9 +24,9 @@ from proposers.load import DRAFT_LAYERS, EAGLES, OPTIONS
 from scripts.shared.command import at_least
 
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
-ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles kernels for passes over few tokens: it
-needs a C++ compiler, about a minute once, a second at each start, and twice the model's memory. auto compiles models
-of 64 MiB to 2 GiB and packs others. off changes nothing (default: %(default)s)"""
+ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
+compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. off changes
+nothing (default: %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the fastest pretrained head that fits the model (default: %(default)s)"""
 HEAD_HELP = "for {}, merged, auto: a head's folder (default: the default model's; for merged none)"
