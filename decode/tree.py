@@ -62,6 +62,15 @@ class Tree:
         return tree
 
     @classmethod
+    def of_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tree:
+        """A tree from each row's tokens and parents, root first (its parent is -1). Rows may differ in size."""
+        sizes = [len(tokens) for tokens, _ in rows]
+        width = max(sizes)
+        tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rows])
+        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in rows])
+        return cls(tokens, parents, torch.tensor(sizes), height=width - 1)
+
+    @classmethod
     def best_first(cls, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> Tree:
         """The `budget` nodes (root included) with the best scores among M candidates.
 

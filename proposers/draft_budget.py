@@ -15,8 +15,7 @@ from decode import Step
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
-SIZES = range(2, 65)  # nodes of the trees whose costs are compared
-LARGE = 8  # nodes from which their average cost tells which ones cannot be worth it
+SIZES = range(8, 65)  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
 
@@ -105,8 +104,7 @@ class DraftBudget:
         """
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
-            # Of large trees: the first few nodes may be free, and then no node would be too unlikely.
-            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES if nodes >= LARGE)
+            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES)
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
         if new_texts or promising > self._promising:
             self._promising = promising

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from itertools import islice
 from random import Random
 
-import torch
-
 from decode import Step, Tree
 
 POOLED = 1 << 13  # first tokens in a request's pool, which takes 6 MB at most with the default sizes
@@ -55,7 +53,7 @@ class LookaheadProposer:
             request = self._requests[request_id]
             request.window.resize(columns, text)
             rows.append(request.draft(text[-1], pooled))
-        return _make_tree(rows, height=self.window + self.size - 2)
+        return Tree.of_rows([(row.tokens, row.parents) for row in rows])
 
     def _split(self, budget: int) -> tuple[int, int]:
         """The columns of the window, and the most nodes for continuations from the pool."""
@@ -203,11 +201,3 @@ class DraftNodes:
     def add_path(self, node: int, tokens: Sequence[int]) -> None:
         for token in tokens:
             node = self.add(node, token)
-
-
-def _make_tree(rows: Sequence[DraftNodes], height: int) -> Tree:
-    sizes = [len(row.tokens) for row in rows]
-    width = max(sizes)
-    tokens = [row.tokens + [0] * (width - size) for row, size in zip(rows, sizes, strict=True)]
-    parents = [row.parents + [-1] * (width - size) for row, size in zip(rows, sizes, strict=True)]
-    return Tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes), height=min(height, width - 1))

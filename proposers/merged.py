@@ -10,8 +10,8 @@ import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.growing_tree import GrowingTree, KindCounts, Node
 from proposers.sources import AnswerStore, Continuation, RecyclingSource, Source, StoredSource, SuffixSource
+from proposers.sources.growing_tree import GrowingTree, KindCounts, Node
 from proposers.sources.levels import LevelSource
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
@@ -157,11 +157,6 @@ def expect_accepted(trees: Sequence[GrowingTree]) -> list[float]:
 def make_tree(trees: Sequence[GrowingTree], size: int) -> Tree:
     """The first `size` nodes of each row's tree."""
     rows = [tree.nodes[:size] for tree in trees]
-    width = max(map(len, rows))
-    tokens = [[*(node.token for node in row), *[0] * (width - len(row))] for row in rows]
-    parents = [
-        [*(-1 if node.parent is None else node.parent.number for node in row), *[-1] * (width - len(row))]
-        for row in rows
-    ]
-    sizes = torch.tensor([len(row) for row in rows])
-    return Tree(torch.tensor(tokens), torch.tensor(parents), sizes, height=width - 1)
+    tokens = [[node.token for node in row] for row in rows]
+    parents = [[-1 if node.parent is None else node.parent.number for node in row] for row in rows]
+    return Tree.of_rows([*zip(tokens, parents, strict=True)])

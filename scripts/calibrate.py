@@ -18,7 +18,7 @@ from heads.checkpoint import find_folder
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.load import load_draft_head
-from proposers.measure_head import Trials, calibrate, try_head
+from scripts.calibration.measure_head import Trials, calibrate, try_head
 from scripts.shared.command import Parser, at_least, check_plot, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.plot import COLOURS, save_figure

@@ -99,7 +99,7 @@ def watch_target(model: nn.Module) -> None:
 
 
 class CudaTensor(Tensor):
-    """A tensor that says it is on the GPU. `held` is the CPU tensor behind it."""
+    """A tensor that says it is on the GPU. `held` is the CPU tensor that it computes with."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl

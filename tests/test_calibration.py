@@ -15,7 +15,7 @@ import torch
 from decode import Target
 from proposers import HydraProposer, MedusaProposer
 from proposers.calibration import FILE, Calibration, load_calibration
-from proposers.measure_head import Trials, calibrate, fit_logistic, try_head
+from scripts.calibration.measure_head import Trials, calibrate, fit_logistic, try_head
 from tests.drafting import make_head
 from tests.models import tiny
 

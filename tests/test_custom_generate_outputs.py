@@ -199,7 +199,7 @@ def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: 
 
 
 def assert_same_layers(got: Any, expected: Any, real: Tensor, name: str) -> None:
-    """Equal states of each new token in each layer; the first also has the prompt, of which padding is left out."""
+    """Equal states of each new token in each layer. The first entry also has the prompt, without its padding."""
     ours, theirs = getattr(got, name), getattr(expected, name)
     assert len(ours) == len(theirs)
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):

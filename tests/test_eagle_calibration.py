@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from decode import Target
-from proposers import measure_head
 from proposers.calibration import Calibration
-from proposers.measure_head import calibrate, try_head
+from scripts.calibration import measure_head
+from scripts.calibration.measure_head import calibrate, try_head
 from tests.test_eagle_proposers import MAIN, Written, make, record, target
 
 __all__ = ["target"]  # a fixture

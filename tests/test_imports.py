@@ -1,6 +1,7 @@
 """Who imports whom, read with `ast`: the direction between packages, no circles, and a purpose for every folder."""
 
 import ast
+import tomllib
 from collections.abc import Container
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -44,6 +45,13 @@ def test_imports_keep_their_direction(package):
     for path in sorted((ROOT / package).rglob("*.py")):
         breaches += find_breaches(package, path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
     assert breaches == []
+
+
+def test_every_folder_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    installed = PACKAGES - {"scripts", "tests"}
+    files = [path.relative_to(ROOT) for package in installed for path in (ROOT / package).rglob("*.py")]
+    assert sorted(listed) == sorted({".".join(path.parent.parts) for path in files})
 
 
 def test_files_are_found():

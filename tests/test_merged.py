@@ -20,8 +20,8 @@ from proposers import (
     Source,
     SuffixProposer,
 )
-from proposers.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts
 from proposers.sources import recycling
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts
 from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
 from tests.drafting import Recorder, list_paths, make_head
 from tests.models import tiny

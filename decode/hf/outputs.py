@@ -31,7 +31,7 @@ def make_output(
     config: GenerationConfig,
     processors: LogitsProcessorList,
 ) -> GenerateDecoderOnlyOutput:
-    """transformers' result for `sequences`, of which row b has `counts[b]` new tokens before its padding.
+    """transformers' result for `sequences`. Row b has `counts[b]` new tokens, then padding.
 
     The cache in the prompts is filled, whether it is the user's or one that `generate` made.
     """

@@ -45,7 +45,7 @@ def self_test(target: StockModel) -> float:
 
 
 def _refuse_row_coupling(target: StockModel, allowed: float) -> None:
-    """Raise ValueError if a node's logits depend on the nodes beside it, by more than a quarter of what is allowed.
+    """Raise ValueError if a node's logits depend on unrelated nodes of the tree by more than a quarter of `allowed`.
 
     The shapes are the same, so a model that treats each token by itself rounds the same way.
     """

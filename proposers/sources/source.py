@@ -47,8 +47,6 @@ class Source(ABC):
     and gets what they return instead of a `Place`.
     """
 
-    layers: Sequence[int] = ()  # as in `decode.Proposer`
-
     def observe(self, step: Step) -> None:
         """Take in a finished step. Called once before each draft."""
         self._texts = dict(zip(step.request_ids, step.sequences, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from proposers.sources import Continuation, Source
+from proposers.sources.source import Continuation, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
 Reason = tuple[int, Hashable]  # a source's number, and the kind of its continuation

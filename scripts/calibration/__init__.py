@@ -1,0 +1,1 @@
+"""The parts of calibrate.py: measuring how often a head is right."""
