@@ -1,8 +1,9 @@
 // A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
 //
 // Packed weights lie in panels of PANEL outputs: [panels, K, PANEL] in float32, [panels, K / 2, PANEL, 2] in bfloat16.
-// A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. More rows go over the
-// same panel block by block, from the L2 cache, and prefetch the next panel meanwhile: memory and arithmetic overlap.
+// A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
+// CHUNK steps each, so that these weights stay in the L1 cache; many blocks go over the whole panel one after another,
+// from the L2 cache. Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +22,8 @@ namespace {
 
 using namespace draftless;
 
-constexpr int LINE = 64, DISTANCE = 2048;  // bytes: of a cache line, and between reading and prefetching
+constexpr int64_t LINE = 64;  // bytes of a cache line
+constexpr int64_t CHUNK = 64, FEW = 4;  // steps (16 KiB of a panel), and the blocks that take turns after each chunk
 
 template <class T>
 struct Layer {
@@ -30,42 +32,56 @@ struct Layer {
   Number* outputs;
   int64_t rows, steps, count;  // input rows, steps over the inputs, outputs
 
-  // The sums of R rows over one panel. Meanwhile the bytes from `next` to `end` come into the L2 cache.
+  // Adds `length` steps, from `step` on, to the sums of R rows. Meanwhile the bytes from `next` to `end` are fetched.
   template <int R>
-  void sum_block(int64_t panel, int64_t row, const char* next, const char* end) const {
-    Vector sums[R][VECTORS] = {};
+  void add_block(const Number* weights, int64_t row, int64_t step, int64_t length, const char* next, const char* end,
+                 float* kept) const {
+    Vector sums[R][VECTORS];
+    std::memcpy(sums, kept, sizeof(sums));
     const Number* inputs_of[R];
-    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + (row + r) * steps * T::STEP;
-    const Number* weights = packed + panel * steps * T::STEP * PANEL;
-    const int64_t lines = ((end - next) / LINE + steps - 1) / steps;
-    for (int64_t k = 0; k < steps; ++k, weights += T::STEP * PANEL) {
+    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + ((row + r) * steps + step) * T::STEP;
+    const int64_t lines = ((end - next) / LINE + length - 1) / length;
+    for (int64_t k = 0; k < length; ++k, weights += T::STEP * PANEL) {
       T::template step<R>(weights, inputs_of, k, sums);
       for (int64_t line = 0; line < lines && next < end; ++line, next += LINE) __builtin_prefetch(next, 0, 2);
     }
+    std::memcpy(kept, sums, sizeof(sums));
+  }
+
+  void write_block(int64_t panel, int64_t row, int64_t size, const float* sums) const {
     const int64_t first = panel * PANEL;
     const int columns = (int)std::min<int64_t>(PANEL, count - first);
-    for (int r = 0; r < R; ++r) {
-      float row_sums[PANEL];
-      std::memcpy(row_sums, sums[r], sizeof(row_sums));
+    for (int64_t r = 0; r < size; ++r, sums += PANEL) {
       Number* into = outputs + (row + r) * count + first;
-      for (int n = 0; n < columns; ++n) into[n] = T::narrow(row_sums[n] + (bias ? T::widen(bias[first + n]) : 0.0f));
+      for (int n = 0; n < columns; ++n) into[n] = T::narrow(sums[n] + (bias ? T::widen(bias[first + n]) : 0.0f));
+    }
+  }
+
+  // One panel. limit: the end of the weights that this thread reads.
+  void run_panel(int64_t panel, const char* limit) const {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS, chunk = blocks > FEW ? steps : CHUNK;
+    alignas(LINE) float sums[FEW * ROWS * PANEL];  // of all blocks, or of the one that has its turn
+    const Number* weights = packed + panel * steps * T::STEP * PANEL;
+    for (int64_t step = 0; step < steps; step += chunk, weights += chunk * T::STEP * PANEL) {
+      const int64_t length = std::min(chunk, steps - step);
+      const char* next = reinterpret_cast<const char*>(weights + length * T::STEP * PANEL);
+      const int64_t lines = std::min<int64_t>(length * T::STEP * PANEL * sizeof(Number), limit - next) / LINE;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = rows * block / blocks, size = rows * (block + 1) / blocks - row;
+        const char *from = next + lines * block / blocks * LINE, *to = next + lines * (block + 1) / blocks * LINE;
+        float* kept = blocks > FEW ? sums : sums + row * PANEL;
+        if (step == 0) std::fill(kept, kept + size * PANEL, 0.0f);
+        with_rows(size, [&]<int R>() { add_block<R>(weights, row, step, length, from, to, kept); });
+        if (step + length == steps) write_block(panel, row, size, kept);
+      }
     }
   }
 
   void run() const {
-    const int64_t blocks = (rows + ROWS - 1) / ROWS, panels = (count + PANEL - 1) / PANEL;
-    const int64_t bytes = steps * T::STEP * PANEL * sizeof(Number);
+    const int64_t panels = (count + PANEL - 1) / PANEL;
     torch::stable::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel) {
-        // A single block prefetches its own panel.
-        const char* next = reinterpret_cast<const char*>(packed) + panel * bytes + (blocks > 1 ? bytes : DISTANCE);
-        const int64_t ahead = panel + 1 < end ? bytes : 0;
-        for (int64_t block = 0; block < blocks; ++block) {
-          const int64_t row = rows * block / blocks, size = rows * (block + 1) / blocks - row;
-          const char *first = next + ahead * block / blocks, *last = next + ahead * (block + 1) / blocks;
-          with_rows(size, [&]<int R>() { sum_block<R>(panel, row, first, last); });
-        }
-      }
+      const char* limit = reinterpret_cast<const char*>(packed + end * steps * T::STEP * PANEL);
+      for (int64_t panel = begin; panel < end; ++panel) run_panel(panel, limit);
     });
   }
 };
