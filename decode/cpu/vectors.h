@@ -48,20 +48,22 @@ struct BFloat16 {
                           Vector (&sums)[R][VECTORS]) {
     uint32_t pairs[R];
     for (int r = 0; r < R; ++r) std::memcpy(&pairs[r], inputs[r] + 2 * k, 4);
-    for (int v = 0; v < VECTORS; ++v) {
-      const Pairs weight = reinterpret_cast<const Pairs*>(panel)[v];
+    const Pairs* weights = reinterpret_cast<const Pairs*>(panel);
 #if defined(__AVX512BF16__)
-      for (int r = 0; r < R; ++r)
-        sums[r][v] = (Vector)_mm512_dpbf16_ps((__m512)sums[r][v], (__m512bh)_mm512_set1_epi32((int)pairs[r]),
-                                              (__m512bh)weight);
+    for (int r = 0; r < R; ++r) {  // row by row: the pairs of all rows at once need too many registers
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pairs[r]);
+      for (int v = 0; v < VECTORS; ++v)
+        sums[r][v] = (Vector)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)weights[v]);
+    }
 #else
-      const Vector even = (Vector)(weight << 16), odd = (Vector)(weight & 0xffff0000u);
+    for (int v = 0; v < VECTORS; ++v) {
+      const Vector even = (Vector)(weights[v] << 16), odd = (Vector)(weights[v] & 0xffff0000u);
       for (int r = 0; r < R; ++r) {
         sums[r][v] += widen((uint16_t)pairs[r]) * even;
         sums[r][v] += widen((uint16_t)(pairs[r] >> 16)) * odd;
       }
-#endif
     }
+#endif
   }
   static float widen(uint16_t number) {
     const uint32_t bits = (uint32_t)number << 16;
