@@ -23,6 +23,7 @@ namespace {
 using namespace draftless;
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
+constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
 constexpr int64_t CHUNK = 64, FEW = 4;  // steps (16 KiB of a panel), and the blocks that take turns after each chunk
 
 template <class T>
@@ -40,10 +41,11 @@ struct Layer {
     std::memcpy(sums, kept, sizeof(sums));
     const Number* inputs_of[R];
     for (int r = 0; r < R; ++r) inputs_of[r] = inputs + ((row + r) * steps + step) * T::STEP;
-    const int64_t lines = ((end - next) / LINE + length - 1) / length;
-    for (int64_t k = 0; k < length; ++k, weights += T::STEP * PANEL) {
-      T::template step<R>(weights, inputs_of, k, sums);
-      for (int64_t line = 0; line < lines && next < end; ++line, next += LINE) __builtin_prefetch(next, 0, 2);
+    const int64_t lines = (end - next) / LINE;
+    for (int64_t k = 0, line = 0; k < length;) {
+      const int64_t until = std::min(k + BURST, length);
+      for (; line < lines * until / length; ++line) __builtin_prefetch(next + line * LINE, 0, 2);
+      for (; k < until; ++k, weights += T::STEP * PANEL) T::template step<R>(weights, inputs_of, k, sums);
     }
     std::memcpy(kept, sums, sizeof(sums));
   }
