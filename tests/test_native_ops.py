@@ -84,6 +84,37 @@ def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(dtype: torch.dty
             assert torch.equal(packed(inputs[rows]), expected[rows])
 
 
+def make_halved(inputs: int, outputs: int) -> tuple[nn.Linear, PackedLinear]:
+    """A float32 layer whose weights bfloat16 holds exactly."""
+    linear = nn.Linear(inputs, outputs)
+    linear.weight.data = linear.weight.detach().bfloat16().float()
+    return linear, PackedLinear(linear)
+
+
+@pytest.mark.parametrize("inputs", [1, 64, 129, 576])
+def test_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(inputs: int) -> None:
+    torch.manual_seed(0)
+    linear, halved = make_halved(inputs, 150)
+    full = PackedLinear(linear)
+    full.packed = nn.Buffer(pack(linear.weight))
+    full._layout = torch.float32, torch.float32
+    assert halved.packed.dtype == torch.bfloat16 and torch.equal(halved.dense_weight(), linear.weight)
+    for rows in (1, 5, 6, 7, 24, 25, 60):
+        states = torch.randn(rows, inputs)
+        assert torch.equal(halved(states), full(states))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_halved_weights_in_another_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear, halved = make_halved(33, 20)
+    inputs = torch.randn(3, 33).to(dtype)
+    assert torch.allclose(halved.to(dtype)(inputs), linear.to(dtype)(inputs), rtol=0.02, atol=0.01)
+    assert torch.equal(halved.dense_weight(), linear.weight)
+    with pytest.raises(RuntimeError):
+        halved(inputs.float())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_inputs_and_packing(dtype: torch.dtype) -> None:
     linear, packed = make_layer(7, 5, True, dtype)

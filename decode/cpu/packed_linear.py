@@ -7,7 +7,7 @@ compiler, oneDNN's packed layers take its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -39,29 +39,39 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Module):
     """`nn.Linear` on weights that are packed once. What the op does not take goes through the unpacked weight.
 
+    float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory. The
+    arithmetic stays float32, and the outputs the same bits.
+
     Raises RuntimeError if the op computes something else than the layer.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._dtype = linear.weight.dtype  # the packed layout's
-        self.packed = nn.Buffer(pack(linear.weight), persistent=False)
+        self.dtype = linear.weight.dtype
+        halves = linear.weight.detach().bfloat16()
+        is_halved = self.dtype == torch.float32 and torch.equal(halves.float(), linear.weight)
+        self.packed = nn.Buffer(pack(halves if is_halved else linear.weight), persistent=False)
+        self._layout = self.dtype, self.packed.dtype
         self.bias = None if linear.bias is None else nn.Buffer(linear.bias.detach(), persistent=False)
         self.eval()
         self._check(linear)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not (inputs.dtype == self.packed.dtype == self._dtype and can_run(inputs)):
+        if inputs.dtype != self.dtype or self._layout != (self.dtype, self.packed.dtype) or not can_run(inputs):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
         if self.packed.dim() == 4 and self.in_features % 2:
-            inputs = nn.functional.pad(inputs, (0, 1))  # bfloat16 inputs are read in pairs
+            inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
         outputs: Tensor = torch.ops.draftless.linear(inputs, self.packed, self.bias, self.out_features)
         return outputs
 
     def dense_weight(self) -> Tensor:
         """The weight [N, K]."""
-        return unpack(self.packed, self.out_features, self.in_features)
+        return unpack(self.packed, self.out_features, self.in_features).to(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `packed` alone does not tell
+        return super()._apply(fn, recurse)
 
     @torch.no_grad()
     def _check(self, linear: nn.Linear) -> None:
