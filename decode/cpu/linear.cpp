@@ -1,7 +1,7 @@
 // A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
 //
 // Packed weights lie in panels of PANEL outputs: [panels, K, PANEL] in float32, [panels, K / 2, PANEL, 2] in bfloat16.
-// A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
+// float32 inputs take both: weights that bfloat16 holds exactly are read from half the memory. A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
 // CHUNK steps each, so that these weights stay in the L1 cache, and more blocks go over the panel again, from the L2
 // cache. Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
@@ -26,11 +26,10 @@ constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
 constexpr int64_t CHUNK = 64, FEW = 4;  // steps (16 KiB of a panel), and the blocks that take turns after each chunk
 
-// T: the arithmetic. Weight: how weights are stored; float32 ones that bfloat16 holds exactly are stored in it.
-template <class T, class Weight>
+template <class T>
 struct Layer {
   using Number = typename T::Number;
-  static constexpr bool HALVED = sizeof(Weight) < sizeof(Number);
+  using Weight = typename T::Weight;
   const Number* inputs;
   const Weight* packed;
   const Number* bias;
@@ -39,7 +38,7 @@ struct Layer {
 
   // Adds `length` steps, from `step` on, to the sums of R rows. Meanwhile `lines` of what is next are fetched.
   template <int R>
-  void add_block(const Number* weights, int64_t row, int64_t step, int64_t length, const char* next, int64_t lines,
+  void add_block(const Weight* weights, int64_t row, int64_t step, int64_t length, const char* next, int64_t lines,
                  float* kept) const {
     Vector sums[R][VECTORS];
     std::memcpy(sums, kept, sizeof(sums));
@@ -62,39 +61,20 @@ struct Layer {
     }
   }
 
-  // The weights of `length` steps as numbers, widened into a buffer where they are stored in halves.
-  const Number* read_chunk(const Weight* weights, int64_t length, Number* widened) const {
-    if constexpr (!HALVED) {
-      return weights;
-    } else {
-      const Pairs* pairs = reinterpret_cast<const Pairs*>(weights);
-      Vector* into = reinterpret_cast<Vector*>(widened);
-      for (int64_t k = 0; k < length; k += 2, into += 2 * VECTORS)
-        for (int v = 0; v < VECTORS; ++v, ++pairs) {
-          into[v] = (Vector)(*pairs << 16);
-          into[VECTORS + v] = (Vector)(*pairs & 0xffff0000u);
-        }
-      return widened;
-    }
-  }
-
   // One panel, for the blocks of rows from `begin` to `end`. limit: the end of the weights to fetch, if any.
   void run_blocks(int64_t panel, int64_t begin, int64_t end, int64_t blocks, const char* limit) const {
     alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
-    alignas(LINE) Number widened[HALVED ? CHUNK * PANEL : 1];
     const Weight* weights = packed + panel * steps * T::STEP * PANEL;
-    for (int64_t step = 0; step < steps; step += CHUNK) {
+    for (int64_t step = 0; step < steps; step += CHUNK, weights += CHUNK * T::STEP * PANEL) {
       const int64_t length = std::min(CHUNK, steps - step), size = length * T::STEP * PANEL;
-      const Number* chunk = read_chunk(weights, length, widened);
-      weights += size;
-      const char* next = reinterpret_cast<const char*>(weights);
+      const char* next = reinterpret_cast<const char*>(weights + size);
       const int64_t lines = limit ? std::min<int64_t>(size * sizeof(Weight), limit - next) / LINE : 0;
       for (int64_t block = begin; block < end; ++block) {
         const int64_t row = rows * block / blocks, block_rows = rows * (block + 1) / blocks - row;
         const int64_t from = lines * (block - begin) / (end - begin), to = lines * (block + 1 - begin) / (end - begin);
         float* kept = sums + (block - begin) * ROWS * PANEL;
         with_rows(block_rows, [&]<int R>() {
-          add_block<R>(chunk, row, step, length, next + from * LINE, to - from, kept);
+          add_block<R>(weights, row, step, length, next + from * LINE, to - from, kept);
         });
         if (step + length == steps) write_block(panel, row, block_rows, kept);
       }
@@ -114,17 +94,17 @@ struct Layer {
 
 using torch::stable::Tensor;
 
-template <class T, class Weight>
+template <class T>
 void run(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& output) {
   using Number = typename T::Number;
   const int64_t inputs = input.size(input.dim() - 1), outputs = output.size(output.dim() - 1);
-  Layer<T, Weight>{reinterpret_cast<const Number*>(input.const_data_ptr()),
-                   reinterpret_cast<const Weight*>(packed.const_data_ptr()),
-                   bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr,
-                   reinterpret_cast<Number*>(output.mutable_data_ptr()),
-                   inputs ? input.numel() / inputs : 0,
-                   inputs / T::STEP,
-                   outputs}
+  Layer<T>{reinterpret_cast<const Number*>(input.const_data_ptr()),
+           reinterpret_cast<const typename T::Weight*>(packed.const_data_ptr()),
+           bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr,
+           reinterpret_cast<Number*>(output.mutable_data_ptr()),
+           inputs ? input.numel() / inputs : 0,
+           inputs / T::STEP,
+           outputs}
       .run();
 }
 
@@ -139,7 +119,7 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
   shape.back() = outputs;
   Tensor output = torch::stable::new_empty(input, shape);
   const bool full = packed.dim() == 3;
-  (halved ? run<Float32, uint16_t> : full ? run<Float32, float> : run<BFloat16, uint16_t>)(input, packed, bias, output);
+  (halved ? run<HalvedFloat32> : full ? run<Float32> : run<BFloat16>)(input, packed, bias, output);
   return output;
 }
 

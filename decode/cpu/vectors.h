@@ -25,6 +25,7 @@ typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH), aligned(4), may_al
 
 struct Float32 {
   using Number = float;
+  using Weight = float;
   static constexpr int STEP = 1;  // input numbers of a step
 
   // Adds the products of one input number of each row with a panel's numbers.
@@ -41,6 +42,7 @@ struct Float32 {
 
 struct BFloat16 {
   using Number = uint16_t;
+  using Weight = uint16_t;
   static constexpr int STEP = 2;  // a pair: one 32-bit lane holds two inputs of one column
 
   template <int R>
@@ -76,6 +78,22 @@ struct BFloat16 {
     std::memcpy(&bits, &number, 4);
     if (number != number) return (uint16_t)((bits >> 16) | 0x40);
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+};
+
+// float32 numbers and weights that bfloat16 holds exactly: the same bits as `Float32` from half the memory.
+struct HalvedFloat32 : Float32 {
+  using Weight = uint16_t;
+  static constexpr int STEP = 2;
+
+  template <int R>
+  static inline void step(const uint16_t* panel, const float* const* inputs, int64_t k, Vector (&sums)[R][VECTORS]) {
+    const Pairs* weights = reinterpret_cast<const Pairs*>(panel);
+    for (int odd = 0; odd < 2; ++odd)  // one after the other: the inputs of both at once need too many registers
+      for (int v = 0; v < VECTORS; ++v) {
+        const Vector weight = (Vector)(odd ? weights[v] & 0xffff0000u : weights[v] << 16);
+        for (int r = 0; r < R; ++r) sums[r][v] += inputs[r][2 * k + odd] * weight;
+      }
   }
 };
 
