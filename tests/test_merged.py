@@ -20,7 +20,7 @@ from proposers import (
     Source,
     SuffixProposer,
 )
-from proposers.sources import recycling
+from proposers.sources import SOURCES, recycling
 from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts
 from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
 from tests.drafting import Recorder, list_paths, make_head
@@ -177,6 +177,25 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
     paths = list_paths(recorder.trees[0], 0)
     assert {path[0] for path in paths} >= set(range(3, 8))
     assert any(len(path) == 2 and path[0] in range(3, 8) for path in paths)  # the table ends at depth 1
+
+
+def test_accepted_tokens_are_counted_by_source(target: Target) -> None:
+    """All but those of each request's last tree, which no proposer sees again."""
+    head = HeadSource(HydraProposer(make_head("hydra", target, output="target")))
+    proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
+    assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
+    recorder = Recorder(proposer)
+    for _ in range(2):
+        generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], recorder, max_new_tokens=30, stop_ids=())
+    assert sum(proposer.accepted_by_source.values()) == sum(map(sum, recorder.accepted)) > 0
+    assert proposer.accepted_by_source["stored"] > 0
+    assert sum(proposer.renew().accepted_by_source.values()) == 0
+
+
+def test_sources_are_known_by_name(target: Target) -> None:
+    assert {name: make().name for name, make in SOURCES.items()} == {name: name for name in SOURCES}
+    proposer = MergedProposer([make() for name, make in SOURCES.items() if name != "suffix"])
+    assert "suffix" not in proposer.accepted_by_source
 
 
 def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:

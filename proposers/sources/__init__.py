@@ -7,7 +7,13 @@ from proposers.sources.stored import StoredSource
 from proposers.sources.suffix import SuffixSource
 from proposers.sources.suffix_automaton import SuffixAutomaton
 
+SOURCES = {  # those that need the target's text and logits alone, by name
+    "suffix": SuffixSource,
+    "recycling": RecyclingSource,
+}
+
 __all__ = [
+    "SOURCES",
     "AnswerStore",
     "Continuation",
     "Place",

@@ -18,6 +18,7 @@ PARTS = 10  # probabilities are counted alike in so many parts
 class LevelSource(Protocol):
     """Continues at most `width` nodes of each level, which extend nodes of the level before."""
 
+    name: str  # what accepted tokens are counted under
     layers: tuple[int, ...]  # as in `decode.Proposer`
     width: int
     depth: int  # levels at most
@@ -49,7 +50,7 @@ class HeadSource:
     """
 
     def __init__(self, proposer: HeadProposer) -> None:
-        self.proposer = proposer
+        self.proposer, self.name = proposer, proposer.head.kind
         self.layers, self.width, self.depth = tuple(proposer.layers), proposer.width, proposer.depth
         self._drafter: ScoredDrafter
         self._level = 0

@@ -47,6 +47,11 @@ class Source(ABC):
     and gets what they return instead of a `Place`.
     """
 
+    @property
+    def name(self) -> str:
+        """What accepted tokens are counted under: "suffix" for `SuffixSource`."""
+        return type(self).__name__.removesuffix("Source").lower()
+
     def observe(self, step: Step) -> None:
         """Take in a finished step. Called once before each draft."""
         self._texts = dict(zip(step.request_ids, step.sequences, strict=True))
