@@ -75,11 +75,21 @@ class MergedProposer:
             for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
-        for tree in trees:
-            tree.grow(most)
+        self._grow(trees, most)
         levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
         size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
+
+    def _grow(self, trees: Sequence[GrowingTree], most: int) -> None:
+        """Let the trees grow to at most `most` nodes each, as long as more may be worth their time."""
+        for tree in trees:
+            tree.restart()
+        for size in range(1, most):
+            p = sum(tree.next_p() for tree in trees) / len(trees)
+            if p == 0 or (self.adaptive and not self.draft_budget.is_worth_more(size, p)):
+                return
+            for tree in trees:
+                tree.take()
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, which still know the text as it was, and then let the sources read on."""
@@ -91,18 +101,16 @@ class MergedProposer:
         if self.head is not None:
             self.head.observe(step)
 
-    def _learn(self, followed: Sequence[tuple[Node, Node | None]], accepted: int) -> None:
+    def _learn(self, followed: Sequence[tuple[Node, int]], accepted: int) -> None:
         """Learn whose tokens were accepted, and how often the head's continuations are news.
 
-        followed: the nodes on the text's path, each with its right child, if any; of these, `accepted` were drafted.
+        followed: the nodes on the text's path and the source of each next token; of these, `accepted` were drafted.
         """
-        for _, right in followed[:accepted]:
-            assert right is not None
-            self.accepted_by_source[self._names[right.best]] += 1
-        for node, right in followed:
+        for place, (node, source) in enumerate(followed):
+            if place < accepted and source >= 0:
+                self.accepted_by_source[self._names[source]] += 1
             if node.path >= 0:
-                is_news = right is not None and right.best == len(self.sources)
-                self._news = MEMORY * self._news + (1 - MEMORY) * is_news
+                self._news = MEMORY * self._news + (1 - MEMORY) * (source == len(self.sources))
 
     def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
@@ -114,7 +122,7 @@ class MergedProposer:
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
-                tree.grow(most)
+            self._grow(trees, most)
             level += 1
             paths = [find_paths(tree, level, head.width) for tree in trees]
         if level:
