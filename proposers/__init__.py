@@ -14,7 +14,7 @@ from proposers.medusa import MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
-from proposers.sources.levels import HeadSource
+from proposers.sources.levels import DraftSource, HeadSource
 
 PROPOSERS = {
     "none": PlainProposer,
@@ -37,6 +37,7 @@ __all__ = [
     "Continuation",
     "DraftBudget",
     "DraftProposer",
+    "DraftSource",
     "EagleProposer",
     "HeadProposer",
     "HeadSource",

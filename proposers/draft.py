@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from decode import Session, Step, Target, Tree
+from decode import Step, Target, Tree
 from decode.noise import DRAFT, inverse_cdf, uniforms
 from decode.sampling import upcast_half
 from proposers.draft_budget import DraftBudget
+from proposers.draft_session import DraftSession
 
 LONGEST = 16
 MEMORY = 0.95  # weight of the acceptance before, per step
@@ -46,7 +47,7 @@ class DraftProposer:
         self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.draft_budget = DraftBudget()
         self._accepted, self._tried = 2.4, 4.0  # decayed counts of draft tokens; a token counts if its parent was right
-        self._session: Session
+        self._session = DraftSession(draft)
 
     def check(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary."""
@@ -63,15 +64,13 @@ class DraftProposer:
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
-        width = self._last_width = min(self.width, max(budget - 1, 1))
+        width = min(self.width, max(budget - 1, 1))
         longest = min((budget - 1) // width, max(step.room) - 1, self.length or LONGEST)
         levels = self._last_levels = self._choose_levels(longest, width) if self.adaptive else longest
         roots = torch.tensor(step.bonus, device=self.draft.device)[:, None]  # [B, 1]
         if levels == 0:
             return Tree.chain_of(roots, torch.ones_like(roots[:, 0]))
-        # The draft model has not read the bonus token, nor accepted tokens of the deepest level.
-        unread = zip(step.sequences, self._session.lengths, strict=True)
-        logits, _ = self._session.extend([sequence[length:] for sequence, length in unread])
+        logits = self._session.start(step)
         if self.sampled:
             return self._sample(step, roots, logits, levels)
         return self._search(step, roots, logits, levels, width)
@@ -82,14 +81,10 @@ class DraftProposer:
             self.check(step.target)
         if self.adaptive:
             self.draft_budget.observe(step)
+        self._session.observe(step)
         if step.is_prefill:
             self._level_time = count_weights(self.draft.config) / count_weights(step.target.config)
-            self._session = self.draft.open(len(step.request_ids))
             return
-        if len(step.kept) < len(self._session.lengths):
-            self._session.select(step.kept)
-        read = (self._last_levels - 1) * self._last_width  # the deepest level never went through the draft model
-        self._session.keep([[node - 1 for node in path[1:] if node - 1 < read] for path in step.path])
         for path in step.path if self._last_levels else ():
             self._accepted = MEMORY * self._accepted + len(path) - 1
             self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
@@ -114,12 +109,12 @@ class DraftProposer:
                 logits = _process(step, Tree(tokens, parents, sizes * tokens.shape[1], height=level), logits)
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
-            tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, index)], dim=1)
+            chosen = best.indices.flatten(1).gather(1, index)
+            tokens = torch.cat([tokens, chosen], dim=1)
             parents = torch.cat([parents, first + index // width], dim=1)
             scores = torch.cat([scores, beam], dim=1)
-            if level + 1 < levels:  # the root is in the cache
-                drafted = Tree(tokens[:, 1:], parents[:, 1:] - 1, sizes * (tokens.shape[1] - 1), height=level)
-                logits = self._session.verify(drafted, start=level * width).logits
+            if level + 1 < levels:
+                logits = self._session.extend(index // width, chosen)
         return Tree(tokens, parents, sizes * tokens.shape[1], height=levels, scores=scores)
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
@@ -136,8 +131,7 @@ class DraftProposer:
             sampled = inverse_cdf(qs[-1], uniforms(table, roots.device)[:, 0])
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:
-                grown = Tree.chain_of(tokens[:, 1:], sizes * (level + 1))
-                logits = self._session.verify(grown, start=level).logits[:, 0]
+                logits = self._session.extend(torch.zeros_like(roots), sampled[:, None])[:, 0]
         qs.append(torch.zeros_like(qs[0]))  # nothing was sampled after the last token
         return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(qs, dim=1))
 

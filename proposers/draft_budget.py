@@ -53,6 +53,7 @@ class DraftBudget:
         self.expected_tau = expected_tau
         self.cost: Callable[[int], float] = float  # until the first batch begins
         self._node_time = 0.0  # the least that each further node of any tree costs on average
+        self._least_slopes: dict[int, float] = {}  # by nodes: the least that each further node costs on average
         self.nodes = 1  # of the last tree
         self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
         # Decayed sums over the steps with drafts.
@@ -83,6 +84,15 @@ class DraftBudget:
         """The probability below which no node is worth its time, even where nodes cost least."""
         return self.rate * self._node_time / self.acceptance_ratio
 
+    def is_worth_more(self, nodes: int, p: float) -> bool:
+        """Whether a tree of more than so many nodes may be worth its time, if each further one is right with at most
+        probability `p`."""
+        if nodes not in self._least_slopes:
+            sizes = range(nodes + 1, max(SIZES.stop, nodes + 2))
+            base = self.cost(nodes)
+            self._least_slopes[nodes] = min((self.cost(size) - base) / (size - nodes) for size in sizes)
+        return self.acceptance_ratio * p > self.rate * self._least_slopes[nodes]
+
     @property
     def level_time(self) -> float:
         """The time of drafting one level; 0 until it is known."""
@@ -105,6 +115,7 @@ class DraftBudget:
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
             self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES)
+            self._least_slopes = {}
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
         if new_texts or promising > self._promising:
             self._promising = promising

@@ -10,7 +10,7 @@ import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.sources import AnswerStore, Continuation, RecyclingSource, Source, StoredSource, SuffixSource
+from proposers.sources import SOURCES, AnswerStore, Continuation, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, KindCounts, Node
 from proposers.sources.levels import LevelSource
 
@@ -21,11 +21,13 @@ MEMORY = 0.97  # weight of what was learned before, per accepted node
 class MergedProposer:
     """Drafts trees of the most likely continuations that any of its sources names.
 
-    sources: None takes those that need no training: `SuffixSource` and `RecyclingSource`.
+    sources: None takes one of each of `SOURCES`, which need no training.
     head: a trained head that continues the tree level by level, where that is worth the time (`HeadSource`).
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
+    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them. The last trees
+    of a request are not counted: the loop ends before the proposer learns of them.
 
     Raises ValueError for a size below 1.
     """
@@ -40,12 +42,14 @@ class MergedProposer:
     ) -> None:
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
-        self.sources = [SuffixSource(), RecyclingSource()] if sources is None else list(sources)
+        self.sources = [make() for make in SOURCES.values()] if sources is None else list(sources)
         if store is not None:
             self.sources.append(StoredSource(store))
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
+        self._names = [source.name for source in self.sources] + ([] if head is None else [head.name])
+        self.accepted_by_source = dict.fromkeys(self._names, 0)
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
 
@@ -71,28 +75,42 @@ class MergedProposer:
             for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
-        for tree in trees:
-            tree.grow(most)
+        self._grow(trees, most)
         levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
         size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
+
+    def _grow(self, trees: Sequence[GrowingTree], most: int) -> None:
+        """Let the trees grow to at most `most` nodes each, as long as more may be worth their time."""
+        for tree in trees:
+            tree.restart()
+        for size in range(1, most):
+            p = sum(tree.next_p() for tree in trees) / len(trees)
+            if p == 0 or (self.adaptive and not self.draft_budget.is_worth_more(size, p)):
+                return
+            for tree in trees:
+                tree.take()
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, which still know the text as it was, and then let the sources read on."""
         if not step.is_prefill:
             for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
-                self._learn(self._trees[request_id].learn(sequence[-len(path) :]))
+                self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)
         for source in self.sources:
             source.observe(step)
         if self.head is not None:
             self.head.observe(step)
 
-    def _learn(self, accepted: Sequence[tuple[Node, Node | None]]) -> None:
-        """Learn how often the head's continuations are news. accepted: nodes, each with its right child, if any."""
-        for node, right in accepted:
+    def _learn(self, followed: Sequence[tuple[Node, int]], accepted: int) -> None:
+        """Learn whose tokens were accepted, and how often the head's continuations are news.
+
+        followed: the nodes on the text's path and the source of each next token; of these, `accepted` were drafted.
+        """
+        for place, (node, source) in enumerate(followed):
+            if place < accepted and source >= 0:
+                self.accepted_by_source[self._names[source]] += 1
             if node.path >= 0:
-                is_news = right is not None and right.best == len(self.sources)
-                self._news = MEMORY * self._news + (1 - MEMORY) * is_news
+                self._news = MEMORY * self._news + (1 - MEMORY) * (source == len(self.sources))
 
     def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
@@ -104,7 +122,7 @@ class MergedProposer:
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
-                tree.grow(most)
+            self._grow(trees, most)
             level += 1
             paths = [find_paths(tree, level, head.width) for tree in trees]
         if level:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 
@@ -26,6 +27,23 @@ def test_budget_weighs_gains_against_costs() -> None:
     gains = [0.0, 0.6, 1.0, 1.2, 1.3]
     choices = [begin(rise).choose_size(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
     assert choices == [5, 4, 3, 1]
+
+
+def test_trees_that_end_early_lose_nothing() -> None:
+    """Where `is_worth_more` ends a tree, no larger one would have been chosen."""
+    for seed in range(200):
+        choose = random.Random(seed)
+        costs = [1.0]
+        for _ in range(63):
+            costs.append(costs[-1] + choose.choice([0, 0, 0.02, 0.3]) * choose.random())
+        p = sorted((choose.random() ** 3 for _ in range(63)), reverse=True)
+        whole, early = [DraftBudget() for _ in range(2)]
+        for budget in (whole, early):
+            budget.begin(lambda nodes, costs=costs: costs[nodes - 1])
+            budget.learn(0.0, 1.0)
+        size = next((size for size in range(1, 64) if not early.is_worth_more(size, p[size - 1])), 64)
+        chosen = whole.choose_size([*accumulate(p, initial=0.0)], 0)
+        assert chosen <= size and chosen == early.choose_size([*accumulate(p[: size - 1], initial=0.0)], 0)
 
 
 def test_budget_learns_what_drafting_costs() -> None:

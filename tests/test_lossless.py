@@ -15,6 +15,7 @@ from decode import Proposer, Sampling, Step, Target, Tree, generate
 from proposers import (
     AnswerStore,
     DraftProposer,
+    DraftSource,
     EagleProposer,
     HeadProposer,
     HeadSource,
@@ -26,7 +27,15 @@ from proposers import (
     RecyclingProposer,
     SuffixProposer,
 )
-from proposers.sources import Continuation, Place, RecyclingSource, Source
+from proposers.sources import (
+    Continuation,
+    LookaheadSource,
+    Place,
+    ProposerSource,
+    RecyclingSource,
+    Source,
+    SuffixSource,
+)
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 from tests.trees import tree_of_rows
@@ -62,6 +71,12 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
         "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
         "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
+        "merged pool": lambda: MergedProposer([LookaheadSource(), SuffixSource()], nodes=9),
+        "merged proposers": lambda: MergedProposer(
+            [ProposerSource(NGramProposer), ProposerSource(LookaheadProposer)], nodes=12
+        ),
+        "merged draft": lambda: MergedProposer(head=DraftSource(DraftProposer(draft, width=3, length=3)), nodes=12),
+        "merged itself": lambda: MergedProposer([], DraftSource(DraftProposer(target))),
         "lookahead": LookaheadProposer,
         "draft": lambda: DraftProposer(draft),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
@@ -254,6 +269,10 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
         lambda width: HydraProposer(hydra, nodes=2 * width),
         lambda width: HydraProposer(prefix, tree="static", nodes=9),
         lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
+        lambda width: MergedProposer([HostileSource(width)], DraftSource(DraftProposer(target, width=width))),
+        lambda width: MergedProposer(
+            [HostileSource(width), LookaheadSource(), ProposerSource(lambda: Adversary(width))]
+        ),
         lambda width: MergedProposer([HostileSource(width)], HeadSource(HydraProposer(hydra)), nodes=3 * width),
         *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
     ]

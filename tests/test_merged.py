@@ -20,8 +20,8 @@ from proposers import (
     Source,
     SuffixProposer,
 )
-from proposers.sources import recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts
+from proposers.sources import SOURCES, recycling
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts, correct
 from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
 from tests.drafting import Recorder, list_paths, make_head
 from tests.models import tiny
@@ -48,11 +48,17 @@ def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, least: flo
     for source in sources:
         source._texts = {7: [1, 2]}
     tree = GrowingTree(2, 7, sources, KindCounts(), least, deepest, {50})
-    tree.grow(size)
+    fill(tree, size)
     paths: list[tuple[int, ...]] = []
     for node in tree.nodes:
         paths.append((*paths[node.parent.number], node.token) if node.parent else ())
     return [(path, round(node.p, 6)) for path, node in zip(paths, tree.nodes, strict=True)]
+
+
+def fill(tree: GrowingTree, size: int) -> None:
+    tree.restart()
+    for _ in range(size - 1):
+        tree.take()
 
 
 FIRST = {(): {10: 0.5, 11: 0.4}, (10,): {20: 0.5}, (10, 20): {30: 0.9}, (11,): {21: 0.1}}
@@ -73,15 +79,15 @@ def test_continuations_that_come_later_change_the_tree() -> None:
     source = TableSource(FIRST)
     source._texts = {7: [1, 2]}
     tree = GrowingTree(2, 7, [source], KindCounts(), 0.0, 9)
-    tree.grow(3)
+    fill(tree, 3)
     assert [node.token for node in tree.nodes] == [2, 10, 11]
     tree.add(tree.nodes[2], 1, [Continuation(99, 0.9), Continuation(21, 0.3)])
-    tree.grow(4)
+    fill(tree, 4)
     assert [(node.token, round(node.p, 6)) for node in tree.nodes] == [(2, 1.0), (10, 0.5), (11, 0.4), (99, 0.36)]
-    tree.grow(6)
+    fill(tree, 6)
     assert (tree.nodes[-1].token, round(tree.nodes[-1].p, 6)) == (30, 0.225)
     tree.add(tree.nodes[0], 1, [Continuation(77, 1.0)])
-    tree.grow(2)
+    fill(tree, 2)
     assert [node.token for node in tree.nodes] == [2, 77]
     assert len({(id(node.parent), node.token) for node in tree.nodes}) == len(tree.nodes)
 
@@ -90,12 +96,12 @@ def test_only_continuations_of_accepted_nodes_are_counted() -> None:
     source, counts = TableSource(FIRST), KindCounts()
     source._texts = {7: [1, 2]}
     tree = GrowingTree(2, 7, [source], counts, 0.0, 9)
-    tree.grow(9)
+    fill(tree, 9)
     accepted = tree.learn([10, 20, 40])  # 10 and 20 were right, 30 was not
-    assert [(node.token, right and right.token) for node, right in accepted] == [(2, 10), (10, 20), (20, None)]
+    assert [(node.token, source) for node, source in accepted] == [(2, 0), (10, 0), (20, -1)]
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
-    assert counts.correct((0, "table"), 0.8) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
-    assert counts.correct((1, "table"), 0.8) == 0.8
+    assert counts.of(0) == {"table": [2, 4]} and counts.of(1) == {}
+    assert correct(0.8, [2, 4]) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
 
 
 def test_the_largest_logits_are_found() -> None:
@@ -177,6 +183,25 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
     paths = list_paths(recorder.trees[0], 0)
     assert {path[0] for path in paths} >= set(range(3, 8))
     assert any(len(path) == 2 and path[0] in range(3, 8) for path in paths)  # the table ends at depth 1
+
+
+def test_accepted_tokens_are_counted_by_source(target: Target) -> None:
+    """All but those of each request's last tree, which no proposer sees again."""
+    head = HeadSource(HydraProposer(make_head("hydra", target, output="target")))
+    proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
+    assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
+    recorder = Recorder(proposer)
+    for _ in range(2):
+        generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], recorder, max_new_tokens=30, stop_ids=())
+    assert sum(proposer.accepted_by_source.values()) == sum(map(sum, recorder.accepted)) > 0
+    assert proposer.accepted_by_source["stored"] > 0
+    assert sum(proposer.renew().accepted_by_source.values()) == 0
+
+
+def test_sources_are_known_by_name(target: Target) -> None:
+    assert {name: make().name for name, make in SOURCES.items()} == {name: name for name in SOURCES}
+    proposer = MergedProposer([make() for name, make in SOURCES.items() if name != "suffix"])
+    assert "suffix" not in proposer.accepted_by_source
 
 
 def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:

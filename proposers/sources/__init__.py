@@ -1,16 +1,28 @@
 """Sources: ways to continue a text, which `MergedProposer` grows one draft tree from."""
 
+from collections.abc import Callable
+
 from proposers.sources.answer_store import AnswerStore
+from proposers.sources.lookahead import LookaheadSource
+from proposers.sources.proposed import ProposerSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
 from proposers.sources.stored import StoredSource
 from proposers.sources.suffix import SuffixSource
 from proposers.sources.suffix_automaton import SuffixAutomaton
 
+SOURCES: dict[str, Callable[[], Source]] = {  # those that need the target's text and logits alone, by name
+    "suffix": SuffixSource,
+    "recycling": RecyclingSource,
+}
+
 __all__ = [
+    "SOURCES",
     "AnswerStore",
     "Continuation",
+    "LookaheadSource",
     "Place",
+    "ProposerSource",
     "RecyclingSource",
     "Source",
     "StoredSource",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -66,13 +65,20 @@ class AnswerStore:
         found: list[Copy] = []
         if len(tail) < GRAM:
             return found
+        backwards = tail[: -LONGEST - 1 : -1]
+        tokens, capacity = self._tokens, self.capacity
         with self._lock:
-            place = self._newest[self._bucket(tail[-GRAM:])]
-            while len(found) < OCCURRENCES and self._is_kept(place):
-                length = self._match(place, tail)
-                if length >= GRAM and self._token(place) != END:
-                    found.append(Copy(self._token(place), length, place))
-                place = self._previous[place % self.capacity]
+            first, place = max(0, self._end - capacity), self._newest[self._bucket(tail[-GRAM:])]
+            while place >= first and len(found) < OCCURRENCES:
+                token, length = tokens[place % capacity], 0
+                for expected in backwards:
+                    before = place - length - 1
+                    if before < first or tokens[before % capacity] != expected:
+                        break
+                    length += 1
+                if length >= GRAM and token != END:
+                    found.append(Copy(token, length, place))
+                place = self._previous[place % capacity]
         return found
 
     def use(self, place: int) -> None:
@@ -143,16 +149,6 @@ class AnswerStore:
             self._tokens[place % self.capacity] = END
             place += 1
         return answer
-
-    def _match(self, place: int, tail: Sequence[int]) -> int:
-        """How many tokens before a place are those at the end of `tail`."""
-        length = 0
-        for expected in islice(reversed(tail), LONGEST):
-            place -= 1
-            if not self._is_kept(place) or self._token(place) != expected:
-                break
-            length += 1
-        return length
 
     def _is_kept(self, place: int) -> bool:
         return place >= max(0, self._end - self.capacity)

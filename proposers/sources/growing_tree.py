@@ -6,52 +6,57 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from proposers.sources.source import Continuation, Source
+from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
-Reason = tuple[int, Hashable]  # a source's number, and the kind of its continuation
 
 
 class KindCounts:
     """How often continuations were right, by source and kind."""
 
     def __init__(self) -> None:
-        self._counts: dict[Reason, list[int]] = {}  # right, and all
+        self._counts: dict[int, dict[Hashable, list[int]]] = {}  # right, and all
 
-    def correct(self, reason: Reason, p: float) -> float:
-        """A source's estimate, corrected by what became of such continuations."""
-        counts = self._counts.get(reason)
-        return p if counts is None else (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
+    def of(self, source: int) -> dict[Hashable, list[int]]:
+        """The counts of a source's kinds: right, and all."""
+        return self._counts.setdefault(source, {})
 
-    def add(self, reason: Reason, right: bool) -> None:
-        counts = self._counts.setdefault(reason, [0, 0])
-        counts[0] += right
-        counts[1] += 1
+    def add(self, source: int, continuations: Iterable[Named], right: int) -> None:
+        """Count continuations of an accepted node, of which the token `right` was right."""
+        kinds = self.of(source)
+        for token, _, kind in continuations:
+            counts = kinds.setdefault(kind, [0, 0])
+            counts[0] += token == right
+            counts[1] += 1
+
+
+def correct(p: float, counts: Sequence[int]) -> float:
+    """A source's estimate, corrected by what became of such continuations."""
+    return (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
 
 
 class Node:
-    """A possible node of the tree. `number` is its place if it is in it, else -1."""
+    """A node of the tree."""
 
-    __slots__ = ("best", "children", "depth", "named", "number", "p", "parent", "path", "share", "states", "token")
+    __slots__ = ("best", "depth", "likely", "named", "number", "p", "parent", "path", "serial", "states", "token")
 
-    def __init__(self, token: int, parent: Node | None) -> None:
-        self.token, self.parent = token, parent
+    def __init__(self, token: int, parent: Node | None, serial: int) -> None:
+        self.token, self.parent, self.serial = token, parent, serial
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.share = 0.0 if parent else 1.0  # the probability that it is right if its parent is ...
-        self.best = -1  # ... by this source
-        self.p = 1.0  # the probability that the whole path to it is right, while it is in the tree
-        self.number = 0
+        self.best = -1  # the source that is most confident of it
+        self.p = 1.0  # the probability that the whole path to it is right
+        self.number = 0  # its place in the tree
         self.states: list[Any] = []
-        self.named: list[tuple[int, Reason]] | None = None  # the tokens after it and why; None: no source was asked yet
-        self.children: dict[int, Node] = {}  # those of them that are likely enough for the tree
+        self.named: list[tuple[int, Iterable[Named]]] | None = None  # by source; None: none was asked yet
+        self.likely: dict[int, tuple[float, int]] = {}  # by next token: its probability after this node, and `best`
         self.path = -1  # of a source that drafts level by level: the place in its last level
 
 
 class GrowingTree:
-    """A tree of the most likely nodes.
+    """A tree of the most likely nodes, which grows by a node at a time.
 
     Of several sources that name a token the most confident one is believed: they often have the same reason, so that
-    adding up would be too confident.
+    adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
     least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
     which there are none.
@@ -69,59 +74,61 @@ class GrowingTree:
     ) -> None:
         self.sources, self.counts = sources, counts
         self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
-        self.root = Node(root, None)
+        self.root = Node(root, None, 0)
         self.root.states = [source.start(request_id) for source in sources]
+        self._made = {(-1, root): self.root}  # by the parent's serial number and the token
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with the root alone. What the sources named is kept."""
         self.nodes = [self.root]
+        # A heap of nodes to come: the most likely first, of equals the first one named.
+        self._waiting: list[tuple[float, int, Node, int]] = []
+        self._count = 0
+        self._is_open = True  # the next tokens of the last node are not waiting yet
 
-    def grow(self, size: int) -> None:
-        """Choose the nodes: the most likely ones, at most `size`."""
-        self.nodes = []
-        waiting: list[tuple[float, int, Node]] = []  # a heap: the most likely first, of equals the first one named
-        named, node = 0, self.root
-        while True:
-            node.number = len(self.nodes)
-            self.nodes.append(node)
-            if len(self.nodes) == size:
-                return
+    def next_p(self) -> float:
+        """The probability of the most likely node that is not in the tree; 0 if there is none."""
+        if self._is_open:
+            self._is_open = False
+            node = self.nodes[-1]
             if node.depth < self.deepest and node.token not in self.stop_ids:
-                for child in self._ask(node).children.values():
-                    child.number, child.p = -1, node.p * child.share
-                    named += 1
-                    heappush(waiting, (-child.p, named, child))
-            if not waiting:
-                return
-            node = heappop(waiting)[2]
+                self._wait_for(self._ask(node))
+        return -self._waiting[0][0] if self._waiting else 0.0
 
-    def add(self, node: Node, source: int, continuations: Iterable[Continuation]) -> None:
-        """Add the continuations of a node that a source names. `grow` chooses among them."""
-        named, children, correct = self._ask(node).named, node.children, self.counts.correct
-        assert named is not None
-        for token, p, kind in continuations:
-            reason = source, kind
-            named.append((token, reason))
-            p = correct(reason, p)
-            if node.p * p < self.least:
-                continue
-            child = children.get(token)
-            if child is None:
-                child = children[token] = Node(token, node)
-            if p > child.share:
-                child.share, child.best = p, source
+    def take(self) -> None:
+        """Add the most likely node to the tree, if there is one."""
+        if not self.next_p():
+            return
+        p, _, parent, token = heappop(self._waiting)
+        key = parent.serial, token
+        node = self._made.get(key)
+        if node is None:
+            node = self._made[key] = Node(token, parent, len(self._made))
+        node.p, node.best, node.number = -p, parent.likely[token][1], len(self.nodes)
+        self.nodes.append(node)
+        self._is_open = True
 
-    def learn(self, tokens: Sequence[int]) -> list[tuple[Node, Node | None]]:
+    def add(self, node: Node, source: int, continuations: Iterable[Named]) -> None:
+        """Add the continuations of a node that a source names. They count after `restart`."""
+        self._ask(node)
+        self._add(node, source, continuations)
+
+    def learn(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
         """Count which continuations were right. tokens: those accepted after the root, then the bonus token.
 
-        Returns the accepted nodes, root first, each with the child that was right, if it has that child.
+        Returns the accepted nodes, root first, each with the source that was most confident of the next token, or -1.
         """
-        node, accepted = self.root, []
+        node: Node | None = self.root
+        accepted = []
         for token in tokens:
-            for named, reason in self._ask(node).named or ():
-                self.counts.add(reason, named == token)
-            right = node.children.get(token)
-            accepted.append((node, right))
-            if right is None:
+            if node is None:
                 break
-            node = right
+            self._ask(node)
+            for source, continuations in node.named or ():
+                self.counts.add(source, continuations, token)
+            accepted.append((node, node.likely.get(token, (0.0, -1))[1]))
+            node = self._made.get((node.serial, token))
         return accepted
 
     def _ask(self, node: Node) -> Node:
@@ -132,5 +139,23 @@ class GrowingTree:
                 pairs = zip(self.sources, node.parent.states, strict=True)
                 node.states = [source.follow(state, node.token) for source, state in pairs]
             for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
-                self.add(node, number, source.continuations(state))
+                self._add(node, number, source.continuations(state))
         return node
+
+    def _add(self, node: Node, source: int, continuations: Iterable[Named]) -> None:
+        assert node.named is not None
+        found = list(continuations)
+        node.named.append((source, found))
+        kinds, likely, least = self.counts.of(source), node.likely, self.least / node.p
+        for token, p, kind in found:
+            counts = kinds.get(kind)
+            if counts is not None:
+                p = correct(p, counts)
+            if p >= least and (token not in likely or p > likely[token][0]):
+                likely[token] = p, source
+
+    def _wait_for(self, node: Node) -> None:
+        """Let the next tokens of a node wait."""
+        for token, (p, _) in node.likely.items():
+            self._count += 1
+            heappush(self._waiting, (-node.p * p, self._count, node, token))

@@ -1,4 +1,4 @@
-"""A source that continues a whole level of nodes at once, because each level takes it a forward pass."""
+"""Sources that continue a whole level of nodes at once, because each level takes them a forward pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from decode import Step
+from heads.vocabulary import top_tokens
+from proposers.draft import LONGEST, DraftProposer
+from proposers.draft_session import DraftSession
 from proposers.head_proposer import HeadProposer, numbers_of
 from proposers.sources.source import Continuation
-from proposers.tree_search import ScoredDrafter
+from proposers.tree_search import RANKS, ScoredDrafter
 
 PARTS = 10  # probabilities are counted alike in so many parts
 
@@ -18,6 +21,7 @@ PARTS = 10  # probabilities are counted alike in so many parts
 class LevelSource(Protocol):
     """Continues at most `width` nodes of each level, which extend nodes of the level before."""
 
+    name: str  # what accepted tokens are counted under
     layers: tuple[int, ...]  # as in `decode.Proposer`
     width: int
     depth: int  # levels at most
@@ -49,7 +53,7 @@ class HeadSource:
     """
 
     def __init__(self, proposer: HeadProposer) -> None:
-        self.proposer = proposer
+        self.proposer, self.name = proposer, proposer.head.kind
         self.layers, self.width, self.depth = tuple(proposer.layers), proposer.width, proposer.depth
         self._drafter: ScoredDrafter
         self._level = 0
@@ -76,14 +80,57 @@ class HeadSource:
 
     def _name(self, scores: Tensor) -> list[list[list[Continuation]]]:
         tokens, longer = self._drafter.next_tokens(self._level, self.proposer.ranks, scores, torch.empty(0))
-        p = (longer - scores[:, :, None]).exp().tolist()
-        return [
-            [self._describe(*path) for path in zip(*row, strict=True)] for row in zip(tokens.tolist(), p, strict=True)
-        ]
+        return name_likely(self._level, tokens, (longer - scores[:, :, None]).exp())
 
-    def _describe(self, tokens: list[int], p: list[float]) -> list[Continuation]:
-        level = self._level
-        return [
-            Continuation(token, each, (level, rank, int(each * PARTS)))
-            for rank, (token, each) in enumerate(zip(tokens, p, strict=True))
+
+class DraftSource:
+    """A smaller model: continues nodes by its own probabilities, whichever source named the nodes.
+
+    proposer: holds the draft model, and how wide and long it drafts. Logits processors do not apply to it.
+
+    Raises ValueError for a proposer of sampled drafts, and, in its first step, for another vocabulary.
+    """
+
+    layers: tuple[int, ...] = ()
+    name = "draft"
+
+    def __init__(self, proposer: DraftProposer) -> None:
+        if proposer.sampled:
+            raise ValueError("a source names the most likely tokens; give a draft proposer with sampled=False")
+        self.proposer, self.width, self.depth = proposer, proposer.width, proposer.length or LONGEST
+        self._session = DraftSession(proposer.draft)
+        self._level = 0
+
+    def observe(self, step: Step) -> None:
+        if step.is_prefill:
+            self.proposer.check(step.target)
+        self._session.observe(step)
+
+    def renew(self) -> DraftSource:
+        return DraftSource(self.proposer)
+
+    def start(self, step: Step) -> list[list[Continuation]]:
+        self._level = 0
+        return [row[0] for row in self._name(self._session.start(step)[:, None])]
+
+    def extend(self, parents: Tensor, tokens: Tensor, scores: Tensor) -> list[list[list[Continuation]]]:
+        self._level += 1
+        return self._name(self._session.extend(parents, tokens))
+
+    def _name(self, logits: Tensor) -> list[list[list[Continuation]]]:
+        tokens, log_p = top_tokens(logits, RANKS)
+        return name_likely(self._level, tokens, log_p.exp())
+
+
+def name_likely(level: int, tokens: Tensor, p: Tensor) -> list[list[list[Continuation]]]:
+    """The continuations of each row's paths, from their tokens and probabilities [B, W, R], the most likely first."""
+    return [
+        [
+            [
+                Continuation(token, each, (level, rank, int(each * PARTS)))
+                for rank, (token, each) in enumerate(zip(*path, strict=True))
+            ]
+            for path in zip(*row, strict=True)
         ]
+        for row in zip(tokens.tolist(), p.tolist(), strict=True)
+    ]

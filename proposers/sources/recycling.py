@@ -6,19 +6,21 @@ was nearly chosen instead of the last token often comes next. Shapes: B rows, N 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from decode import Step
-from proposers.sources.source import Continuation, Source, sigmoid
+from proposers.sources.source import Named, Source, sigmoid
 
 RANKS = 8  # most likely next tokens that are kept
 ORDERS = 3  # of the keys: the last 1, 2 and 3 tokens
 SHARES = 8  # probabilities are kept in so many steps
 KEYS = 1 << 16  # kept for each request, some 50 MB; the oldest go first
+RIVALS = -1  # in place of a key's length
 BLOCK = 64  # tokens whose largest logit is found first
 # A continuation's log-odds of being right, fitted on 88 answers of the default model to real users' prompts and to
 # exercises: by the key's length and the share of the prediction, plus by its rank; and the same of rivals.
@@ -72,16 +74,26 @@ class RecyclingSource(Source):
     def follow(self, state: Context, token: int) -> Context:
         return Context(state.recycled, (*state.tail, token)[-ORDERS:])
 
-    def continuations(self, state: Context) -> Iterator[Continuation]:
+    def continuations(self, state: Context) -> list[Named]:
         order, predictions = state.recycled.find(state.tail)
-        weights = SHARE_WEIGHT[order]
-        for rank, (token, share) in enumerate(zip(*predictions, strict=True)):
-            yield Continuation(token, sigmoid(weights[share] + RANK_WEIGHT[rank]), (order, rank, share))
+        named = _name(order, predictions)
         if state.rivals is not None:
-            for rank, (token, share) in enumerate(zip(*state.rivals, strict=True)):
-                if token != state.tail[-1]:
-                    p = sigmoid(RIVAL_SHARE_WEIGHT[min(share, 3)] + RIVAL_RANK_WEIGHT[rank])
-                    yield Continuation(token, p, (rank, share))
+            named += [rival for rival in _name(RIVALS, state.rivals) if rival[0] != state.tail[-1]]
+        return named
+
+
+def _name(order: int, predictions: Predictions) -> list[Named]:
+    return [
+        (token, *_estimate(order, rank, share)) for rank, (token, share) in enumerate(zip(*predictions, strict=True))
+    ]
+
+
+@cache
+def _estimate(order: int, rank: int, share: int) -> tuple[float, Hashable]:
+    """The probability of a continuation by a key of so many tokens, or of a rival, and its kind."""
+    if order == RIVALS:
+        return sigmoid(RIVAL_SHARE_WEIGHT[min(share, 3)] + RIVAL_RANK_WEIGHT[rank]), (rank, share)
+    return sigmoid(SHARE_WEIGHT[order][share] + RANK_WEIGHT[rank]), (order, rank, share)
 
 
 class Recycled(dict[tuple[int, ...], Predictions]):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from decode import Step
 from proposers.sources.answer_store import LONGEST, AnswerStore
-from proposers.sources.source import Continuation, Source
+from proposers.sources.source import Named, Source
 from proposers.sources.suffix import rank_copies
 
 IN_USE = 8  # equal tokens from which a stored answer counts as used
@@ -50,7 +50,7 @@ class StoredSource(Source):
     def follow(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
         return (*state, token)[-LONGEST:]
 
-    def continuations(self, state: tuple[int, ...]) -> Iterable[Continuation]:
+    def continuations(self, state: tuple[int, ...]) -> list[Named]:
         found = self.store.find(state)
         copies: dict[int, tuple[int, int, int]] = {}
         for copy in found:

@@ -6,14 +6,14 @@ After Oliaro et al., "SuffixDecoding" (2024), and Hu et al., "SAM Decoding" (202
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from heapq import nlargest
+from collections.abc import Hashable, Iterable
+from functools import cache
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
 from decode import Step
-from proposers.sources.source import Continuation, Source, sigmoid
+from proposers.sources.source import Named, Source, sigmoid
 from proposers.sources.suffix_automaton import SuffixAutomaton
 
 SHORTER = 3  # contexts that a node's continuations are looked up in, longest first
@@ -34,6 +34,7 @@ LENGTH_WEIGHT = (
 )
 RANK_WEIGHT = 0.23, -0.15, -0.44, -0.79
 COUNT_WEIGHT = -0.77, -0.44, 0.06
+_by_count = itemgetter(1, 2)
 
 
 class Match(NamedTuple):
@@ -62,30 +63,37 @@ class SuffixSource(Source):
     def follow(self, state: Match, token: int) -> Match:
         return Match(state.automaton, *state.automaton.follow(state.state, state.length, token))
 
-    def continuations(self, state: Match) -> Iterator[Continuation]:
+    def continuations(self, state: Match) -> Iterable[Named]:
         automaton, context, length = state
-        named = set[int]()
+        named: dict[int, Named] = {}
         for _ in range(SHORTER):
             if context == 0:
-                return
+                break
             newest = islice(reversed(automaton.next[context].items()), LATEST)
             copies = [(token, automaton.count[after], automaton.latest[after]) for token, after in newest]
             for continuation in rank_copies(length, copies):
-                if continuation.token not in named:
-                    named.add(continuation.token)
-                    yield continuation
+                named.setdefault(continuation[0], continuation)
             context = automaton.link[context]
             length = automaton.length[context]
+        return named.values()
 
 
-def rank_copies(length: int, copies: Iterable[tuple[int, int, int]]) -> Iterator[Continuation]:
+def rank_copies(length: int, copies: Iterable[tuple[int, int, int]]) -> list[Named]:
     """The tokens that followed earlier occurrences of the last `length` tokens, most frequent first.
 
     copies: each token, how often it followed, and the place of its latest occurrence. Of these, at most `BRANCHES` are
     named. Which are right most often depends on the length, the rank, the count and the number of different tokens.
     """
-    found = list(copies)
+    found = sorted(copies, key=_by_count, reverse=True)
     size, distinct = bisect_left(LENGTHS, length), min(len(found), 3)
-    for rank, (token, count, _) in enumerate(nlargest(BRANCHES, found, key=itemgetter(1, 2))):
-        log_odds = LENGTH_WEIGHT[size][distinct - 1] + RANK_WEIGHT[rank] + COUNT_WEIGHT[min(count, 3) - 1]
-        yield Continuation(token, sigmoid(log_odds), (size, rank, min(count, 3), distinct))
+    return [
+        (token, *_estimate(size, rank, min(count, 3), distinct))
+        for rank, (token, count, _) in enumerate(found[:BRANCHES])
+    ]
+
+
+@cache
+def _estimate(size: int, rank: int, count: int, distinct: int) -> tuple[float, Hashable]:
+    """The probability of a copied token, and its kind."""
+    log_odds = LENGTH_WEIGHT[size][distinct - 1] + RANK_WEIGHT[rank] + COUNT_WEIGHT[count - 1]
+    return sigmoid(log_odds), (size, rank, count, distinct)
