@@ -34,7 +34,8 @@ ANSWER = 128  # tokens of each of its answers
 
 def read_text() -> list[int]:
     """The documentation as tokens."""
-    pages = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
+    root = Path(__file__).parent.parent
+    pages = [root / "README.md", *sorted(root.glob("docs/*.md"))]
     words = re.findall(r"\w+|[^\w\s]", "\n".join(page.read_text() for page in pages))
     ids = {word: number for number, word in enumerate(dict.fromkeys(words))}
     return [ids[word] for word in words]
@@ -54,7 +55,7 @@ def replay(text: list[int], context: int, proposer: MergedProposer, steps: int) 
     """The seconds of each draft for an answer that goes on as the text does. The first reads the prompt."""
     noise = torch.randn(1, 65, VOCABULARY, generator=torch.Generator().manual_seed(0))
     target: Any = SimpleNamespace(device=torch.device("cpu"), vocabulary=VOCABULARY)
-    tree, path, end, kept = Tree.chain([text[context - 1 : context]]), [0], context, context
+    tree, path, end = Tree.chain([text[context - 1 : context]]), [0], context
     for number in range(steps):  # `end` tokens are known, of which the last is the bonus token
         end += len(path)
         logits = noise[:, : tree.width].clone()
@@ -66,7 +67,7 @@ def replay(text: list[int], context: int, proposer: MergedProposer, steps: int) 
             kept=[0],
             sequences=[text[:end]],
             room=[1000],
-            committed=[text[:kept] if number == 0 else text[end - 1 - len(path) : end - 1]],
+            committed=[text[:context] if number == 0 else text[end - 1 - len(path) : end - 1]],
             path=[path],
             tree=tree,
             logits=logits,

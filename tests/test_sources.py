@@ -20,6 +20,7 @@ from proposers.sources import LookaheadSource, ProposerSource
 from proposers.sources.lookahead import Grams, _begin, _read_tree
 from tests.drafting import Recorder, make_head
 from tests.models import VOCABULARY, tiny
+from tests.profile_sources import read_text, replay
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 7, 9], [3]]
 SETTINGS = {"max_new_tokens": 30, "stop_ids": ()}
@@ -134,6 +135,13 @@ def test_wrong_draft_models_are_refused(target: Target) -> None:
     other = DraftSource(DraftProposer(Target(tiny("llama", vocab_size=50))))
     with pytest.raises(ValueError, match="a draft must share the target's tokenizer"):
         generate(target, PROMPTS, MergedProposer([], other, nodes=4), **SETTINGS)
+
+
+def test_sources_can_be_profiled_without_a_model() -> None:
+    proposer = MergedProposer(nodes=16)
+    seconds = list(replay(read_text(), 2000, proposer, steps=40))
+    assert len(seconds) == 40 and min(seconds) > 0
+    assert sum(proposer.accepted_by_source.values()) > 0
 
 
 def test_renewed_sources_share_no_state(target: Target) -> None:
