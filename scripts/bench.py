@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from scripts.benchmark.files import Records, describe_machine, find_commit, read_report, write_report
 from scripts.benchmark.measurement import measure_group, open_conversations, warm_up
+from scripts.benchmark.method_names import parse_method
 from scripts.benchmark.methods import make_methods
+from scripts.benchmark.node_plot import draw_nodes, find_families
 from scripts.benchmark.options import BenchOptions, add_bench_options
 from scripts.benchmark.pass_options import PassOptions, add_pass_options, refuse_options_of_others
 from scripts.benchmark.pass_report import draw_passes, format_passes
@@ -33,16 +35,18 @@ from scripts.shared.prompts import encode_turn
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
 and include the prompt. Later turns follow plain decoding's answers, so that all methods see the same prompt. Proposers
-start anew with each question.
+start anew with each question; merged-warm keeps its store of answers alone. Nodes of a tree include its root, and the
+column "nodes" has the draft tokens of a step.
 
 Speeds are the sum of tokens over the sum of seconds; Spec-Bench's mean over questions is in the JSON too. The 95 %
 intervals of their ratios are bootstrapped over questions. tau: tokens per forward pass of the model. identical: share
 of answers with the tokens of plain decoding, and the largest gap between the model's two highest logits where answers
-differ. loops: share of answers that ended in repetition.
+differ. loops: share of answers that ended in a loop, their last 60 tokens repeating with a period under 20. Trimmed,
+an answer ends where its loop repeats the first token. Accepted by source: the most confident source of a token counts.
 
-The JSON has settings, machine, rows (one per method and category; mt_bench and all are sums), differences and the
-records of single questions. --from computes the rows again from the records. During a run, FILE.partial.jsonl has the
-finished questions; the same command continues after them.
+The JSON has settings, machine, rows (one per method and category; mt_bench, second_turns and all are sums), differences
+and the records of single questions. --from computes the rows again from the records. During a run, FILE.partial.jsonl
+has the finished questions; the same command continues after them.
 
 With --passes: the time of one forward pass of the model over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), with
 256 and 4000 tokens of context, in batches of 1 and 4. Every round times each of them once, in random order, right after
@@ -64,8 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = run_passes(PassOptions.from_args(args)) if args.passes else run_bench(BenchOptions.from_args(args))
         print(format_passes(report) if "passes" in report else format_tables(report["rows"]))
         if args.plot is not None:
-            draw = draw_passes if "passes" in report else draw_plot
-            draw(report, args.plot)
+            if "passes" in report:
+                draw_passes(report, args.plot)
+            elif find_families(report):
+                draw_nodes(report, args.plot)
+            else:
+                draw_plot(report, args.plot)
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:
@@ -81,6 +89,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         "machine": {**describe_machine(target.device), **machine},
     }
     records = Records(options.json and options.json.with_name(options.json.name + ".partial.jsonl"), setup)
+    if records.found and any(parse_method(name).keeps_answers for name in options.methods):
+        raise ValueError(f"{records.path} has lost the answers that were kept to draft from; remove it to start again")
     methods = make_methods(options, target)
     groups = form_groups(questions, options.batch_size)
     records.begin()
