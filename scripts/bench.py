@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: plain decoding, each proposer, and Hugging Face's generate; or forward passes."""
+"""Measure speed as Spec-Bench does: plain decoding, each proposer, Hugging Face's generate; or passes; or starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from scripts.benchmark.passes import run_passes
 from scripts.benchmark.plot import draw_plot
 from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
-from scripts.benchmark.tables import format_tables
+from scripts.benchmark.starts import StartOptions, run_starts
+from scripts.benchmark.tables import format_starts, format_tables
 from scripts.shared.command import Parser, check_plot, failing_clearly
 from scripts.shared.options import load_target
 from scripts.shared.prompts import encode_turn
@@ -51,6 +52,11 @@ has the finished questions; the same command continues after them.
 With --passes: the time of one forward pass of the model over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), with
 256 and 4000 tokens of context, in batches of 1 and 4. Every round times each of them once, in random order, right after
 a pass of the same kind that is not timed. Times are medians over the rounds. llama-bench runs once in every round.
+
+With --start: seconds and memory of loading the model with transformers alone, of the first start on a machine, with
+nothing compiled or measured yet, and of a later one, in turns and each in a process of its own. Loaded: the model is
+there. Ready: it is warmed up and has chosen its first token. The time and memory of imports are not included. Peak: all
+resident memory, with the mapped file of the weights. Private: what is held in the end, without mapped files. Medians.
 """
 
 
@@ -64,16 +70,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_plot(args.plot)
         if args.report is not None:
             report = read_report(args.report)
+        elif args.start:
+            report = run_starts(StartOptions.from_args(args))
         else:
             report = run_passes(PassOptions.from_args(args)) if args.passes else run_bench(BenchOptions.from_args(args))
+        if "starts" in report:
+            print(format_starts(report))
+            if args.plot is not None:
+                raise ValueError("a report of starts has no picture; leave out --plot")
+            return
         print(format_passes(report) if "passes" in report else format_tables(report["rows"]))
         if args.plot is not None:
-            if "passes" in report:
-                draw_passes(report, args.plot)
-            elif find_families(report):
-                draw_nodes(report, args.plot)
-            else:
-                draw_plot(report, args.plot)
+            draw(report, args.plot)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw passes, methods by their numbers of nodes, or all methods by speed."""
+    if "passes" in report:
+        draw_passes(report, path)
+    elif find_families(report):
+        draw_nodes(report, path)
+    else:
+        draw_plot(report, path)
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
     source("--passes", action="store_true", help="measure forward passes over 1 to 64 nodes instead of methods")
+    source("--start", action="store_true", help="measure how long a model takes to start, and its memory")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole, head = parser.add_argument, at_least(1), named_value("KIND=DIR", HEAD_PROPOSERS)
     add("--methods", help=METHODS_HELP)

@@ -1,11 +1,14 @@
-"""Markdown tables of a benchmark's rows."""
+"""Markdown tables of a benchmark's rows and of starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from scripts.benchmark.questions import MT_BENCH, SECOND_TURNS
+
+SAMPLE = ("loaded", "ready", "peak", "private")  # of a start, see `starts`
 
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -44,6 +47,17 @@ def _list_sources(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         shares = [row["accepted"][name] / total if name in row["accepted"] else None for name in names]
         lines.append([row["method"], *map(_share, shares)])
     return lines
+
+
+def format_starts(report: Mapping[str, Any]) -> str:
+    """A table of the medians of a report of `starts`."""
+    weights = report["machine"]["weights"]
+    lines = [["start", "loaded (s)", "ready (s)", "peak (MB)", "peak / weights", "private (MB)", "private / weights"]]
+    for entry in report["starts"]:
+        loaded, ready, peak, private = (median(sample[name] for sample in entry["samples"]) for name in SAMPLE)
+        memory = [text for size in (peak, private) for text in (f"{size / 1e6:.0f}", f"{size / weights:.2f}x")]
+        lines.append([entry["kind"], f"{loaded:.1f}", f"{ready:.1f}", *memory])
+    return to_markdown(lines)
 
 
 def _list_categories(
