@@ -11,29 +11,23 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-import torch
 
 from decode import Target, generate
-from decode.models import cost_curve
 from proposers import HEAD_PROPOSERS, PROPOSERS
 from scripts import bench
 from scripts.benchmark import files
 from scripts.benchmark.files import find_commit
-from scripts.benchmark.options import PEERS
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
 from scripts.shared.prompts import Conversation
+from tests.bench_runs import QUESTIONS, hurry_bench, make_bench
 from training.data import has_looped
 
-QUESTIONS: list[dict[str, Any]] = [
-    {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "again"], "reference": ["x"]},
-    {"question_id": 111, "category": "math", "turns": ["1+1=", "why?"]},
-    {"question_id": 321, "category": "qa", "turns": ["Where is it? Where is"]},
-    {"question_id": 322, "category": "qa", "turns": ["Who?"]},
-]
+DEFAULT_PEERS = ("hf", "hf-prompt-lookup", "hf-assistant")
 ROW = (
-    *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops", "loops"),
+    *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops"),
+    *("tau_trimmed", "loops", "accepted"),
     *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "parts", "identical", "largest_gap"),
     *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
     *("speedup_vs_none_interval", "speedup_vs_hf_interval"),
@@ -44,30 +38,13 @@ ROW = (
 def run(
     save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any] | None]:
-    """Run bench.py on the questions with a tiny model; returns what it wrote with `--json`, if given."""
-    target = save_model(num_hidden_layers=3)
-    draft = save_model(num_hidden_layers=1, seed=1)
-    questions = tmp_path_factory.mktemp("questions") / "few.jsonl"
-    questions.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
-
-    def run(*options: str, json_file: Path | None = None) -> dict[str, Any] | None:
-        command = ["--questions", questions, "--model", target, "--draft-model", draft, "--dtype", "float64"]
-        command += ["--device", "cpu", "--max-new-tokens", "20", "--threads", "1", *options]
-        bench.main([*map(str, command), *(["--json", str(json_file)] if json_file else [])])
-        return json.loads(json_file.read_text()) if json_file else None
-
-    return run
+    return make_bench(save_model, tmp_path_factory.mktemp("questions"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def hurry() -> Iterator[None]:
-    """One thread is fastest for tiny models, and costs are measured in one round: no test here depends on them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_curve, "PATIENCE", 0.0)
+    with hurry_bench():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +64,20 @@ def report(folder: Path) -> dict[str, Any]:
 def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -> None:
     assert list(report) == ["settings", "machine", "rows", "differences", "records"]
     untrained = [name for name in PROPOSERS if name not in HEAD_PROPOSERS]  # no head was given
-    methods, categories = [*untrained, *PEERS], ["writing", "math", "mt_bench", "qa", "all"]
+    methods, categories = [*untrained, *DEFAULT_PEERS], ["writing", "math", "mt_bench", "second_turns", "qa", "all"]
     rows = report["rows"]
     assert {(row["method"], row["category"]) for row in rows} == {(m, c) for m in methods for c in categories}
     assert len(rows) == len(methods) * len(categories)
     assert all(set(row) == set(ROW) for row in rows)
     counts = {row["category"]: (row["questions"], row["answers"]) for row in rows}
-    assert counts == {"writing": (1, 2), "math": (1, 2), "qa": (2, 2), "mt_bench": (2, 4), "all": (4, 6)}
+    assert counts == {
+        "writing": (1, 2),
+        "math": (1, 2),
+        "qa": (2, 2),
+        "mt_bench": (2, 4),
+        "second_turns": (2, 2),
+        "all": (4, 6),
+    }
 
 
 def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -> None:
@@ -318,7 +302,8 @@ def test_rows_take_medians_over_repeats() -> None:
     def entry(tokens: int, steps: int, seconds: list[float], loop: bool) -> dict[str, Any]:
         parts = {"proposer": 1.0, "target": 6.0, "accept": 2.0, "rest": 1.0}
         measured = {"tokens": [tokens], "steps": [steps], "nodes": [8], "loops": [loop], "seconds": seconds}
-        return {**measured, "same": [not loop], "parts": parts}
+        trimmed = (8, 6) if loop else (tokens, steps)
+        return {**measured, "same": [not loop], "parts": parts, "trimmed": [trimmed]}
 
     def record(number: int, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
         entries = [{"questions": [number], "methods": {"none": turn}} for turn in turns]
@@ -330,9 +315,12 @@ def test_rows_take_medians_over_repeats() -> None:
     ]
     gap = {"question_id": 1, "turn": 1, "method": "none", "position": 4, "gap": 0.25}
     rows = {row["category"]: row for row in make_rows(records, [gap], ["none"])}
-    assert list(rows) == ["stem", "rag", "mt_bench", "all"]
+    assert list(rows) == ["stem", "rag", "mt_bench", "second_turns", "all"]
     row = rows["all"]
     assert (row["tokens"], row["seconds"], row["tau"], row["tau_without_loops"]) == (60, 6.0, 3.0, 4.0)
+    assert row["tau_trimmed"] == (10 + 8 + 30) / (5 + 6 + 5)
+    second = rows["second_turns"]
+    assert (second["questions"], second["answers"], second["seconds"], second["tau"]) == (1, 1, 3.0, 2.0)
     assert (row["tokens_per_second"], row["mean_of_speeds"]) == (10.0, (30 / 5 + 30 / 1) / 2)
     assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert row["nodes_per_step"] == 24 / 20 and row["parts"] == {
@@ -341,7 +329,7 @@ def test_rows_take_medians_over_repeats() -> None:
         "accept": 0.2,
         "rest": 0.1,
     }
-    assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25]
+    assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25, 0.25]
     assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
 
 
@@ -406,7 +394,10 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id and category missing"),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
-        ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and none of mt_bench, all"),
+        (
+            '{"question_id": 1, "category": "all", "turns": ["?"]}',
+            "category is a name, and none of mt_bench, second_turns, all",
+        ),
         ('{"question_id": 1, "category": "qa", "turns": []}', "turns is a list of at least one text"),
         ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
         (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
@@ -424,7 +415,10 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
     ("options", "message"),
     [
         (["--methods", "ngram,telepathy"], "unknown method 'telepathy'; choose from none, ngram"),
-        (["--peers", "vllm"], "unknown peer 'vllm'; choose from hf, hf-prompt-lookup, hf-assistant"),
+        (
+            ["--peers", "vllm"],
+            "unknown peer 'vllm'; choose from hf, hf-prompt-lookup, hf-prompt-lookup-5, hf-assistant",
+        ),
         (["--peers", "hf", "--batch-size", "2"], "hf answers one question at a time"),
         (["--model", "other", "--methods", "draft"], "draft needs --draft-model"),
         (["--model", "other", "--peers", "hf-assistant"], "hf-assistant needs --draft-model"),

@@ -195,8 +195,8 @@ def test_bench_measures_heads_by_kind(call: Call, folder: Path) -> None:
     assert report["settings"]["methods"] == ["none", *METHODS.split(",")]
     for arguments, message in (
         (["--methods", "medusa"], "medusa needs --head"),
-        (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; trees and numbers of nodes are for"),
-        (["--methods", "ngram-4"], "unknown method 'ngram-4'"),
+        (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; numbers of nodes are for"),
+        (["--methods", "draft-4"], "unknown method 'draft-4'"),
         (["--methods", "medusa-chain-4"], "unknown method 'medusa-chain-4'"),
         (["--methods", "eagle3-chain"], "unknown method 'eagle3-chain'"),
         (["--methods", "eagle3-chain-0"], "chains for eagle, eagle3, as in eagle3-chain-5"),

@@ -118,8 +118,22 @@ def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, end
 
 def has_looped(tokens: Sequence[int]) -> bool:
     """Whether a text ends in a loop: its last 60 tokens repeat with a period under 20."""
-    tail = list(tokens[-LOOP_TOKENS:])
-    return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD))
+    return _find_period(tokens[-LOOP_TOKENS:]) > 0
+
+
+def count_before_loop(tokens: Sequence[int]) -> int:
+    """The tokens of a text up to the first one that a loop (as in `has_looped`) repeats; all of them without a loop."""
+    for begin in range(len(tokens) - LOOP_TOKENS + 1):
+        if period := _find_period(tokens[begin : begin + LOOP_TOKENS]):
+            return begin + period
+    return len(tokens)
+
+
+def _find_period(tokens: Sequence[int]) -> int:
+    """The shortest period under 20 of 60 tokens; 0 if there is none, and for fewer tokens."""
+    if len(tokens) < LOOP_TOKENS:
+        return 0
+    return next((period for period in range(1, LOOP_PERIOD) if tokens[period:] == tokens[:-period]), 0)
 
 
 def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int) -> Tensor:

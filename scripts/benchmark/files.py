@@ -18,6 +18,7 @@ import transformers
 from heads.atomic_write import write_aside
 from scripts.benchmark.pass_report import sum_up_passes
 from scripts.benchmark.rows import make_rows
+from scripts.benchmark.tables import format_starts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHOWN = {"settings": ("model", "temperature", "batch_size"), "machine": ("cpu", "gpu", "threads", "dtype")}  # in plots
@@ -86,9 +87,12 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        shown = SHOWN
+        shown, computed = SHOWN, {}
         if "passes" in report:
             shown, computed = SHOWN_PASSES, {"passes": sum_up_passes(report["passes"])}
+        elif "starts" in report:
+            shown = SHOWN_PASSES
+            format_starts(report)  # fails for a damaged one
         else:
             methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
             computed = {"rows": make_rows(report["records"], report["differences"], methods)}

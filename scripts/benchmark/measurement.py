@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from decode import Target
@@ -11,7 +12,7 @@ from scripts.benchmark.methods import Measured, Method, measure_gap
 from scripts.benchmark.options import BenchOptions
 from scripts.benchmark.questions import Question
 from scripts.shared.prompts import Conversation, encode_turn
-from training.data import has_looped
+from training.data import count_before_loop, has_looped
 
 WARM_UP = 64  # tokens of an answer that is not measured
 
@@ -90,10 +91,21 @@ def _describe(measured: Sequence[Measured], differences: Sequence[Any] | None) -
     parts = [entry.parts for entry in measured if entry.parts is not None]
     return {
         "tokens": list(map(len, first.answers)),
-        "steps": first.steps,
+        "steps": list(map(len, first.added)),
+        "trimmed": [trim_loop(*pair) for pair in zip(first.answers, first.added, strict=True)],
         "nodes": first.nodes,
         "loops": list(map(has_looped, first.answers)),
         "same": None if differences is None else [difference is None for difference in differences],
         "seconds": [entry.seconds for entry in measured],
         "parts": {part: sum(entry[part] for entry in parts) for part in parts[0]} if parts else None,
+        "accepted": first.accepted,
     }
+
+
+def trim_loop(answer: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
+    """The tokens of an answer before it repeats itself in a loop, and the forward passes which they took.
+
+    added: the tokens of each pass. The last pass counts whole, as it does where an answer ends.
+    """
+    tokens = count_before_loop(answer)
+    return tokens, sum(before < tokens for before in accumulate(added[:-1], initial=0))

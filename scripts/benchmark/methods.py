@@ -6,19 +6,29 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise, repeat
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from decode import Proposer, Sampling, Target, generate
+from decode import Proposer, Sampling, Target, stream
 from decode.models.loading import first_layers
 from decode.stats import PARTS
-from proposers import HEAD_PROPOSERS, AnswerStore, DraftProposer, HeadProposer, MergedProposer
+from proposers import (
+    HEAD_PROPOSERS,
+    AnswerStore,
+    DraftProposer,
+    HeadProposer,
+    LookaheadProposer,
+    MergedProposer,
+    NGramProposer,
+)
 from proposers.load import DRAFT_LAYERS
-from scripts.benchmark.options import PEERS, BenchOptions, keeps_answers, parse_method
+from scripts.benchmark.method_names import FIXED, NamedMethod, parse_method
+from scripts.benchmark.options import PEERS, BenchOptions
 from scripts.shared.options import find_head, load_model_only, make_proposer
 
 NODES = 64  # largest draft tree
@@ -26,18 +36,20 @@ NODES = 64  # largest draft tree
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch of answers: token ids (end token included), forward passes of the target, and wall time in seconds.
+    """One batch of answers: token ids (end token included), and wall time in seconds.
 
-    Only the project's loop knows `texts`, `nodes` and `parts`, the seconds of each part of the loop. `parts` is for
-    CPUs only: a GPU's work is queued in one part and waited for in another.
+    added: how many tokens each forward pass of the target added to each answer. Only the project's loop knows `texts`,
+    `nodes`, `parts`, the seconds of each part of the loop, and `accepted`, the accepted draft tokens by source, if the
+    proposer counts them. `parts` is for CPUs only: a GPU's work is queued in one part and waited for in another.
     """
 
     answers: list[list[int]]
-    steps: list[int]
+    added: list[list[int]]
     seconds: float
     texts: list[str] | None = None
     nodes: list[int] | None = None
     parts: dict[str, float] | None = None
+    accepted: dict[str, int] | None = None
 
 
 Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]  # takes token ids, seed and `max_new_tokens`
@@ -52,37 +64,66 @@ def make_methods(options: BenchOptions, target: Target) -> dict[str, Method]:
 
 def _make_loop(name: str, options: BenchOptions, target: Target) -> Method:
     """The project's loop. Each conversation has a proposer that has learned nothing yet and shares the models."""
-    drafting = parse_method(name)
-    if drafting.proposer == "draft":
-        drafting = replace(drafting, draft_model=options.draft_model)
-    kind = drafting.head or drafting.proposer
-    if kind in HEAD_PROPOSERS:
-        folder = find_head(kind, options.heads.get(kind), options.model.model)
-        drafting = replace(drafting, head=str(folder))
-    proposer = make_proposer(drafting, target, options.model)
-    nodes = drafting.nodes or NODES
-    if keeps_answers(name):
-        proposer = MergedProposer(head=proposer.head, store=AnswerStore(), nodes=proposer.nodes)
-        return _KeepAnswers(lambda proposer: partial(ask_loop, target, proposer, options.temperature, nodes), proposer)
+    method = parse_method(name)
+
+    def bind(proposer: Proposer) -> Ask:
+        return partial(ask_loop, target, proposer, options.temperature, method.nodes or NODES)
+
+    if method.kind in FIXED and method.nodes is not None:
+        make = partial(_make_fixed, method.kind, method.nodes)
+        return lambda: bind(make())
+    proposer = _load_proposer(method, options, target)
     renew: Callable[[], Proposer] = type(proposer)
+    if isinstance(proposer, MergedProposer):
+        sources = [source for source in proposer.sources if source.name != method.without]
+        proposer = MergedProposer(sources, proposer.head, nodes=proposer.nodes)
+        if method.keeps_answers:
+            return _keep_answers(bind, proposer)
     if isinstance(proposer, HeadProposer | MergedProposer):
         renew = proposer.renew
     elif isinstance(proposer, DraftProposer):
         renew = partial(DraftProposer, proposer.draft)
-    return lambda: partial(ask_loop, target, renew(), options.temperature, nodes)
+    return lambda: bind(renew())
 
 
-class _KeepAnswers:
-    """A method whose conversations share a proposer and its store of answers, all but the first, which warms up."""
+def _load_proposer(method: NamedMethod, options: BenchOptions, target: Target) -> Proposer:
+    """The method's proposer, with its draft model or head."""
+    drafting, kind = method.options, method.options.head or method.kind
+    if kind == "draft":
+        drafting = replace(drafting, draft_model=options.draft_model)
+    elif kind in HEAD_PROPOSERS:
+        drafting = replace(drafting, head=str(find_head(kind, options.heads.get(kind), options.model.model)))
+    return make_proposer(drafting, target, options.model)
 
-    def __init__(self, bind: Callable[[Proposer], Ask], proposer: MergedProposer) -> None:
-        self._bind, self._proposer, self._is_warm = bind, proposer, False
 
-    def __call__(self) -> Ask:
-        if self._is_warm:
-            return self._bind(self._proposer)
-        self._is_warm = True
-        return self._bind(self._proposer.renew())
+def _make_fixed(kind: str, nodes: int) -> Proposer:
+    """A proposer of `FIXED` whose trees have so many nodes, root included."""
+    if kind == "lookahead":
+        branches = max((nodes - 1) // (LookaheadProposer().size - 1), 2)
+        half = -(-branches // 2)
+        return LookaheadProposer(window=half, continuations=half)
+    if kind == "ngram":
+        return NGramProposer(length=nodes - 1)
+    return NGramProposer(max_size=2, length=nodes - 1, first=True)
+
+
+def _keep_answers(bind: Callable[[Proposer], Ask], proposer: MergedProposer) -> Method:
+    """A method whose conversations share a store of answers alone. The first one, which warms up, has no store."""
+    keeping = MergedProposer(proposer.renew().sources, proposer.head, store=AnswerStore(), nodes=proposer.nodes)
+    openings = chain([proposer], repeat(keeping))
+
+    def open_conversation() -> Ask:
+        opened = next(openings).renew()
+        ask = bind(opened)
+
+        def ask_and_keep(prompts: Sequence[list[int]], seed: int, max_new_tokens: int) -> Measured:
+            measured = ask(prompts, seed, max_new_tokens)
+            opened.keep_answers()
+            return measured
+
+        return ask_and_keep
+
+    return open_conversation
 
 
 def _make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
@@ -119,37 +160,45 @@ def ask_loop(
 ) -> Measured:
     """Answer the prompts as one batch with the project's loop."""
     settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens, "nodes": nodes}
-    answers, seconds = clock(lambda: generate(target, prompts, proposer, **settings), target.device)
-    longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # of the whole batch
+    before = count_accepted(proposer)
+    chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
+    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
+    ordered = [answers[row] for row in range(len(prompts))]
+    longest = max((answer.stats.seconds for answer in ordered), key=lambda spent: spent.total)  # of the whole batch
     return Measured(
-        [answer.tokens for answer in answers],
-        [answer.stats.steps for answer in answers],
+        [answer.tokens for answer in ordered],
+        [[len(chunk.tokens) for chunk in chunks if chunk.request_id == row] for row in range(len(prompts))],
         seconds,
-        [answer.text for answer in answers],
-        [answer.stats.nodes for answer in answers],
+        [answer.text for answer in ordered],
+        [answer.stats.nodes for answer in ordered],
         {part: getattr(longest, part) for part in PARTS} if target.device.type == "cpu" else None,
+        {name: count - before[name] for name, count in count_accepted(proposer).items()} or None,
     )
+
+
+def count_accepted(proposer: Proposer) -> dict[str, int]:
+    """The accepted draft tokens by source so far; empty for proposers without sources."""
+    return dict(proposer.accepted_by_source) if isinstance(proposer, MergedProposer) else {}
 
 
 def ask_peer(
     model: PreTrainedModel, options: Mapping[str, Any], prompts: Sequence[list[int]], seed: int, max_new_tokens: int
 ) -> Measured:
-    """Answer one prompt with transformers' `generate` and count the model's forward passes."""
+    """Answer one prompt with transformers' `generate`."""
     ids = torch.tensor(prompts, device=model.device)
+    lengths = [ids.shape[1]]
+
+    def note_length(sequences: Tensor, scores: Any) -> Tensor:
+        """A stopping criterion, asked after each forward pass of the model, which never stops."""
+        lengths.append(sequences.shape[1])
+        return torch.zeros_like(sequences[:, 0], dtype=torch.bool)
+
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, **options}
-    steps = 0
-
-    def count(module: nn.Module, inputs: Any) -> None:
-        nonlocal steps
-        steps += module is model  # a draft cut from the model shares its hooks
-
     torch.manual_seed(seed)
-    hook = model.register_forward_pre_hook(count)
-    try:
-        output, seconds = clock(lambda: model.generate(ids, **settings)[0, ids.shape[1] :].tolist(), model.device)
-    finally:
-        hook.remove()
-    return Measured([output], [steps], seconds)
+    criteria = StoppingCriteriaList([note_length])
+    output, seconds = clock(lambda: model.generate(ids, stopping_criteria=criteria, **settings), model.device)
+    added = [after - before for before, after in pairwise(lengths)]
+    return Measured([output[0, ids.shape[1] :].tolist()], [added], seconds)
 
 
 def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

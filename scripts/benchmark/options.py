@@ -1,4 +1,4 @@
-"""The options of bench.py, and the names of its methods."""
+"""The options of bench.py."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from typing import Any
 from decode import Sampling
 from heads import PRETRAINED
 from proposers import HEAD_PROPOSERS, PROPOSERS
-from proposers.load import DRAFT_LAYERS, EAGLES
+from proposers.load import DRAFT_LAYERS
+from scripts.benchmark.method_names import GROWN, HEADS, METHODS_HELP, parse_method
 from scripts.benchmark.questions import Question, digest_questions
 from scripts.shared.command import at_least, check_writable, named_value
 from scripts.shared.options import (
     DRAFT_MODEL_HELP,
-    TREES,
     ModelOptions,
     Options,
-    ProposerOptions,
     add_model_options,
     find_head,
 )
@@ -31,15 +30,13 @@ PASS_ROUNDS = 15
 PEERS: dict[str, dict[str, Any]] = {
     "hf": {},
     "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-prompt-lookup-5": {"prompt_lookup_num_tokens": 5},
     "hf-assistant": {"assistant_model": None},
 }
-HEADS, CHAINS, GROWN = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES), ("suffix", "recycling", "merged")
-METHODS_HELP = f"""comma-separated, of {", ".join(PROPOSERS)}, auto; none is always added. {HEADS} take a number of
-nodes and a tree: hydra-16, hydra-static-64, and sampled draft tokens: hydra-sampled-16. {CHAINS} take a chain:
-eagle3-chain-5. {", ".join(GROWN)} take a number of nodes: merged-16, and merged a head: merged-hydra-16. merged-warm-16
-drafts from the answers to earlier questions too, and needs --repeats 1 (default: all that have a model)"""
-PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a
-model, none with --batch-size above 1)"""
+PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: hf,
+hf-prompt-lookup, and hf-assistant if it has a model; none with --batch-size above 1)"""
+PLOT_HELP = """draw the report: a .png or .svg file. Methods with several numbers of nodes are drawn by nodes, else all
+methods by speed"""
 HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
 default model only: its pretrained ones)"""
 
@@ -80,10 +77,10 @@ class BenchOptions(Options):
                 raise ValueError(f"unknown peer {name!r}; choose from {', '.join(PEERS)}")
         for name in {"draft", "hf-assistant"} & {*methods, *peers} - drafts:
             raise ValueError(f"{name} needs --draft-model, a smaller model with the vocabulary of --model")
-        drafting = [parse_method(name) for name in methods]
-        for kind in {options.head or options.proposer for options in drafting} & {*HEAD_PROPOSERS}:
+        named = [parse_method(name) for name in methods]
+        for kind in {method.options.head or method.kind for method in named} & {*HEAD_PROPOSERS}:
             find_head(kind, heads.get(kind), model.model)
-        if any(map(keeps_answers, methods)) and (args.repeats or cls.repeats) > 1:
+        if any(method.keeps_answers for method in named) and (args.repeats or cls.repeats) > 1:
             raise ValueError("methods that keep answers would draft from the answer to the same question; --repeats 1")
         if peers and args.batch_size > 1:
             raise ValueError(f"{peers[0]} answers one question at a time; leave out --peers or --batch-size")
@@ -114,6 +111,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
     source("--passes", action="store_true", help="measure forward passes over 1 to 64 nodes instead of methods")
+    source("--start", action="store_true", help="measure how long a model takes to start, and its memory")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole, head = parser.add_argument, at_least(1), named_value("KIND=DIR", HEAD_PROPOSERS)
     add("--methods", help=METHODS_HELP)
@@ -126,7 +124,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
     add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
     add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
-    add("--plot", type=Path, metavar="FILE", help="draw the report: a .png or .svg file")
+    add("--plot", type=Path, metavar="FILE", help=PLOT_HELP)
     add_model_options(parser)
     add("--draft-model", help=f"for draft and hf-assistant: {DRAFT_MODEL_HELP}")
     add("--head", action="append", default=[], type=head, metavar="KIND=DIR", help=HEAD_HELP)
@@ -135,43 +133,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 def name_model(options: ModelOptions) -> str:
     """The model's name without any folder above it."""
     return _base(options.model) if options.model else DEFAULT_MODEL
-
-
-def parse_method(name: str) -> ProposerOptions:
-    """The proposer options that a method's name stands for.
-
-    "hydra" chooses its number of nodes, "hydra-16" has trees of 16 nodes, "hydra-static-16" has 16 nodes of the static
-    tree, "hydra-sampled-16" samples its draft tokens, "eagle3-chain-5" drafts a chain of 5. "suffix", "recycling" and
-    "merged" take a number of nodes as well, "merged-hydra-16" a kind of head, whose folder is still to be named.
-    "merged-warm" keeps its answers (`keeps_answers`). Raises ValueError for other names.
-    """
-    kind, *rest = name.split("-")
-    if kind not in (*PROPOSERS, "auto"):
-        raise ValueError(f"unknown method {name!r}; choose from {', '.join(PROPOSERS)}, auto")
-    number = int(rest.pop()) if rest and rest[-1].isdecimal() else None
-    if kind in GROWN and number != 0:
-        rest = rest[keeps_answers(name) :]
-        head = rest.pop() if kind == "merged" and rest and rest[-1] in HEAD_PROPOSERS else None
-        if not rest:
-            return ProposerOptions(kind, nodes=number, head=head)
-    sampled = rest[:1] == ["sampled"]
-    rest = rest[sampled:]
-    if rest == ["chain"] and kind in EAGLES and number:
-        return ProposerOptions(kind, width=1, depth=number, nodes=1 + number, sampled=sampled)
-    tree = rest.pop() if rest else None
-    if rest or tree not in (None, *TREES) or number == 0 or (name != kind and kind not in HEAD_PROPOSERS):
-        raise ValueError(
-            f"unknown method {name!r}; trees and numbers of nodes are for {HEADS}, as in hydra-16 or hydra-static-16, "
-            f"with one of {', '.join(TREES)}; so are sampled draft tokens, as in hydra-sampled-16; chains for "
-            f"{CHAINS}, as in eagle3-chain-5; numbers of nodes for {', '.join(GROWN)}, as in merged-16; a head and "
-            "kept answers for merged, as in merged-hydra-16 and merged-warm-16"
-        )
-    return ProposerOptions(kind, tree=tree, nodes=number, sampled=sampled)
-
-
-def keeps_answers(name: str) -> bool:
-    """Whether a method keeps the answers to earlier questions to draft from."""
-    return name.startswith("merged-warm")
 
 
 def _split(names: str | None, default: list[str]) -> list[str]:

@@ -65,8 +65,12 @@ def add_pass_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options_of_others(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise ValueError for options of questions with --passes, and for options of --passes without it."""
-    names, why = (METHOD_OPTIONS, "--questions, not for --passes") if args.passes else (PASS_OPTIONS, "--passes")
-    for name in names:
+    """Raise ValueError for options of questions and pictures without them, and for options of --passes without it."""
+    refused: list[tuple[str, str]] = [] if args.passes else [(name, "--passes") for name in PASS_OPTIONS]
+    if args.passes or args.start:
+        mode = "--passes" if args.passes else "--start"
+        refused += [(name, f"--questions, not for {mode}") for name in METHOD_OPTIONS]
+    refused += [("plot", "--questions, --passes and --from")] * args.start
+    for name, why in refused:
         if getattr(args, name) != parser.get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is for {why}")

@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark.questions import task_of
+from scripts.benchmark.questions import SECOND_TURNS, task_of
 from scripts.shared.plot import COLOURS, GREYS, INK, save_figure
 
 TASKS = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "Math", "rag": "RAG"}  # others: capitalized
@@ -26,6 +26,8 @@ LABELS = {
     "hydra": "Draftless, Hydra head",
     "hf": "Hugging Face generate",
     "hf-prompt-lookup": "Hugging Face prompt lookup",
+    "hf-prompt-lookup-5": "Hugging Face prompt lookup, 5",
+    "prompt-lookup": "prompt lookup in Draftless",
     "hf-assistant": "Hugging Face assistant",
 }
 BEST = 2  # proposers that are shown by task; all are shown over all questions
@@ -46,13 +48,15 @@ def draw_plot(report: Mapping[str, Any], path: Path) -> None:
     best = sorted(proposers, key=lambda name: -rows["all", name]["speedup_vs_none"])[:BEST]
     by_task = [name for name in methods if name in (*peers, *best)]
     count = next(row["questions"] for row in report["rows"] if row["category"] == "all")
-    tasks = [task for task in dict.fromkeys(task_of(category) for category, _ in rows) if task != "all"]
+    tasks = [
+        task for task in dict.fromkeys(task_of(category) for category, _ in rows) if task not in (SECOND_TURNS, "all")
+    ]
     heights = [0.34 * len(methods) + 0.2, (0.13 * len(by_task) + 0.13) * len(tasks)]
     panels = 1 + (len(tasks) > 1 and bool(by_task))
     with save_figure(path, 7.2, sum(heights[:panels]) + 1.0, font_size=12) as figure:
         panes = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=heights[:panels])[:, 0]
         draw_bars(panes[0], [rows["all", name] for name in methods], colours, range(len(methods)), 0.72, numbered=True)
-        panes[0].set_yticks(range(len(methods)), [LABELS.get(name, f"Draftless, {name}") for name in methods])
+        panes[0].set_yticks(range(len(methods)), list(map(name_method, methods)))
         if panels > 1:
             for place, name in enumerate(by_task):
                 shift = (place - (len(by_task) - 1) / 2) * 0.8 / len(by_task)
@@ -96,6 +100,11 @@ def dress(pane: Any, caption: str) -> None:
     pane.grid(axis="x", color="#DDDDDD", linewidth=0.8, zorder=0)
     pane.tick_params(length=0)
     pane.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def name_method(name: str) -> str:
+    """A method as a reader knows it."""
+    return LABELS.get(name, f"Draftless, {name}")
 
 
 def describe(report: Mapping[str, Any]) -> str:

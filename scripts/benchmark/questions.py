@@ -14,7 +14,8 @@ from scripts.shared.prompts import check_prompt
 from training.json_lines import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-GROUPS = ("mt_bench", "all")  # names of rows that sum several categories
+SECOND_TURNS = "second_turns"
+GROUPS = ("mt_bench", SECOND_TURNS, "all")  # names of rows that sum several categories
 
 
 @dataclass(frozen=True)

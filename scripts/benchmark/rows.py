@@ -1,9 +1,11 @@
 """From the records of single questions to rows: one for each method and category.
 
 A record is the measurement of one group of questions (one question unless they are batched): `category`, `questions`
-(ids) and `turns`. A turn has `questions` (ids), `prompt_tokens` and `methods`, by name: `tokens`, `steps`, `nodes`,
-`loops` and `same` with a value for each question, `seconds` with one for each repeat, and `parts`, the seconds of each
-part of the loop over all repeats. `nodes`, `parts` and `same` are null if unknown.
+(ids) and `turns`. A turn has `questions` (ids), `prompt_tokens` and `methods`, by name: `tokens`, `steps`, `trimmed`,
+`nodes`, `loops` and `same` with a value for each question, `seconds` with one for each repeat, `parts`, the seconds of
+each part of the loop over all repeats, and `accepted`, the accepted draft tokens by source. `trimmed` are tokens and
+steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are null if unknown. Records of earlier
+versions have no `trimmed` and `accepted`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.benchmark.questions import MT_BENCH
+from scripts.benchmark.questions import MT_BENCH, SECOND_TURNS
 
 RESAMPLES = 2000
 
@@ -23,20 +25,17 @@ RESAMPLES = 2000
 def make_rows(
     records: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row for each method in each category, in MT-bench as a whole, and in all."""
-    present = list(dict.fromkeys(record["category"] for record in records))
-    labels = {category: [category] for category in present}
-    if mt_bench := [category for category in present if category in MT_BENCH]:
-        labels["mt_bench"] = mt_bench
-    labels["all"] = present
+    """A row for each method in each category, in MT-bench as a whole, in the second turns, and in all."""
     rows = []
-    for label, categories in labels.items():
-        chosen = [record for record in records if record["category"] in categories]
-        ids = {question for record in chosen for question in record["questions"]}
+    for label, chosen in _group(records).items():
+        ids = {question for record in chosen for turn in record["turns"] for question in turn["questions"]}
+        met = [entry for entry in differences if entry["question_id"] in ids]
+        if label == SECOND_TURNS:
+            met = [entry for entry in met if entry["turn"] == 1]
         found = {method: _sum_up(chosen, method) for method in methods}
         samples = _resample(chosen, methods)
         for method, row in found.items():
-            gaps = [entry["gap"] for entry in differences if entry["method"] == method and entry["question_id"] in ids]
+            gaps = [entry["gap"] for entry in met if entry["method"] == method]
             row = {"method": method, "category": label, "questions": len(ids), **row}
             for base in ("none", "hf"):
                 for kind, speed in (("", "tokens_per_second"), ("mean_", "mean_of_speeds")):
@@ -44,6 +43,17 @@ def make_rows(
                 row[f"speedup_vs_{base}_interval"] = _find_interval(samples, method, base)
             rows.append({**row, "largest_gap": max(gaps, default=None)})
     return rows
+
+
+def _group(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The records of each category, of MT-bench, of the second turns, which they have alone, and of all."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["category"], []).append(record)
+    mt_bench = [record for record in records if record["category"] in MT_BENCH]
+    second = [{**record, "turns": record["turns"][1:2]} for record in records if len(record["turns"]) > 1]
+    sums = {"mt_bench": mt_bench, SECOND_TURNS: second, "all": [*records]}
+    return groups | {label: chosen for label, chosen in sums.items() if chosen}
 
 
 def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
@@ -54,6 +64,8 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
     steps, loops, same = ([value for turn in turns for value in turn[key] or []] for key in ("steps", "loops", "same"))
     counts = [count for turn in turns for count in turn["tokens"]]
     straight = [pair for *pair, loop in zip(counts, steps, loops, strict=True) if not loop]
+    trimmed = [pair for turn in turns for pair in turn.get("trimmed") or []]
+    accepted = [turn["accepted"] for turn in turns if turn.get("accepted")]
     nodes = [sum(turn["nodes"]) for turn in turns if turn["nodes"] is not None]
     parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
     total = sum(sum(part.values()) for part in parts)
@@ -64,11 +76,13 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
         "seconds": seconds,
         "tau": _divide(tokens, sum(steps)),
         "tau_without_loops": _divide(sum(count for count, _ in straight), sum(step for _, step in straight)),
+        "tau_trimmed": _divide(sum(count for count, _ in trimmed), sum(step for _, step in trimmed)),
         "loops": fmean(loops),
         "nodes_per_step": _divide(sum(nodes), sum(steps)) if nodes else None,
         "tokens_per_second": _divide(tokens, seconds),
         "mean_of_speeds": fmean(count / time for count, time in measured),
         "parts": {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None,
+        "accepted": {name: sum(entry[name] for entry in accepted) for name in accepted[0]} if accepted else None,
         "identical": fmean(same) if same else None,
     }
 
