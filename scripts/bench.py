@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: plain decoding, each proposer, and Hugging Face's generate; or forward passes."""
+"""Measure speed as Spec-Bench does: plain decoding, proposers, Hugging Face's generate; or forward passes; or a GPU."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from scripts.benchmark.plot import draw_plot
 from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
+from scripts.gpu_report.page import format_page
+from scripts.gpu_report.report import GpuOptions, run_gpu_report
 from scripts.shared.command import Parser, check_plot, failing_clearly
 from scripts.shared.options import load_target
 from scripts.shared.prompts import encode_turn
@@ -47,6 +49,11 @@ finished questions; the same command continues after them.
 With --passes: the time of one forward pass of the model over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), with
 256 and 4000 tokens of context, in batches of 1 and 4. Every round times each of them once, in random order, right after
 a pass of the same kind that is not timed. Times are medians over the rounds. llama-bench runs once in every round.
+
+With --gpu-report, for the model and for the shape of an 8B model with random weights, in bfloat16 (or --dtype): passes
+over 1 to 64 nodes with 256, 4096 and 32768 tokens of context in batches of 1, 4 and 16, next to the time of reading the
+weights and the KV cache once; tokens per second; launches, copies, waits and gaps of a step. With --device cpu a tiny
+shape shows that the command works.
 """
 
 
@@ -58,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         refuse_options_of_others(args, parser)
         check_plot(args.plot)
+        if args.gpu_report is not None:
+            report = run_gpu_report(GpuOptions.from_args(args))
+            print(format_page(report))
+            return
         if args.report is not None:
             report = read_report(args.report)
         else:

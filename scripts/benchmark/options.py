@@ -40,6 +40,8 @@ eagle3-chain-5. {", ".join(GROWN)} take a number of nodes: merged-16, and merged
 drafts from the answers to earlier questions too, and needs --repeats 1 (default: all that have a model)"""
 PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" for none (default: all that have a
 model, none with --batch-size above 1)"""
+GPU_HELP = """run the tests that need a GPU, measure passes and decoding steps there, and write this page and a JSON
+next to it"""
 HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
 default model only: its pretrained ones)"""
 
@@ -114,12 +116,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
     source("--passes", action="store_true", help="measure forward passes over 1 to 64 nodes instead of methods")
+    source("--gpu-report", type=Path, metavar="FILE.md", help=GPU_HELP)
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole, head = parser.add_argument, at_least(1), named_value("KIND=DIR", HEAD_PROPOSERS)
     add("--methods", help=METHODS_HELP)
     add("--peers", help=PEERS_HELP)
     add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
-    add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; with --passes: {PASS_ROUNDS}")
+    add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; otherwise: {PASS_ROUNDS}")
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     add("--seed", type=int, default=0, help="default: %(default)s")

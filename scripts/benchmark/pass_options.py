@@ -20,6 +20,7 @@ METHOD_OPTIONS = (
     *("draft_model", "head"),
 )
 PASS_OPTIONS = ("llama_bench", "gguf")
+REPORT_OPTIONS = ("threads", "json", "plot")
 GGUF_HELP = "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable"
 
 
@@ -65,8 +66,13 @@ def add_pass_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options_of_others(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise ValueError for options of questions with --passes, and for options of --passes without it."""
-    names, why = (METHOD_OPTIONS, "--questions, not for --passes") if args.passes else (PASS_OPTIONS, "--passes")
+    """Raise ValueError for options that the chosen measurement does not have."""
+    if args.gpu_report is not None:
+        names, why = (*METHOD_OPTIONS, *PASS_OPTIONS, *REPORT_OPTIONS), "others, not for --gpu-report"
+    elif args.passes:
+        names, why = METHOD_OPTIONS, "--questions, not for --passes"
+    else:
+        names, why = PASS_OPTIONS, "--passes"
     for name in names:
         if getattr(args, name) != parser.get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is for {why}")
