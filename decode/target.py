@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from decode.cpu.acceleration import accelerated_copy, is_compiled
+from decode.cpu.grouped_attention import ATTENTION
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve, measure_cost_curve, measured_batches, measured_contexts
 from decode.models.curve_cache import curve_file, load_curve, save_curve
@@ -80,6 +81,10 @@ class Target(StockModel):
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return is_compiled(self.model)
+
+    @property
+    def needs_masks(self) -> bool:
+        return self.compiled or (self.device.type == "cpu" and self.model.config._attn_implementation == ATTENTION)
 
     @property
     def output_matrix(self) -> Tensor:

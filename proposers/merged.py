@@ -45,6 +45,7 @@ class MergedProposer:
             self.sources.append(StoredSource(store))
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
+        self.fuse = getattr(head, "fuse", None)
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
