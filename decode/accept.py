@@ -106,6 +106,10 @@ def follow(tree: Tree, chosen: Tensor) -> Accepted:
     wrong = chosen.gather(1, tree.parents.clamp(min=0)) != tree.tokens
     wrong[:, 0] = False
     wrong |= ~tree.real
+    if tree.is_chain:
+        on_path = wrong.cumsum(dim=1) == 0
+        last = on_path.sum(dim=1, keepdim=True) - 1
+        return read_accepted(tree, on_path, chosen.gather(1, last)[:, 0])
     reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
     last = torch.where(reached, tree.depth, -1).argmax(dim=1)
     on_path = tree.ancestors[torch.arange(tree.batch, device=last.device), last]

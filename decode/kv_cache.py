@@ -35,15 +35,18 @@ class TreeCache(Cache):
         self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
 
-    def reserve(self, start: int, count: int, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+    def reserve(
+        self, start: int, count: int, device: torch.device, lengths: Tensor | None = None, exact: bool = False
+    ) -> Tensor:
         """Make room for nodes start..start+count-1 of each row. Returns the lengths as a tensor [B].
 
-        lengths: that tensor, if it is on the device already.
+        lengths: that tensor, if it is on the device already. exact: attention sees no slot beyond the nodes.
         """
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
         self.capacity = self._choose_capacity(self.used)
+        self.used = end if exact else self.used
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -19,7 +20,7 @@ from decode.lossy import accept_typically
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import PlainProposer, Proposer, Step, Use, list_numbers
 from decode.sampling import AnswerProcessor, Sampling
-from decode.session import Session, Verdict
+from decode.session import Fuse, Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.text import Prompt, as_list, find_special
@@ -125,9 +126,10 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
 def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
     session = run.target.open(len(requests), run.proposer.layers)
+    fuse = getattr(run.proposer, "fuse", None)
     seconds, is_prefill, upload = Seconds.begin(), True, None
     with seconds.measure("target"):
-        tree, verdict = _prefill(session, requests)
+        tree, verdict = _prefill(session, requests, fuse and partial(fuse, run.target))
         drafted = tree
     while True:
         with seconds.measure("accept"):
@@ -158,10 +160,10 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             verdict = session.verify(tree)
 
 
-def _prefill(session: Session, requests: list[Request]) -> tuple[Tree, Verdict]:
+def _prefill(session: Session, requests: list[Request], fuse: Fuse | None) -> tuple[Tree, Verdict]:
     """Read the prompts. The first tree is each prompt's last token alone; the features are of the whole prompts."""
     prompts = [request.prompt for request in requests]
-    logits, features = session.extend(prompts)
+    logits, features = session.extend(prompts, fuse)
     session.crop([len(prompt) - 1 for prompt in prompts])  # accepting the tree commits the last token again
     return Tree.chain([prompt[-1:] for prompt in prompts]), Verdict(logits[:, None], features)
 
@@ -245,6 +247,7 @@ def _make_step(
         stop_ids=requests[0].limits.stop_ids,
         target=run.target,
         upload=upload,
+        is_fused=is_prefill and getattr(run.proposer, "fuse", None) is not None,
     )
 
 

@@ -76,22 +76,23 @@ def _refuse_ignored_window(model: PreTrainedModel, window: int | None) -> None:
 def tree_masks(
     windows: dict[str, AttentionWindow],
     lengths: Tensor,
-    ancestors: Tensor,
+    ancestors: Tensor | None,
     depth: Tensor,
     used: int,
     dtype: torch.dtype,
-    is_chain: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks [B, 1, N, S]: 0 where a node attends, the lowest number of `dtype` elsewhere.
 
-    lengths [B]: committed tokens; ancestors [B, N, M]; depth [B, M]; used: S. One mask for a model with one layer type,
-    else one per type. Windows count positions, which for tree nodes are not the slots. A boolean mask would be silently
-    wrong: eager attention adds its mask. Padding nodes attend to themselves, those of chains also to what is before.
+    lengths [B]: committed tokens; ancestors [B, N, M], or None for chains; depth [B, M], of chains [B, N]; used: S. One
+    mask for a model with one layer type, else one per type. Windows count positions, which for tree nodes are not the
+    slots. A boolean mask would be silently wrong: eager attention adds its mask. Padding nodes attend to themselves,
+    those of chains also to what is before.
     """
-    nodes, new = depth.shape[1], ancestors.shape[1]
+    nodes = depth.shape[1]
+    new = nodes if ancestors is None else ancestors.shape[1]
     slot = torch.arange(used, device=lengths.device)
     query_position = (lengths[:, None] + depth[:, nodes - new :])[:, :, None]  # [B, N, 1]
-    if is_chain:  # a slot is a position
+    if ancestors is None:  # a slot is a position
         key_position: Tensor = slot
         visible = slot <= query_position
     else:

@@ -43,6 +43,7 @@ class Step:
     stop_ids: frozenset[int]  # tokens that end an answer
     target: Target
     upload: Upload | None = None  # the numbers of `list_numbers` on the device, if the proposer names layers
+    is_fused: bool = False  # the features are what the proposer's `fuse` has made of them
 
     @property
     def bonus(self) -> list[int]:
@@ -76,6 +77,8 @@ class Proposer(Protocol):
     A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
     If it has `adaptive = True`, because it sizes its trees by `Target.cost_curve`, the loop measures the curve before
     the first token.
+    If it has a method `fuse(target, features)`, a prompt's features [B, T, F] go through it after each forward pass,
+    and the prefill's step has the results [B, T, *]. A long prompt's features of several layers take gigabytes.
     """
 
     @property

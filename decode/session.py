@@ -5,9 +5,9 @@ Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from decode.models.features import capture_features
 from decode.models.stock_model import StockModel
 from decode.tree import Tree
 
-# A prefill runs in forward passes of at most this many tokens a row and rows ...
-CHUNK = 512
-GROUP = 16
+CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)
+LARGEST = 8192  # tokens of all rows in such a pass on a GPU, which is busy with fewer
+MASK_BYTES = 1 << 28  # of a mask in it
+GROUP = 16  # rows of a prefill at most ...
 ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
+Fuse: TypeAlias = Callable[[Tensor], Tensor]  # from features [B, T, F] to what a proposer needs of them, [B, T, *]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Session:
         if self._moves is not None:
             self.cache.move(upload["moves"])
         self._moves = self._upload = None
-        lengths = self.cache.reserve(start, count, target.device, upload["lengths"])
+        unmasked = self._begins_texts(tree, start)
+        lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
         with capture_features(target.model, self.layers) as captured:
             inputs = self._model_inputs(tree, start, lengths)
@@ -96,51 +99,61 @@ class Session:
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""
-        target = self.target
-        masks = tree_masks(
-            target.windows,
-            lengths,
-            tree.ancestors[:, start:],
-            tree.depth,
-            self.cache.used,
-            target.dtype,
-            tree.is_chain,
-        )
-        positions = (lengths[:, None] + tree.depth[:, start:]).clamp(max=target.context - 1)
+        target, depth = self.target, tree.depth[:, start:]
+        positions = (lengths[:, None] + depth).clamp(max=target.context - 1)
+        masks: Any = None
+        if not self._begins_texts(tree, start):
+            ancestors = None if tree.is_chain else tree.ancestors[:, start:]
+            depth = depth if tree.is_chain else tree.depth
+            masks = tree_masks(target.windows, lengths, ancestors, depth, self.cache.used, target.dtype)
         return {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
 
-    def extend(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+    def _begins_texts(self, tree: Tree, start: int) -> bool:
+        """Whether the nodes are the first tokens of all rows: the model hides later ones itself, and faster.
+
+        It would not hide unused slots from a single node.
+        """
+        begins = tree.is_chain and tree.width > 1 and start == 0 and not any(self.lengths)
+        return begins and not self.target.needs_masks
+
+    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
         """Commit tokens at the end of each row, at least one each.
 
-        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F].
+        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
+        `fuse` makes of them, one forward pass after another.
         """
         groups = _group_by_length(tokens)
         if len(groups) == 1 or any(self.lengths):  # only empty rows can be filled in groups
-            return self._extend_together(tokens)
+            return self._extend_together(tokens, fuse)
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         features: list[Tensor] = [torch.empty(0)] * len(tokens)
         for rows in groups:
-            group_logits, group_features = self.renew(rows, [tokens[row] for row in rows])
+            group_logits, group_features = self.renew(rows, [tokens[row] for row in rows], fuse)
             for index, row in enumerate(rows):
                 logits[row] = group_logits[index]
                 if group_features is not None:
                     features[row] = group_features[index, : len(tokens[row])]
         return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
 
-    def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+    def renew(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
         self._move_now()
         session = Session(self.target, len(rows), self.layers)
-        result = session.extend(tokens)
+        result = session.extend(tokens, fuse)
         self.cache.replace(rows, session.cache)
         return result
 
-    def _extend_together(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """`extend` for all rows at once, `CHUNK` tokens of each in a forward pass."""
+    def _extend_together(
+        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`extend` for all rows at once, some tokens of each in a forward pass."""
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
-        features = []
-        for begin in range(0, max(map(len, tokens)), CHUNK):
-            parts = [each[begin : begin + CHUNK] for each in tokens]
+        longest, features = max(map(len, tokens)), torch.empty(0)
+        chunk = choose_chunk(self.target.device, len(tokens), longest + max(self.lengths), self.target.dtype)
+        for begin in range(0, longest, chunk):
+            parts = [each[begin : begin + chunk] for each in tokens]
             ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
             last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
             verdict = self.verify(Tree.chain(parts), only=last)
@@ -148,8 +161,11 @@ class Session:
             for row in ending:
                 logits[row] = verdict.logits[row, last.index(len(parts[row]) - 1)]
             if verdict.features is not None:
-                features.append(verdict.features)
-        return torch.stack(logits), torch.cat(features, dim=1) if features else None
+                part = verdict.features if fuse is None else fuse(verdict.features)
+                if begin == 0:  # all at once: joining parts would need twice the memory
+                    features = part.new_empty(len(tokens), longest, part.shape[2])
+                features[:, begin : begin + chunk] = part
+        return torch.stack(logits), features if self.layers else None
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         """Commit the nodes of each row's path, root first, and forget the rest of the tree."""
@@ -175,6 +191,16 @@ class Session:
         if self._moves is not None:
             self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])
         self._moves = self._upload = None
+
+
+def choose_chunk(device: torch.device, rows: int, longest: int, dtype: torch.dtype) -> int:
+    """The tokens of each row in a forward pass of a prefill, after which `longest` tokens are committed.
+
+    On a CPU, longer passes are not faster. A GPU needs them long; its memory for the mask limits them.
+    """
+    if device.type == "cpu":
+        return CHUNK
+    return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * dtype.itemsize)) // rows)
 
 
 def _group_by_length(tokens: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -11,9 +11,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from decode.cpu.acceleration import accelerated_copy, is_compiled
+from decode.cpu.grouped_attention import ATTENTION
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve, measure_cost_curve, measured_batches, measured_contexts
 from decode.models.curve_cache import curve_file, load_curve, save_curve
+from decode.models.fixed_cost import fixed_curve, for_batch
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.stock_model import StockModel
@@ -27,15 +29,26 @@ class Target(StockModel):
     model: any decoder-only transformers model with sdpa or eager attention. It is never changed.
     accelerate: "off" uses the model as it is; "packed", "compiled" and "auto" use an accelerated copy
     (`decode.cpu.acceleration`), in which later changes of the weights take effect only in part.
+    deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed
+    cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
+    the first rank's counts, and all ranks must decode the same prompts.
 
     Raises ValueError for a model that cannot verify a tree, or that `accelerate="compiled"` cannot compile.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None = None, *, accelerate: str = "off") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        accelerate: str = "off",
+        deterministic: bool | CostCurve = False,
+    ) -> None:
         model = unwrap(model)
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate))
         self.tokenizer = tokenizer
+        self.deterministic = deterministic
         self._cost_curves: dict[tuple[int, int], CostCurve] = {}  # by batch and context
         self_test(self)
 
@@ -48,12 +61,14 @@ class Target(StockModel):
         device: str | None = None,
         device_map: str | None = None,
         accelerate: str = "auto",
+        deterministic: bool | CostCurve = False,
     ) -> Self:
         """Load a target from a local folder or a hub id; without a name, the default model.
 
-        Arguments and errors are those of `decode.models.loading.load_model`.
+        Arguments and errors are those of `decode.models.loading.load_model`, and of this class.
         """
-        return cls(*load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate))
+        loaded = load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate)
+        return cls(*loaded, deterministic=deterministic)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -66,6 +81,10 @@ class Target(StockModel):
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return is_compiled(self.model)
+
+    @property
+    def needs_masks(self) -> bool:
+        return self.compiled or (self.device.type == "cpu" and self.model.config._attn_implementation == ATTENTION)
 
     @property
     def output_matrix(self) -> Tensor:
@@ -92,6 +111,8 @@ class Target(StockModel):
 
         Nothing is measured twice: curves are kept in the user's cache (`decode.models.curve_cache`).
         """
+        if self.deterministic:
+            return
         wanted = [(rows, context) for rows in measured_batches(batch_size) for context in measured_contexts(self, rows)]
         missing = [each for each in wanted if each not in self._cost_curves]
         # The bar appears only if this takes longer than a second.
@@ -103,7 +124,10 @@ class Target(StockModel):
 
         Measured now unless `warm_up` has done it or the user's cache has it. Batch sizes are rounded up to powers of
         four, contexts to multiples of 256. Between the measured contexts the seconds are linear, beyond them constant.
+        With `deterministic` nothing is measured, and the context does not count.
         """
+        if self.deterministic:
+            return self._find_fixed_curve(batch_size)
         rows = measured_batches(batch_size)[-1]
         contexts = measured_contexts(self, rows)
         context = min(-(-max(context, 1) // contexts[0]) * contexts[0], contexts[-1])
@@ -116,6 +140,11 @@ class Target(StockModel):
                 shortest, longest = (self.cost_curve(rows, each) for each in contexts)
                 self._cost_curves[key] = shortest.blend(longest, share)
         return self._cost_curves[key]
+
+    def _find_fixed_curve(self, rows: int) -> CostCurve:
+        if (1, 0) not in self._cost_curves:  # no context of a measured one
+            self._cost_curves[1, 0] = fixed_curve(self.deterministic, self.device)
+        return self._cost_curves.setdefault((rows, 0), for_batch(self._cost_curves[1, 0], rows))
 
     def _find_curve(self, rows: int, context: int) -> CostCurve:
         """The curve in the user's cache, or one that is measured now and kept there."""

@@ -55,10 +55,7 @@ class Tree:
         column = torch.arange(width, device=tokens.device)
         real = column < sizes[:, None]
         tree = cls(tokens, torch.where(real, column - 1, -1), sizes, height=width - 1, q=q, is_chain=True)
-        # Following parents would be slow for a long prompt, which is a chain too.
-        lower = (column[:, None] >= column) & real[:, :, None]
-        tree.__dict__["ancestors"] = lower | torch.eye(width, dtype=torch.bool, device=tokens.device)
-        tree.__dict__["depth"] = torch.where(real, column, 0)
+        tree.__dict__["depth"] = torch.where(real, column, 0)  # a long prompt is a chain, and needs no ancestors
         return tree
 
     @classmethod
@@ -110,6 +107,8 @@ class Tree:
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: `ancestors[b, i, j]` if j lies on the path from the root to i, i included."""
         nodes = torch.arange(self.width, device=self.tokens.device)
+        if self.is_chain:
+            return ((nodes[:, None] >= nodes) & self.real[:, :, None]) | (nodes[:, None] == nodes)
         ancestors = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
         for _ in range(max(self.height - 1, 0).bit_length()):  # squaring doubles the number of levels covered
             ancestors = (ancestors.float() @ ancestors.float()) > 0
@@ -181,10 +180,11 @@ class Tree:
         inner = self.real & (nodes > 0)
         if bool((torch.where(inner, (self.parents >= nodes) | (self.parents < 0), self.parents != -1)).any()):
             raise ValueError("a tree's root and padding must have parent -1, every other node a parent before itself")
-        if bool((self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1)[inner].any()):
-            raise ValueError(f"a tree is deeper than its height of {self.height}")
         if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
             raise ValueError("a tree with is_chain=True must be a chain: each node's parent is the node before it")
+        wrong = (self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1) | (self.depth > self.height)
+        if bool(wrong[inner].any()):
+            raise ValueError(f"a tree is deeper than its height of {self.height}")
         drafted = self.tokens[self.real]
         if int(drafted.min()) < 0 or int(drafted.max()) >= vocabulary:
             raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from decode import Step
+from decode.models.fixed_cost import LEVEL_TIME
 
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
@@ -52,6 +53,7 @@ class DraftBudget:
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf)) -> None:
         self.expected_tau = expected_tau
         self.cost: Callable[[int], float] = float  # until the first batch begins
+        self.uses_clock = True  # the target is not deterministic
         self._node_time = 0.0  # the least that each further node of any tree costs on average
         self._least_slopes: dict[int, float] = {}  # by nodes: the least that each further node costs on average
         self.nodes = 1  # of the last tree
@@ -96,6 +98,8 @@ class DraftBudget:
     @property
     def level_time(self) -> float:
         """The time of drafting one level; 0 until it is known."""
+        if not self.uses_clock:
+            return LEVEL_TIME
         known = max(self._level_seconds, self._pass_seconds) < inf
         return self._level_seconds / self._pass_seconds if known else 0.0
 
@@ -103,6 +107,7 @@ class DraftBudget:
         """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
         if not step.is_prefill:
             self.learn(sum(len(path) - 1 for path in step.path) / len(step.path), step.seconds)
+        self.uses_clock = not step.target.deterministic
         cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
         if step.is_prefill or cost is not self.cost:
             self.begin(cost, new_texts=step.is_prefill)

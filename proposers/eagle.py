@@ -30,14 +30,16 @@ class EagleProposer(HeadProposer):
     static = "eagle_25"
     levels, width, ranks = DEPTH, WIDTH, WIDTH
 
+    @torch.no_grad()
+    def combine(self, features: Tensor) -> Tensor:
+        return self.head.fuse(features.to(self.dtype))
+
     def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter:
         cache, embed = self._history.cache, self.embedding(step.target)
 
-        def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
-            fused = self.head.fuse(features)
-            states: Tensor = self.head(
-                embed(tokens), fused, cache.positions(fused.shape[1], fused.device), context=cache
-            )
+        def read(fused: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
+            positions = cache.positions(fused.shape[1], fused.device)
+            states: Tensor = self.head(embed(tokens), fused, positions, context=cache)
             cache.keep(counts, on_device)
             return states
 

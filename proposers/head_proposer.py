@@ -145,7 +145,17 @@ class HeadProposer(ABC):
         if step.is_prefill:
             self.bind(step.target)
         if self.reads_all_features:
-            self._history.add(step)
+            assert step.features is not None
+            self._history.add(step, step.features if step.is_fused else self.combine(step.features))
+
+    def fuse(self, target: Target, features: Tensor) -> Tensor:
+        """What the head needs of a prompt's features [B, T, F], before its first step."""
+        self.bind(target)
+        return self.combine(features)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """The features [B, T, F] as the head attends to them."""
+        return features
 
     @torch.no_grad()
     def propose(self, step: Step, budget: int) -> Tree:
@@ -196,19 +206,19 @@ class HeadProposer(ABC):
 class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
-    Those the head has read are in its cache. The others wait: a step without a draft costs nothing.
+    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head.
     """
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, features: Tensor) -> None:
+        """Take in a step's features as the head attends to them."""
         if step.is_prefill:
             self.cache = LayerCache(len(step.request_ids), attend_like_target)
             self._unread: list[FeaturePart] = []
         elif len(step.kept) < len(self.cache.lengths):
             self.cache.select(step.kept)
             self._unread = [part.select(step.kept) for part in self._unread]
-        assert step.features is not None
         numbers, counts = numbers_of(step), [len(tokens) for tokens in step.committed]
-        features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
+        features = features[:, : max(counts)]  # a row with a longer prompt may have ended
         self._unread.append(FeaturePart(features, numbers["following"], numbers["counts"], counts))
 
     def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from decode import PlainProposer, Proposer, Target, stream
 from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.models.fixed_cost import LEVEL_TIME
 from decode.models.loading import first_layers
 from heads import PRETRAINED
 from heads.checkpoint import load_head
@@ -195,7 +196,13 @@ def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibratio
 
 
 def time_step(target: Target, proposer: HeadProposer) -> float:
-    """The seconds that a step takes: the shortest of a few, because other work on the machine only adds."""
+    """The seconds that a step takes: the shortest of a few, because other work on the machine only adds.
+
+    With a deterministic target, the time in passes over one node, by its fixed cost curve.
+    """
+    if target.deterministic:
+        levels = proposer.depth if proposer.levelwise else 1
+        return target.cost_curve()(proposer.nodes or 1) + levels * LEVEL_TIME
     prompt = [place % target.vocabulary for place in range(min(TRIAL_TOKENS, target.context // 2))]
     chunks = stream(target, [prompt], proposer, stop_ids=(), text=False)
     steps = islice(chunks, 1, 1 + TRIAL_STEPS)  # the first is the prefill

@@ -47,6 +47,7 @@ class MergedProposer:
             self.sources.append(StoredSource(store))
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
+        self.fuse = getattr(head, "fuse", None)
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
         self._names = [source.name for source in self.sources] + ([] if head is None else [head.name])
         self.accepted_by_source = dict.fromkeys(self._names, 0)

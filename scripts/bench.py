@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: plain decoding, each proposer, Hugging Face's generate; or passes; or starts."""
+"""Measure speed as Spec-Bench does, of plain decoding, proposers and Hugging Face's generate; or passes, starts, a GPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.starts import StartOptions, run_starts
 from scripts.benchmark.tables import format_starts, format_tables
+from scripts.gpu_report.page import format_page
+from scripts.gpu_report.report import GpuOptions, run_gpu_report
 from scripts.shared.command import Parser, check_plot, failing_clearly
 from scripts.shared.options import load_target
 from scripts.shared.prompts import encode_turn
@@ -57,6 +59,11 @@ With --start: seconds and memory of loading the model with transformers alone, o
 nothing compiled or measured yet, and of a later one, in turns and each in a process of its own. Loaded: the model is
 there. Ready: it is warmed up and has chosen its first token. The time and memory of imports are not included. Peak: all
 resident memory, with the mapped file of the weights. Private: what is held in the end, without mapped files. Medians.
+
+With --gpu-report, for the model and for the shape of an 8B model with random weights, in bfloat16 (or --dtype): passes
+over 1 to 64 nodes with 256, 4096 and 32768 tokens of context in batches of 1, 4 and 16, next to the time of reading the
+weights and the KV cache once; tokens per second; launches, copies, waits and gaps of a step. With --device cpu a tiny
+shape shows that the command works.
 """
 
 
@@ -68,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         refuse_options_of_others(args, parser)
         check_plot(args.plot)
+        if args.gpu_report is not None:
+            report = run_gpu_report(GpuOptions.from_args(args))
+            print(format_page(report))
+            return
         if args.report is not None:
             report = read_report(args.report)
         elif args.start:

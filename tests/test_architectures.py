@@ -247,7 +247,7 @@ def test_the_self_test_catches_one_wrong_bit(node: int, monkeypatch: pytest.Monk
     def spoil(*args: Any) -> Tensor:
         masks = tree_masks(*args)
         if masks.shape[2] == 5:  # a tree of the self-test, after its prompt
-            slot = int(args[1]) + (2 if node == 3 else 3)
+            slot = int(args[1][0]) + (2 if node == 3 else 3)
             masks[0, 0, node, slot] = -1e9 if masks[0, 0, node, slot] == 0 else 0
         return masks
 

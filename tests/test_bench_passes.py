@@ -211,7 +211,7 @@ def test_a_context_that_does_not_fit_is_left_out(
 
 def test_a_model_without_room_is_refused(save_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(["--passes", "--model", str(save_model()), "--device", "cpu"], capsys)
-    assert f"the model's context is {CONTEXT}; --passes needs 320" in message
+    assert f"the model's context is {CONTEXT}; passes need 320" in message
 
 
 def test_an_older_llama_bench_gets_no_context(write_program: Callable[[str], Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ BUDGETS = {
     "plain": (1, 1, 25),
     "eagle3": (1, 1, 470),
     "eagle3 adaptive": (2, 1, 500),
-    "ngram sampling": (1, 1, 90),
+    "ngram sampling": (1, 1, 75),
     "eagle3 sampled": (1, 1, 1160),
 }
 

@@ -1,7 +1,8 @@
-"""Refused by name: wrong roots, logits that are no numbers, a proposer in two streams, row-coupled models"""
+"""Refused by name: wrong roots and windows, logits that are no numbers, proposers in two streams, row-coupled models"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from decode import Chunk, Sampling, Step, Target, Tree, generate, stream
-from decode.models.self_test import TOLERANCE
+from decode.masks import AttentionWindow, attention_windows
+from decode.models import self_test, stock_model
 from proposers import DraftProposer, NGramProposer
 from tests.models import tiny
 
@@ -74,6 +76,28 @@ def test_logits_that_are_no_numbers_stop_the_run(
         )
 
 
+def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
+    """The second thread is refused while the first drafts, and the first one's text stays the same."""
+    drafting, refused = threading.Event(), threading.Event()
+
+    class Slow(NGramProposer):
+        def propose(self, step: Step, budget: int) -> Tree:
+            drafting.set()
+            assert refused.wait(60)
+            return super().propose(step, budget)
+
+    shared, found = Slow(length=3), list[Any]()
+    settings: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": []}
+    thread = threading.Thread(target=lambda: found.extend(generate(target, PROMPTS, shared, **settings)))
+    thread.start()
+    assert drafting.wait(60)
+    with pytest.raises(RuntimeError, match="this Slow is used by two streams at once"):
+        generate(target, PROMPTS, shared, **settings)
+    refused.set()
+    thread.join()
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in generate(target, PROMPTS, **settings)]
+
+
 def test_a_forbidden_token_is_no_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_logits(target, monkeypatch, step=5, value=-float("inf"))
     for temperature in (0.0, 0.8):
@@ -107,11 +131,82 @@ def couple_rows(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
     return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
 
 
-def test_row_coupled_quantisation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama", dtype=torch.bfloat16)
+def couple_columns(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+    """As LLM.int8: columns with an outlier in any row stay exact, the others are quantised, each row by its scale."""
+    states = args[0]
+    exact = (states.abs() > 2.5 * states.std()).flatten(0, -2).any(dim=0)
+    scale = states.abs().amax(dim=-1, keepdim=True) / 15
+    return torch.nn.functional.linear(torch.where(exact, states, (states / scale).round() * scale), module.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("couple", [couple_rows, couple_columns])
+def test_row_coupled_quantisation_is_refused(couple: Any, dtype: torch.dtype) -> None:
+    """By its name, even where a small tree's logits are wrong because of it."""
+    model = tiny("llama", dtype=dtype)
     for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(couple_rows)
-    # Also where it would be within the tolerance of half precision.
-    monkeypatch.setitem(TOLERANCE, torch.bfloat16, 1.5)
+        layer.mlp.down_proj.register_forward_hook(couple)
     with pytest.raises(ValueError, match="llama is row-coupled"):
         Target(model)
+
+
+def test_quantisation_of_each_row_is_not_row_coupled() -> None:
+    def quantise(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+        scale = args[0].abs().amax(dim=-1, keepdim=True) / 127
+        return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
+
+    model = tiny("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(quantise)
+    Target(model)
+
+
+LONG = 100  # tokens of a window that the self-test tries with a made-up text
+LONG_WINDOWS: dict[str, dict[str, int]] = {
+    "llama4_text": {"attention_chunk_size": LONG},
+    **{kind: {"sliding_window": LONG} for kind in ("mistral window", "gemma2", "gemma3_text", "gemma3_text eager")},
+    **{kind: {"sliding_window": LONG} for kind in ("gemma3n_text", "gpt_oss", "phi3 window", "cohere2", "olmo3")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", LONG_WINDOWS)
+def test_a_long_window_that_is_off_by_one_is_refused(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(kind, dtype=dtype, **LONG_WINDOWS[kind])
+    Target(model)
+    for change in (-1, 1):
+
+        def misread(model: Any, change: int = change) -> dict[str, AttentionWindow]:
+            return {
+                name: AttentionWindow(span.window and span.window + change, span.chunk and span.chunk + change)
+                for name, span in attention_windows(model).items()
+            }
+
+        monkeypatch.setattr(stock_model, "attention_windows", misread)
+        with pytest.raises(ValueError, match="fails the tree self-test"):
+            Target(model)
+        monkeypatch.undo()
+
+
+def test_windows_that_no_text_exceeds_are_not_tried() -> None:
+    model = tiny("mistral window", sliding_window=250)  # of 256 positions
+    assert self_test._long_windows(Target(model)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3", "mixtral", "gpt2"])
+def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers: int, dtype: torch.dtype) -> None:
+    """It grows with the root of the layers, and errors stay below it without being far below."""
+    settings = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    target = Target(tiny(kind, dtype=dtype, **settings))
+    allowed, error = self_test.find_tolerance(target), self_test.self_test(target)
+    assert allowed == pytest.approx(12 * torch.finfo(dtype).eps * layers**0.5)
+    assert allowed / 60 < error < allowed < 0.4
+
+
+def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
+    model = tiny("llama", dtype=torch.bfloat16, hidden_size=16, num_hidden_layers=40)
+    assert self_test.find_tolerance(stock_model.StockModel(model)) == 0.4

@@ -20,7 +20,8 @@ def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> 
     `Tree.check` says. roots [B]: the bonus tokens, which replace the trees' own roots.
     """
     node = torch.arange(tree.width, device=tree.tokens.device)
-    sizes = tree.sizes.clamp(1, min(budget, tree.width))
+    deepest = tree.height + 1 if tree.is_chain else tree.width
+    sizes = tree.sizes.clamp(1, min(budget, tree.width, deepest))
     real = node < sizes[:, None]
     tokens = tree.tokens.clamp(0, vocabulary - 1)
     tokens[:, 0] = roots

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.hf.kv_states import RowStates, load_rows, read_cache, read_rows
 from decode.hf.prompts import PLACEHOLDER, Prompts
 from decode.models.stock_model import StockModel
-from decode.session import Session, Verdict
+from decode.session import Fuse, Session, Verdict
 from decode.target import Target
 from decode.tree import Tree
 
@@ -63,13 +63,13 @@ class PromptSession(Session):
         self.logits: dict[int, list[Tensor]] = {row: [] for row in self.rows}
         self._tree_logits: Tensor | None = None  # [B, N, V] of the last tree; None while the prompts are read
 
-    def extend(self, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Read the prompts. Returns the logits after each one [B, V] and the features of its tokens [B, T, F]."""
-        result = super().extend(tokens) if self.prompts.are_plain else self._read_prompts()
+    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
+        """Read the prompts. Returns the logits after each one [B, V] and its tokens' features, fused if asked for."""
+        result = super().extend(tokens, fuse) if self.prompts.are_plain else self._read_prompts(fuse)
         self._tree_logits = result[0][:, None]
         return result
 
-    def _read_prompts(self) -> tuple[Tensor, Tensor | None]:
+    def _read_prompts(self, fuse: Fuse | None) -> tuple[Tensor, Tensor | None]:
         prompts, past = self.prompts, self.prompts.past
         if self.layers and prompts.unknown == 0:
             past = 0  # a head drafts from the features of all tokens, so they are computed once more
@@ -82,13 +82,16 @@ class PromptSession(Session):
             ([PLACEHOLDER] * (prompts.columns - len(row)) + row)[begin:]
             for begin, row in zip(begins, prompts.tokens, strict=True)
         ]
-        logits, features = self._extend_together(rows)
+        logits, features = self._extend_together(rows, fuse)
         if features is None:
             return logits, None
         ends = [
             each[: len(row)][-len(tokens) :] for each, row, tokens in zip(features, rows, prompts.tokens, strict=True)
         ]
         return logits, pad_sequence(ends, batch_first=True)
+
+    def _begins_texts(self, tree: Tree, start: int) -> bool:
+        return self.prompts.are_plain and super()._begins_texts(tree, start)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         inputs, prompts = super()._model_inputs(tree, start, lengths), self.prompts

@@ -32,6 +32,7 @@ from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
 from decode.masks import attention_windows
 from decode.models.compatibility import refuse_unsupported
+from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer
 from decode.target import Target
 
@@ -50,6 +51,7 @@ def speculate(
     proposer: Proposer | None = None,
     nodes: int = 64,
     accelerate: str = "off",
+    deterministic: bool | CostCurve = False,
     stop_strings: str | list[str] | None = None,
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
@@ -58,8 +60,8 @@ def speculate(
     Returns what transformers would return: the same tokens under greedy decoding, the same distribution under sampling,
     reproducible by `torch.manual_seed`. Rows also end at the model's context length.
 
-    proposer, nodes: as in `decode.stream`. accelerate: as in `Target`; the accelerated copy is kept until the model's
-    weights change (hooks that are added later are not noticed). The model is tested once and never changed.
+    proposer, nodes: as in `decode.stream`. accelerate, deterministic: as in `Target`. The accelerated copy is kept
+    until the weights change (hooks that are added later are not noticed). The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
     Rows that end early are padded, even if no end token is set. stop_strings: with `tokenizer`, as arguments of
@@ -82,7 +84,7 @@ def speculate(
     returns_logits = generation_config.output_scores or generation_config.output_logits
     returns_more = bool(generation_config.return_dict_in_generate)
     recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
-    target = PromptTarget(_find_target(model, accelerate), prompts, recording)
+    target = PromptTarget(_find_target(model, accelerate, deterministic), prompts, recording)
     may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > target.context
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
@@ -126,7 +128,7 @@ def _collect(
     return torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1), [*map(len, answers)]
 
 
-def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
+def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | CostCurve) -> Target:
     """The model as a target. A new one is made, and tested, only if the model is new or has changed."""
     targets, state = _TARGETS.setdefault(model, {}), _state_of(model, accelerate)
     if accelerate not in targets or targets[accelerate][0] != state:
@@ -136,6 +138,8 @@ def _find_target(model: PreTrainedModel, accelerate: str) -> Target:
         targets[accelerate] = state, target
     target = copy(targets[accelerate][1])
     target.model = model if target.model is None else target.model
+    if deterministic:
+        target.deterministic, target._cost_curves = deterministic, {}
     return target
 
 

@@ -22,6 +22,11 @@ class StockModel:
         self.dtype = model.dtype
 
     @property
+    def needs_masks(self) -> bool:
+        """Whether prompts need masks, too. Else the model's own code hides later tokens."""
+        return False
+
+    @property
     def context(self) -> int:
         """The largest number of tokens of a prompt and its answer.
 

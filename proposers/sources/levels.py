@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decode import Step
+from decode import Step, Target
 from heads.vocabulary import top_tokens
 from proposers.draft import LONGEST, DraftProposer
 from proposers.draft_session import DraftSession
@@ -19,7 +19,10 @@ PARTS = 10  # probabilities are counted alike in so many parts
 
 
 class LevelSource(Protocol):
-    """Continues at most `width` nodes of each level, which extend nodes of the level before."""
+    """Continues at most `width` nodes of each level, which extend nodes of the level before.
+
+    It may have a method `fuse`, as in `decode.Proposer`.
+    """
 
     name: str  # what accepted tokens are counted under
     layers: tuple[int, ...]  # as in `decode.Proposer`
@@ -60,6 +63,10 @@ class HeadSource:
 
     def observe(self, step: Step) -> None:
         self.proposer.observe(step)
+
+    def fuse(self, target: Target, features: Tensor) -> Tensor:
+        """As in `decode.Proposer`."""
+        return self.proposer.fuse(target, features)
 
     def renew(self) -> HeadSource:
         return HeadSource(self.proposer.renew())

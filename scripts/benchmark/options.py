@@ -37,6 +37,8 @@ PEERS_HELP = f"""comma-separated, of {", ".join(PEERS)}; hf is always added; "" 
 hf-prompt-lookup, and hf-assistant if it has a model; none with --batch-size above 1)"""
 PLOT_HELP = """draw the report: a .png or .svg file. Methods with several numbers of nodes are drawn by nodes, else all
 methods by speed"""
+GPU_HELP = """run the tests that need a GPU, measure passes and decoding steps there, and write this page and a JSON
+next to it"""
 HEAD_HELP = f"""for {HEADS}: the folder of a head trained for the model, e.g. medusa=DIR; repeatable (default, with the
 default model only: its pretrained ones)"""
 
@@ -112,12 +114,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
     source("--passes", action="store_true", help="measure forward passes over 1 to 64 nodes instead of methods")
     source("--start", action="store_true", help="measure how long a model takes to start, and its memory")
+    source("--gpu-report", type=Path, metavar="FILE.md", help=GPU_HELP)
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole, head = parser.add_argument, at_least(1), named_value("KIND=DIR", HEAD_PROPOSERS)
     add("--methods", help=METHODS_HELP)
     add("--peers", help=PEERS_HELP)
     add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
-    add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; with --passes: {PASS_ROUNDS}")
+    add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; otherwise: {PASS_ROUNDS}")
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     add("--seed", type=int, default=0, help="default: %(default)s")

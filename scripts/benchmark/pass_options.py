@@ -20,6 +20,7 @@ METHOD_OPTIONS = (
     *("draft_model", "head"),
 )
 PASS_OPTIONS = ("llama_bench", "gguf")
+REPORT_OPTIONS = ("threads", "json", "plot")
 GGUF_HELP = "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable"
 
 
@@ -65,8 +66,11 @@ def add_pass_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options_of_others(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise ValueError for options of questions and pictures without them, and for options of --passes without it."""
-    refused: list[tuple[str, str]] = [] if args.passes else [(name, "--passes") for name in PASS_OPTIONS]
+    """Raise ValueError for options that the chosen measurement does not have."""
+    if args.gpu_report is not None:
+        refused = [(name, "others, not for --gpu-report") for name in (*METHOD_OPTIONS, *PASS_OPTIONS, *REPORT_OPTIONS)]
+    else:
+        refused = [] if args.passes else [(name, "--passes") for name in PASS_OPTIONS]
     if args.passes or args.start:
         mode = "--passes" if args.passes else "--start"
         refused += [(name, f"--questions, not for {mode}") for name in METHOD_OPTIONS]

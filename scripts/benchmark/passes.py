@@ -52,24 +52,28 @@ def run_passes(options: PassOptions) -> dict[str, Any]:
     return report
 
 
-def choose_contexts(limit: int) -> list[int]:
-    """Those of `CONTEXTS` that fit into a model's context. Raises ValueError if none does."""
-    fitting = [context for context in CONTEXTS if context + max(NODES) <= limit]
+def choose_contexts(limit: int, contexts: Sequence[int] = CONTEXTS) -> list[int]:
+    """Those of the ascending contexts that fit into a model's context. Raises ValueError if none does."""
+    fitting = [context for context in contexts if context + max(NODES) <= limit]
     if not fitting:
-        raise ValueError(f"the model's context is {limit}; --passes needs {CONTEXTS[0] + max(NODES)}")
-    for context in CONTEXTS[len(fitting) :]:
+        raise ValueError(f"the model's context is {limit}; passes need {contexts[0] + max(NODES)}")
+    for context in contexts[len(fitting) :]:
         print(f"bench.py: context {context} is left out: the model's context is {limit}", file=sys.stderr)
     return fitting
 
 
 @torch.inference_mode()  # as in the loop
 def time_passes(
-    targets: Mapping[str, Target], contexts: Sequence[int], llamas: Mapping[str, LlamaBench], repeats: int
+    targets: Mapping[str, Target],
+    contexts: Sequence[int],
+    llamas: Mapping[str, LlamaBench],
+    repeats: int,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> list[dict[str, Any]]:
     """The milliseconds of all passes in all rounds. A round has all of them, so that disturbances meet all alike."""
     passes, turns = [], []
     for dtype, target in targets.items():
-        for context, batch in product(contexts, BATCH_SIZES):
+        for context, batch in product(contexts, batch_sizes):
             session = open_filled(target, batch, context)
             passes.append(_start_entry(OURS, dtype, context, batch))
             for nodes, samples in zip(NODES, passes[-1]["samples_ms"], strict=True):

@@ -39,6 +39,8 @@ TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the defa
 head was calibrated; static, the method's published tree, or another one: {", ".join(PUBLISHED)}"""
 SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
 distribution, but a seed gives another text than plain decoding"""
+DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
+run, and so the same text in half precision too"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class ModelOptions(Options):
     device: str | None = None
     device_map: str | None = None
     accelerate: str = "auto"
+    deterministic: bool = False  # of commands with a proposer
 
     def __post_init__(self) -> None:
         if self.device is not None and self.device_map is not None:
@@ -126,6 +129,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--width", type=at_least(1), metavar="N", help=f"for {eagles} (default: {WIDTH}), draft (1): paths per depth")
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)
+    add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
 
 
 def open_store(options: ProposerOptions) -> AnswerStore | None:
@@ -151,7 +155,7 @@ def find_head(kind: str, folder: str | None, model: str | None) -> Path:
 
 def load_target(options: ModelOptions) -> Target:
     """The model, accelerated, as a target. Raises ValueError if it cannot be loaded."""
-    return Target(*load_model_only(options))
+    return Target(*load_model_only(options), deterministic=options.deterministic)
 
 
 def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
@@ -161,6 +165,7 @@ def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tup
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
+    del settings["deterministic"]
     try:
         return load_model(settings.pop("model"), **settings)
     except (RuntimeError, ImportError) as error:  # no network for the default model, no memory, no accelerate
