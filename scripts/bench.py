@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does, of plain decoding, proposers and Hugging Face's generate; or passes, starts, a GPU."""
+"""Measure speed as Spec-Bench does: of plain decoding, proposers and Hugging Face's generate; or passes, starts, GPUs."""
 
 from __future__ import annotations
 
