@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: of plain decoding, proposers and Hugging Face's generate; or passes, starts, GPUs."""
+"""Measure speed as Spec-Bench does: plain decoding, proposers, Hugging Face's generate; or passes, starts, a GPU."""
 
 from __future__ import annotations
 
