@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.gpu.draw import draw_all
+from decode.gpu.fusion import fused
 from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed, read
 from decode.noise import (
@@ -94,26 +95,48 @@ def find_keys(stream: int, tree: Tree, sampling: Sampling, texts: Texts, upload:
 def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
     """`walk` at temperature 0, for all nodes at once."""
     # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
-    logits = upcast_half(logits) if logits.device.type == "cpu" else logits
+    return follow(tree, choose_greedily(upcast_half(logits) if logits.device.type == "cpu" else logits))
+
+
+@fused
+def choose_greedily(logits: Tensor) -> Tensor:
+    """The most likely token [B, N] by logits [B, N, V]; NO_TOKEN if its logit is NaN or infinite."""
     chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
-    return follow(tree, torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0])
+    return torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0]
 
 
 def follow(tree: Tree, chosen: Tensor) -> Accepted:
     """The path of the tokens `chosen` [B, N] after each node."""
     if tree.width == 1:
         return read_accepted(tree, torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0])
-    wrong = chosen.gather(1, tree.parents.clamp(min=0)) != tree.tokens
-    wrong[:, 0] = False
-    wrong |= ~tree.real
     if tree.is_chain:
-        on_path = wrong.cumsum(dim=1) == 0
-        last = on_path.sum(dim=1, keepdim=True) - 1
-        return read_accepted(tree, on_path, chosen.gather(1, last)[:, 0])
-    reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
-    last = torch.where(reached, tree.depth, -1).argmax(dim=1)
-    on_path = tree.ancestors[torch.arange(tree.batch, device=last.device), last]
-    return read_accepted(tree, on_path, chosen.gather(1, last[:, None])[:, 0])
+        return read_accepted(tree, *find_prefix(chosen, tree.tokens, tree.real))
+    found = find_path(chosen, tree.tokens, tree.parents, tree.real, tree.ancestors, tree.depth)
+    return read_accepted(tree, *found)
+
+
+@fused
+def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """`find_path` for chains."""
+    wrong = ~real
+    wrong[:, 1:] |= chosen[:, :-1] != tokens[:, 1:]
+    on_path = wrong.cumsum(dim=1) == 0
+    last = on_path.sum(dim=1, keepdim=True) - 1
+    return on_path, chosen.gather(1, last)[:, 0]
+
+
+@fused
+def find_path(
+    chosen: Tensor, tokens: Tensor, parents: Tensor, real: Tensor, ancestors: Tensor, depth: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on the path of the tokens `chosen` [B, N], and the token [B] after it."""
+    wrong = chosen.gather(1, parents.clamp(min=0)) != tokens
+    wrong[:, 0] = False
+    wrong |= ~real
+    reached = ~(ancestors & wrong[:, None]).any(dim=2)  # [B, N]
+    last = torch.where(reached, depth, -1).argmax(dim=1)
+    on_path = ancestors[torch.arange(len(last), device=last.device), last]
+    return on_path, chosen.gather(1, last[:, None])[:, 0]
 
 
 def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
@@ -239,10 +262,15 @@ def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], T
 
 def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
     """Read the accepted path, its tokens and the bonus token: the only synchronization of a step."""
-    if tree.wrong is not None:
-        bonus = torch.where(tree.wrong, WRONG_TREE, bonus)
-    packed = read(torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1))
-    return unpack(packed.tolist())
+    return unpack(read(pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus)).tolist())
+
+
+@fused
+def pack(tokens: Tensor, sizes: Tensor, wrong: Tensor | None, on_path: Tensor, bonus: Tensor) -> Tensor:
+    """What `unpack` reads, [B, N + 2]."""
+    if wrong is not None:
+        bonus = torch.where(wrong, WRONG_TREE, bonus)
+    return torch.cat([torch.where(on_path, tokens, -1), bonus[:, None], sizes[:, None]], dim=1)
 
 
 def unpack(packed: list[list[int]]) -> Accepted:

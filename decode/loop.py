@@ -15,6 +15,7 @@ import torch
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
 from decode.gpu.check import check_on_device
+from decode.gpu.fusion import fusing
 from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
 from decode.noise import KEY_NAMES, row_keys
@@ -132,7 +133,7 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
         tree, verdict = _prefill(session, requests, fuse and partial(fuse, run.target))
         drafted = tree
     while True:
-        with seconds.measure("accept"):
+        with seconds.measure("accept"), fusing(run.target.compiled):
             texts = {request.request_id: request.sequence for request in requests}
             accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
         _refuse_faults(run, accepted, requests, drafted)
@@ -152,10 +153,11 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             requests = [requests[row] for row in kept]
         upload = _begin_upload(run, session, requests, accepted, is_prefill)
         step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
-        with seconds.measure("proposer"):
+        with seconds.measure("proposer"), fusing(run.target.compiled):
             drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
-        tree, is_prefill = _prepare(run, drafted, step, upload), False
-        with seconds.measure("target"):
+        is_prefill = False
+        with seconds.measure("target"), fusing(run.target.compiled):
+            tree = _prepare(run, drafted, step, upload)
             tree = session.place(tree)
             verdict = session.verify(tree)
 

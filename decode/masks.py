@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from decode.gpu.fusion import fused
+
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -73,6 +75,7 @@ def _refuse_ignored_window(model: PreTrainedModel, window: int | None) -> None:
         )
 
 
+@fused
 def tree_masks(
     windows: dict[str, AttentionWindow],
     lengths: Tensor,

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from decode.gpu.fusion import fused
 from decode.gpu.transfer import copy_packed
 
 
@@ -75,20 +76,10 @@ class Tree:
         root). A score is a path's log-probability, so no child scores above its parent. Ties go to the earlier
         candidate, hence to the parent; float32 keeps half precision from rounding more of them into existence.
         """
-        batch, count = tokens.shape
-        chosen = min(budget - 1, count)
-        order = torch.sort(scores.float(), dim=1, descending=True, stable=True).indices[:, :chosen].sort(dim=1).values
-        node = torch.full((batch, count + 1), -1, device=tokens.device)  # each candidate's node; last: the root's
-        node.scatter_(1, order, torch.arange(1, chosen + 1, device=tokens.device).expand(batch, chosen))
-        node[:, -1] = 0
-        above = node.gather(1, parents.gather(1, order) % (count + 1))
-        return cls(
-            tokens=torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
-            parents=torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
-            sizes=torch.full((batch,), chosen + 1, device=tokens.device),
-            height=chosen,
-            scores=torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, order)], dim=1),
-        )
+        chosen = min(budget - 1, tokens.shape[1])
+        picked, above, best = _pick_best(roots, tokens, parents, scores, chosen)
+        sizes = torch.full((len(tokens),), chosen + 1, device=tokens.device)
+        return cls(picked, above, sizes, height=chosen, scores=best)
 
     @property
     def batch(self) -> int:
@@ -106,13 +97,10 @@ class Tree:
     @cached_property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: `ancestors[b, i, j]` if j lies on the path from the root to i, i included."""
-        nodes = torch.arange(self.width, device=self.tokens.device)
         if self.is_chain:
+            nodes = torch.arange(self.width, device=self.tokens.device)
             return ((nodes[:, None] >= nodes) & self.real[:, :, None]) | (nodes[:, None] == nodes)
-        ancestors = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
-        for _ in range(max(self.height - 1, 0).bit_length()):  # squaring doubles the number of levels covered
-            ancestors = (ancestors.float() @ ancestors.float()) > 0
-        return ancestors
+        return find_ancestors(self.parents, self.height)
 
     @cached_property
     def depth(self) -> Tensor:
@@ -203,3 +191,30 @@ class Tree:
                 f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
                 f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
             )
+
+
+@fused
+def _pick_best(
+    roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, chosen: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and scores of `Tree.best_first`, of the root and `chosen` candidates."""
+    batch, count = tokens.shape
+    order = torch.sort(scores.float(), dim=1, descending=True, stable=True).indices[:, :chosen].sort(dim=1).values
+    node = torch.full((batch, count + 1), -1, device=tokens.device)  # each candidate's node; last: the root's
+    node.scatter_(1, order, torch.arange(1, chosen + 1, device=tokens.device).expand(batch, chosen))
+    node[:, -1] = 0
+    above = node.gather(1, parents.gather(1, order) % (count + 1))
+    return (
+        torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
+        torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
+        torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, order)], dim=1),
+    )
+
+
+def find_ancestors(parents: Tensor, height: int) -> Tensor:
+    """`Tree.ancestors` for parents [B, N], if no node is deeper than `height`."""
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    ancestors = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
+    for _ in range(max(height - 1, 0).bit_length()):  # squaring doubles the number of levels covered
+        ancestors = (ancestors @ ancestors).clamp_(max=1)
+    return ancestors > 0

@@ -8,6 +8,7 @@ Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -63,6 +64,12 @@ class LayerCache:
         )
         return self.attention(queries, self.keys[:, :, :used], self.values[:, :, :used], mask)
 
+    def reserve(self, slots: int) -> tuple[Tensor, Tensor]:
+        """Keys and values with room for so many slots, all of those allocated. For a cache that was written to."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = (_grow(held, slots) for held in (self.keys, self.values))
+        return self.keys, self.values
+
     def positions(self, count: int, device: torch.device) -> Tensor:
         """The positions [B, T] of the next `count` text tokens, which are also their slots."""
         if self._lengths is None:
@@ -92,6 +99,24 @@ class LayerCache:
             self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]
 
 
+@dataclass(frozen=True)
+class FixedSlots:
+    """An `AttentionContext` of fixed shape: all slots are seen, and new tokens are written to those that it names."""
+
+    keys: Tensor  # [B, G, S, D]
+    values: Tensor
+    slots: Tensor  # [B, T] or [1, T]
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend as in `AttentionContext`. The mask [B, 1, T, S] hides slots that are not in use."""
+        assert mask is not None
+        rows = torch.arange(len(keys), device=keys.device)[:, None]
+        for held, new in ((self.keys, keys), (self.values, values)):
+            held[rows, :, self.slots] = new.transpose(1, 2)
+        return self.attention(queries, self.keys, self.values, mask)
+
+
 def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that hides what is true in `hidden`, to add to scores of this dtype."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
@@ -102,13 +127,18 @@ def _write(held: Tensor | None, new: Tensor, slots: slice | Tensor, used: int) -
 
     Reallocates if fewer than `used` slots are held.
     """
-    held = new[:, :, :0] if held is None else held
-    size = held.shape[2]
-    if size < used:
-        capacity = -(-max(used, size * 3 // 2) // GROWTH) * GROWTH
-        held = nn.functional.pad(held, (0, 0, 0, capacity - size))
+    held = _grow(new[:, :, :0] if held is None else held, used)
     if isinstance(slots, slice):
         held[:, :, slots] = new
     else:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)
     return held
+
+
+def _grow(held: Tensor, used: int) -> Tensor:
+    """Keys or values [B, G, S, D] with at least `used` slots."""
+    size = held.shape[2]
+    if size >= used:
+        return held
+    capacity = -(-max(used, size * 3 // 2) // GROWTH) * GROWTH
+    return nn.functional.pad(held, (0, 0, 0, capacity - size))

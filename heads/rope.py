@@ -58,7 +58,9 @@ def rotary_table(
     wide = torch.promote_types(dtype, torch.float32)
     frequencies, strength = _find_frequencies(scaling, theta, size, wide, positions.device)
     angles = positions[:, None, :, None] * frequencies
-    return (strength * angles.cos()).to(dtype), (strength * angles.sin()).to(dtype)
+    table = angles.cos(), angles.sin()
+    cosines, sines = table if strength == 1 else (strength * part for part in table)
+    return cosines.to(dtype), sines.to(dtype)
 
 
 def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from decode import Step
 from heads import LayerCache
-from proposers.head_proposer import HeadProposer
+from proposers.fixed_eagle import FixedEagleDrafter
+from proposers.head_proposer import CHUNK, HeadProposer, expand_last
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -34,8 +35,12 @@ class EagleProposer(HeadProposer):
     def combine(self, features: Tensor) -> Tensor:
         return self.head.fuse(features.to(self.dtype))
 
-    def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter:
+    def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter | FixedEagleDrafter:
         cache, embed = self._history.cache, self.embedding(step.target)
+        if roots.device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
+            drafted = self.depth * self.width if self.paths is None else len(self.paths)
+            module = self.head.embed_tokens or step.target.model.get_input_embeddings()
+            return FixedEagleDrafter(self.head, module, cache, self._history.take(), self.depth, drafted)
 
         def read(fused: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             positions = cache.positions(fused.shape[1], fused.device)
@@ -64,8 +69,3 @@ class EagleDrafter:
         self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
         self.states = self.head(self.embed(tokens), states, self.positions, self.mask[:, None], self.cache)
         self.positions = self.positions + 1
-
-
-def expand_last(index: Tensor, like: Tensor) -> Tensor:
-    """Indices [B, W] of whole vectors, for `gather` from `like` [B, *, H]."""
-    return index[..., None].expand(-1, -1, like.shape[2])

@@ -221,6 +221,16 @@ class FeatureHistory:
         features = features[:, : max(counts)]  # a row with a longer prompt may have ended
         self._unread.append(FeaturePart(features, numbers["following"], numbers["counts"], counts))
 
+    @property
+    def unread_counts(self) -> list[int]:
+        """Each row's number of features that the head has not read."""
+        return [sum(each) for each in zip(*(part.counts for part in self._unread), strict=True)]
+
+    def take(self) -> FeaturePart:
+        """The features that the head has not read, to be read now."""
+        unread, self._unread = join_parts(self._unread), []
+        return unread
+
     def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H].
 
@@ -228,7 +238,7 @@ class FeatureHistory:
         to states [B, T, H]; it adds them to the cache. The root is the last of the tokens. The numbers come as a list
         and, if all features are read at once, as a tensor [B].
         """
-        unread, self._unread = join_parts(self._unread), []
+        unread = self.take()
         counts, features = unread.counts, unread.features.to(dtype)
         if max(counts) <= CHUNK:
             return pick_last(read(features, unread.following, counts, unread.counts_tensor), unread.counts_tensor)
@@ -279,6 +289,11 @@ def numbers_of(step: Step) -> Upload:
 def pick_last(states: Tensor, counts: Tensor) -> Tensor:
     """Each row's last state [B, H], from states [B, T, H] of `counts` [B] tokens a row."""
     return states.take_along_dim((counts - 1)[:, None, None], dim=1)[:, 0]
+
+
+def expand_last(index: Tensor, like: Tensor) -> Tensor:
+    """Indices [B, W] of whole vectors, for `gather` from `like` [B, *, H]."""
+    return index[..., None].expand(-1, -1, like.shape[2])
 
 
 def pick_last_features(step: Step) -> Tensor:

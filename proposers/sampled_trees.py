@@ -30,9 +30,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from decode import Step
+from decode.gpu.fusion import fused
 from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, keys, make_exponential, stream_uniforms
+from decode.sampling import upcast_half, warp
 from proposers.fixed_trees import Ranks
 
 GROUP = 256  # tokens whose probabilities are kept as one sum
@@ -65,14 +68,14 @@ class SampledTokens:
 
         logits [B, W, D], or [B, 1, D] if all paths have the same. places [B, W]: the candidates at the paths' ends.
         """
-        q = self.sampling.probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-        ranks = min(ranks, q.shape[2])
-        log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
-        q = q.expand(-1, places.shape[1], -1)  # [B, W, D]
+        ranks = min(ranks, logits.shape[2])
+        if logits.device.type == "cuda":
+            indices = self._take(places.shape[1] * logits.shape[2], logits.device)
+            ids, log_q, q = sample_at_once(logits, [*self.sampling.warpers], self._seeds, indices, places, ranks)
+            self._samples.append((places, q))
+            return ids, log_q
+        q, log_q = rank_probabilities(self.sampling.probabilities(logits.flatten(0, 1)), logits, places, ranks)
         self._samples.append((places, q))
-        if q.device.type == "cuda":
-            noise = make_exponential(self._seeds, self._take(q.shape[1] * q.shape[2], q.device)).view(q.shape)
-            return sample_by_gumbel(q, noise, ranks), log_q
         indices = self._take(places.shape[1] * ranks * 2, q.device)  # two for each sample
         uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2]
         ids = sample_without_replacement(q.flatten(0, 1), uniforms)
@@ -88,17 +91,43 @@ class SampledTokens:
 
         chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
         """
-        batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
-        place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
-        place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
-        place[:, -1] = 0  # the root, which candidates call -1
-        rows = torch.arange(batch, device=device)[:, None, None]
-        first = self._samples[0][1]
-        tokens = torch.arange(first.shape[2], device=device) if token_map is None else token_map
-        laid_out = first.new_zeros(batch, nodes + 1, self.vocabulary)  # the last place: candidates left out
-        for owners, q in self._samples:
-            laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
-        return laid_out[:, :nodes]
+        return _lay_out_q(self._samples, chosen, candidates, token_map, self.vocabulary)
+
+
+@fused
+def _lay_out_q(
+    samples: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, candidates: int, token_map: Tensor | None, vocabulary: int
+) -> Tensor:
+    batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
+    place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
+    place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
+    place[:, -1] = 0  # the root, which candidates call -1
+    rows = torch.arange(batch, device=device)[:, None, None]
+    owners, q = (torch.cat(parts, dim=1) for parts in zip(*samples, strict=True))
+    tokens = torch.arange(q.shape[2], device=device) if token_map is None else token_map
+    laid_out = q.new_zeros(batch, nodes + 1, vocabulary)  # the last place: candidates left out
+    laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q
+    return laid_out[:, :nodes]
+
+
+def rank_probabilities(p: Tensor, logits: Tensor, places: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """q [B, W, D] of all paths, and its highest log-probabilities, from p [B W, D] as computed from the logits."""
+    q = p.view(logits.shape)
+    log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
+    return q.expand(-1, places.shape[1], -1), log_q
+
+
+@fused
+def sample_at_once(
+    logits: Tensor, warpers: Sequence[LogitsProcessor], seeds: Tensor, indices: Tensor, places: Tensor, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`SampledTokens.pick` in few launches: draft ids and log-probabilities, [B, W, R] each, and q [B, W, D].
+
+    indices [W x D]: of each row's random numbers. Logits that are NaN or infinite give tokens that are not accepted.
+    """
+    q, log_q = rank_probabilities(warp(upcast_half(logits).flatten(0, 1), warpers), logits, places, ranks)
+    noise = make_exponential(seeds, indices).view(q.shape)
+    return sample_by_gumbel(q, noise, ranks), log_q, q
 
 
 def sample_without_replacement(q: Tensor, uniforms: Tensor) -> Tensor:

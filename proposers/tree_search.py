@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decode import Tree
+from decode.gpu.fusion import fused
 from decode.gpu.transfer import read
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
@@ -52,14 +53,44 @@ class ScoredDrafter:
 
         scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
         """
-        path, logits = scores[:, :, None], self.inner.logits(level)
-        ids, log_p = self.sampler.pick(logits, ranks, places) if self.sampler else top_tokens(logits, ranks)
-        if self.calibration is not None:
-            log_p = self.calibration.log_probabilities(level, log_p, path)
-        if self.sampler:
-            log_p = keep_order(log_p)
-        longer = path + log_p
-        return (ids if self.token_map is None else self.token_map[ids]).expand_as(longer), longer
+        logits = self.inner.logits(level)
+        if self.sampler is None:
+            return score_best(logits, scores, ranks, level, self.token_map, self.calibration)
+        ids, log_p = self.sampler.pick(logits, ranks, places)
+        return score(ids, log_p, scores, level, self.token_map, self.calibration, True)
+
+
+@fused
+def score_best(
+    logits: Tensor,
+    scores: Tensor,
+    ranks: int,
+    level: int,
+    token_map: Tensor | None,
+    calibration: Calibration | None,
+) -> tuple[Tensor, Tensor]:
+    """The most likely next tokens by logits [B, W, D], as in `ScoredDrafter.next_tokens`."""
+    return score(*top_tokens(logits, ranks), scores, level, token_map, calibration)
+
+
+@fused
+def score(
+    ids: Tensor,
+    log_p: Tensor,
+    scores: Tensor,
+    level: int,
+    token_map: Tensor | None,
+    calibration: Calibration | None,
+    is_sampled: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Next tokens from draft ids [B, W, R], and the scores of the longer paths from the ids' log-probabilities."""
+    path = scores[:, :, None]
+    if calibration is not None:
+        log_p = calibration.log_probabilities(level, log_p, path)
+    if is_sampled:
+        log_p = keep_order(log_p)
+    longer = path + log_p
+    return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
 
 
 def keep_order(log_p: Tensor) -> Tensor:
@@ -83,7 +114,7 @@ class Candidates:
     levels: int
     drafter: ScoredDrafter
     ordered: bool = False
-    right: Sequence[Tensor] = ()
+    right: Tensor | None = None  # [levels]
 
     def expect_accepted(self, nodes: int) -> list[float]:
         """The tokens that trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows."""
@@ -91,13 +122,9 @@ class Candidates:
 
     def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
         """`expect_accepted`, and `right`. Synchronizes a GPU."""
-        best = self.scores if self.ordered else self.scores.topk(min(nodes - 1, self.scores.shape[1]), dim=1).values
-        accepted = best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)
-        expected = torch.cat([best.new_zeros(1), accepted]) / len(self.roots)
-        if not self.right:
-            return read(expected).tolist(), []
-        both = read(torch.cat([expected, torch.stack([*self.right])])).tolist()
-        return both[: len(expected)], both[len(expected) :]
+        figures = read(expect_nodes(self.scores, self.ordered, nodes, self.right)).tolist()
+        levels = 0 if self.right is None else len(self.right)
+        return figures[: len(figures) - levels], figures[len(figures) - levels :]
 
     def tree(self, nodes: int) -> Tree:
         """The tree of the best `nodes` nodes, root included. Sampled trees carry `q`."""
@@ -121,6 +148,15 @@ class Candidates:
         return replace(tree, height=min(tree.height, self.levels))
 
 
+@fused
+def expect_nodes(scores: Tensor, ordered: bool, nodes: int, right: Tensor | None) -> Tensor:
+    """`Candidates.read_figures` as one tensor, from its members."""
+    best = scores if ordered else scores.topk(min(nodes - 1, scores.shape[1]), dim=1).values
+    accepted = best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)
+    expected = torch.cat([best.new_zeros(1), accepted]) / len(scores)
+    return expected if right is None else torch.cat([expected, right])
+
+
 def search(
     roots: Tensor,
     drafter: ScoredDrafter,
@@ -141,43 +177,62 @@ def search(
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
     places = torch.full_like(roots[:, None], -1)  # [B, W]
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    right: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
+    best: list[Tensor] = []  # of each level: the scores of the paths that could be followed further
     waits = roots.device.type == "cpu"
     is_sampled = drafter.sampler is not None
     narrow = waits and not is_sampled  # samples may not depend on the other rows, as the number of useful paths does
     while True:
         tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
-        parents = places[:, :, None].expand_as(longer)
-        order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
-        scores, index = order.values[:, :width], order.indices[:, :width]
         first_place = sum(part.shape[1] for part, _, _ in found)
-        found.append((tokens.flatten(1), parents.flatten(1), longer.flatten(1)))
-        scored, is_last = [part for _, _, part in found], len(found) == levels
-        if budget is not None and not (waits and is_last):
-            right.append(_expect_right(scores, scored, is_sampled))
-        if is_last or (budget is not None and waits and not budget.is_worth_a_level(float(right[-1]))):
+        found.append((tokens.flatten(1), longer.flatten(1), places))
+        scores, *chosen = choose_paths(tokens, longer, first_place, width)
+        best.append(scores)
+        is_last = len(found) == levels
+        if is_last or (budget is not None and waits and not budget.is_worth_a_level(_expect_right(best, is_sampled))):
             break
         if narrow:
+            scored = [part for _, part, _ in found]
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
             if not useful:
                 break
-            scores, index = scores[:, :useful], index[:, :useful]
-        places = first_place + index
-        drafter.inner.extend(index // longer.shape[2], found[-1][0].gather(1, index))
-    tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, parents, scores, len(found), drafter, right=() if waits else right)
+            scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
+        parents, tokens, places = chosen
+        drafter.inner.extend(parents, tokens)
+    right = None if waits or budget is None else expect_right(best, is_sampled)
+    tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    parents = places.repeat_interleave(longer.shape[2], dim=1)
+    return Candidates(roots, tokens, parents, scores, len(found), drafter, right=right)
 
 
-def _expect_right(scores: Tensor, found: Sequence[Tensor], sampled: bool) -> Tensor:
-    """The probability [] that one of the paths with these scores [B, W] is right, on average over the rows.
+@fused
+def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best candidates of a level, [B, width] each: scores, the indices of their paths, tokens, and places.
 
-    found: the scores of each level's candidates.
+    tokens, longer [B, W, R]: as `ScoredDrafter.next_tokens` returns them. first_place: of the level's first candidate.
     """
-    if sampled:  # only the first level's scores depend on no sampled token (`sampled_trees`)
-        first = found[0].topk(min(scores.shape[1], found[0].shape[1]), dim=1).values.logsumexp(dim=1).clamp(max=0)
-        scores = first * len(found)  # as if each level were as likely to be right as the first
-    return scores.exp().sum() / len(scores)
+    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
+    index = order.indices[:, :width]
+    return order.values[:, :width], index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
+
+
+def _expect_right(best: list[Tensor], sampled: bool) -> float:
+    """`expect_right` for the last level."""
+    return float(expect_right(best[:1] * len(best) if sampled else best[-1:], sampled)[-1])
+
+
+@fused
+def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
+    """By level: the probability that one of the paths with the scores best[level] [B, W] is right, averaged over rows.
+
+    Of sampled trees only the first level's scores depend on no sampled token (`sampled_trees`). There each level counts
+    as being as likely to be right as the first.
+    """
+    if sampled:
+        first = best[0].logsumexp(dim=1).clamp(max=0)  # [B]
+        levels = torch.arange(1, len(best) + 1, device=first.device)
+        return (first * levels[:, None]).exp().mean(dim=1)
+    return torch.stack([scores.exp().sum() / len(scores) for scores in best])
 
 
 def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: float) -> int:

@@ -41,8 +41,8 @@ METHODS: dict[str, tuple[Callable[[Target], Proposer | None], int, dict[str, Any
 }
 
 
-def make_target() -> Target:
-    target = Target(to_cuda(tiny("llama", dtype=torch.float32, num_hidden_layers=4)), accelerate="auto")
+def make_target(accelerate: str) -> Target:
+    target = Target(to_cuda(tiny("llama", dtype=torch.float32, num_hidden_layers=4)), accelerate=accelerate)
     # Measured times would be a CPU's. More nodes cost a GPU nearly nothing.
     target.cost_curve = lambda *_: CostCurve((1, 64), (1.0, 1.05))  # type: ignore[method-assign]
     watch_target(target.model)
@@ -53,10 +53,10 @@ def make_prompts(rows: int) -> list[list[int]]:
     return [[5, 6, 7, 8] * (2 + row % 3) + [5 + row] + [5, 6] for row in range(rows)]
 
 
-def list_steps(method: str, count: int = STEADY + 2) -> list[list[Event]]:
+def list_steps(method: str, accelerate: str = "auto", count: int = STEADY + 2) -> list[list[Event]]:
     """The events of the first steps, in which no row finishes."""
     make, rows, sampling = METHODS[method]
-    target = make_target()
+    target = make_target(accelerate)
     proposer = make(target)
     steps: list[list[Event]] = []
     settings = {"sampling": Sampling(**sampling), "max_new_tokens": 200, "stop_ids": [], "text": False}
@@ -90,9 +90,13 @@ def is_grouped(event: Event) -> bool:
 
 
 def count_method(method: str) -> dict[str, int]:
-    """The largest counts of a steady step."""
-    counts = [count_events(events) for events in list_steps(method)[STEADY:]]
-    return {name: max(each[name] for each in counts) for name in counts[0]}
+    """The largest counts of a steady step; "fused": launches of our own with compiled steps."""
+    counts, fused = (
+        [count_events(events) for events in list_steps(method, accelerate)[STEADY:]]
+        for accelerate in ("auto", "compiled")
+    )
+    largest = {name: max(each[name] for each in counts) for name in counts[0]}
+    return largest | {"fused": max(each["launches"] for each in fused)}
 
 
 def list_lines(events: list[Event]) -> list[str]:
@@ -116,11 +120,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with pretend():
         counts = {method: count_method(method) for method in options.methods or METHODS}
-        lines = {method: list_lines(list_steps(method)[-1]) for method in counts} if options.lines else {}
+        lines = {method: list_lines(list_steps(method, "compiled")[-1]) for method in counts} if options.lines else {}
     if options.json:
         print(json.dumps(counts))
         return
-    columns = "waits", "copies to the device", "pageable", "own launches", "the target's launches", "repeated K or V"
+    columns = "waits", "copies to the device", "pageable", "own launches", "the target's", "repeated K or V", "fused"
     print(f"| a step of | {' | '.join(columns)} |")
     print(f"|---|{'--:|' * len(columns)}")
     for method, each in counts.items():

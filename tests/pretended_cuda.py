@@ -12,6 +12,7 @@ It replaces parts of torch for the whole process, so tests run it in a process o
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from decode.gpu.fusion import fusing
+from tests.inductor_kernels import list_kernels
 
 ROOT = str(Path(__file__).resolve().parent.parent) + "/"
 CUDA, META = 1, 14  # device types in c10
@@ -275,6 +279,40 @@ def _make_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = N
     return CudaTensor(made)
 
 
+_kernels: dict[Any, list[str]] = {}  # of compiled functions, by function and shapes
+
+
+def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`torch.compile`: the function as it is, noted as the kernels that inductor would make of it."""
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
+        key = repr((function, shapes))
+        if key not in _kernels:
+            _kernels[key] = list_kernels(function, *copy_to_cpu((args, kwargs)))
+        with record() as log, fusing(False):
+            result = function(*args, **kwargs)
+        if _state.log is not None:
+            _state.log += [event for event in log if event.kind != LAUNCH]
+        for name in _kernels[key]:
+            note(LAUNCH, f"fused {name}")
+        return result
+
+    return compiled
+
+
+def copy_to_cpu(arguments: Any) -> Any:
+    """A copy of a function's arguments, modules included, on the CPU."""
+    modules = [each for each in tree_leaves(arguments) if isinstance(each, nn.Module)]
+    tensors = [tensor for module in modules for part in module.modules() for tensor in list_tensors(part)]
+    memo = {id(each): each.held.clone() for each in (*tensors, *tree_leaves(arguments)) if isinstance(each, CudaTensor)}
+    return copy.deepcopy(arguments, memo)
+
+
+def list_tensors(module: nn.Module) -> list[Tensor | None]:
+    return [*module._parameters.values(), *module._buffers.values()]
+
+
 @contextmanager
 def pretend() -> Iterator[None]:
     """Make the device "cuda" usable without a GPU, until the end of the process."""
@@ -287,5 +325,6 @@ def pretend() -> Iterator[None]:
     torch.cuda.synchronize = wait
     torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=wait)
     torch.tensor = _make_tensor
+    torch.compile = _compile
     with PretendedCuda():
         yield

@@ -251,7 +251,7 @@ def refuse(run: Run, message: str) -> None:
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
         (["--device-map", "everywhere"], "everywhere"),
-        (["--accelerate", "compiled"], "--accelerate compiled is for --device cpu and --dtype float32 or bfloat16"),
+        (["--accelerate", "compiled"], "--accelerate compiled is for a GPU, or for --device cpu and --dtype float32"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "--proposer draft needs --draft-model"),
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),

@@ -23,8 +23,8 @@ WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compi
 def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
-    On a GPU every mode but "off" and "compiled", which raises, changes only attention: grouped queries share their keys
-    and values instead of repeating them in memory.
+    On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
+    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`).
     mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
     decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
     changes nothing.
@@ -36,6 +36,9 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         return model
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
+    if model.device.type == "cuda":
+        model.has_fused_steps = mode == "compiled"
+        return model
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
         _check_compilable(linears)
@@ -83,8 +86,8 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether decoder layers run compiled kernels."""
-    return bool(compiled_layers(model))
+    """Whether decoder layers run compiled kernels; on a GPU, whether the steps around them do."""
+    return bool(compiled_layers(model)) or getattr(model, "has_fused_steps", False)
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:

@@ -30,12 +30,16 @@ def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
     mask: [B, 1, N, S] to add to the scores, in the queries' dtype.
     """
-    batch, heads, nodes, size = query.shape
     can_run_all = can_run(query) and can_run(key) and can_run(value)  # an adapter may be on one of them only
     if can_run_all and mask.shape[1] == 1 and load_native_ops() is None:
         output: Tensor = torch.ops.draftless.attention(query, key, value, mask, scale)
         return output
-    # The queries of a group are stacked as if they were more nodes.
+    return attend_stacked(query, key, value, mask, scale)
+
+
+def attend_stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`attend_grouped` by torch's own attention: the queries of a group are stacked as if they were more nodes."""
+    batch, heads, nodes, size = query.shape
     stacked = query.reshape(batch, key.shape[1], -1, size)
     mask = repeat_mask(mask, heads // key.shape[1])  # [B, 1, heads / groups * N, S]
     output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)

@@ -5,12 +5,11 @@ Shapes: B rows, N nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from decode.tree import Tree
+from decode.gpu.fusion import fused
+from decode.tree import Tree, find_ancestors
 
 
 def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> Tree:
@@ -19,22 +18,44 @@ def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> 
     A wrong index would end the process on a GPU. The loop reads `wrong` with the accepted path and then raises what
     `Tree.check` says. roots [B]: the bonus tokens, which replace the trees' own roots.
     """
-    node = torch.arange(tree.width, device=tree.tokens.device)
-    deepest = tree.height + 1 if tree.is_chain else tree.width
-    sizes = tree.sizes.clamp(1, min(budget, tree.width, deepest))
+    known = vars(tree).get("ancestors") if tree.is_chain else None  # what is known of a chain stays true
+    limit = min(budget, tree.width, tree.height + 1 if tree.is_chain else tree.width)
+    return tree.with_tensors(
+        _mend(tree.tokens, tree.parents, tree.sizes, roots, known, limit, vocabulary, tree.height, tree.is_chain)
+    )
+
+
+@fused
+def _mend(
+    given: Tensor,
+    given_parents: Tensor,
+    given_sizes: Tensor,
+    roots: Tensor,
+    ancestors: Tensor | None,
+    limit: int,
+    vocabulary: int,
+    height: int,
+    is_chain: bool,
+) -> dict[str, Tensor]:
+    """A tree's tensors by name, cached ones included, from its tokens, parents, sizes and, if known, ancestors.
+
+    limit: nodes at most.
+    """
+    node = torch.arange(given.shape[1], device=given.device)
+    sizes = given_sizes.clamp(1, limit)
     real = node < sizes[:, None]
-    tokens = tree.tokens.clamp(0, vocabulary - 1)
-    tokens[:, 0] = roots
-    parents = torch.where(real, tree.parents.clamp(min=0).minimum(node - 1), -1)
-    if tree.is_chain:
-        parents = torch.where(real, node - 1, -1)
-    wrong = (tokens != tree.tokens) & real
-    wrong[:, 0] = False
-    wrong |= parents != tree.parents
-    mended = replace(tree, tokens=tokens, parents=parents, sizes=sizes)
-    if tree.is_chain:  # what is known of a chain stays true
-        mended = mended.with_tensors({name: vars(tree)[name] for name in ("ancestors", "depth") if name in vars(tree)})
-    depth = mended.depth
-    wrong[:, 1:] |= real[:, 1:] & (depth[:, 1:] != depth.gather(1, parents[:, 1:].clamp(min=0)) + 1)
-    # Not `replace`, which would forget the ancestors that were computed.
-    return mended.with_tensors({"wrong": wrong.any(dim=1) | (sizes != tree.sizes)})
+    tokens = torch.where(node > 0, given.clamp(0, vocabulary - 1), roots[:, None])
+    parents = torch.where(real, node - 1 if is_chain else given_parents.clamp(min=0).minimum(node - 1), -1)
+    ancestors = find_ancestors(parents, height) if ancestors is None else ancestors
+    depth = ancestors.sum(dim=2) - 1
+    too_deep = depth != depth.gather(1, parents.clamp(min=0)) + 1
+    wrong = (real & (node > 0) & ((tokens != given) | too_deep)) | (parents != given_parents)
+    return {
+        "tokens": tokens,
+        "parents": parents,
+        "sizes": sizes,
+        "real": real,
+        "ancestors": ancestors,
+        "depth": depth,
+        "wrong": wrong.any(dim=1) | (sizes != given_sizes),
+    }

@@ -9,11 +9,26 @@ Shapes: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from decode.gpu.fusion import fused
 from decode.noise import inverse_cdf
 from decode.tree import Tree
+
+
+class Nodes(NamedTuple):
+    """The tensors of `Tree` by name; q is not None."""
+
+    tokens: Tensor
+    parents: Tensor
+    real: Tensor
+    ancestors: Tensor
+    depth: Tensor
+    q: Tensor
+    sampled: Tensor | None
 
 
 def judge_sampled_trees(tree: Tree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +37,13 @@ def judge_sampled_trees(tree: Tree, p: Tensor, uniforms: Tensor) -> tuple[Tensor
     p [B, N, V]: the target's probabilities after each node, float64; overwritten. uniforms [B, >= N]: a row uses them
     in order, one for each node that it tests and one for the bonus token.
     """
-    rows = torch.arange(tree.batch, device=p.device)
+    assert tree.q is not None
+    return _judge(Nodes(*(getattr(tree, name) for name in Nodes._fields)), p, uniforms)
+
+
+@fused
+def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(len(p), device=p.device)
     order = order_siblings(tree)
     p_path = compute_residuals(tree, order, p)
     post = find_post_order(tree, order)
@@ -31,30 +52,30 @@ def judge_sampled_trees(tree: Tree, p: Tensor, uniforms: Tensor) -> tuple[Tensor
     before = (tested[:, None] & (post[:, None] < post[:, :, None])).sum(dim=2)  # [B, N] tests before a node's own
     accepted = tested & (uniforms.gather(1, before) < p_path)
     accepted[:, 0] = True
-    last = torch.where(accepted, post, tree.width).argmin(dim=1)
+    last = torch.where(accepted, post, tree.tokens.shape[1]).argmin(dim=1)
     used = (before + tested)[rows, last]
     return tree.ancestors[rows, last], inverse_cdf(p[rows, last], uniforms[rows, used])
 
 
-def order_siblings(tree: Tree) -> Tensor:
+def order_siblings(tree: Nodes) -> Tensor:
     """The nodes [B, N] level by level, in each level sampled ones first, padding last."""
-    level = torch.where(tree.real, tree.depth, tree.width)
+    level = torch.where(tree.real, tree.depth, tree.tokens.shape[1])
     if tree.sampled is not None:
         level = 2 * level + ~tree.sampled
     return level.sort(dim=1, stable=True).indices
 
 
-def compute_residuals(tree: Tree, order: Tensor, p: Tensor) -> Tensor:
+def compute_residuals(tree: Nodes, order: Tensor, p: Tensor) -> Tensor:
     """Replace each node's p by what its rejected children leave of it, and return the p_path [B, N] left then.
 
     A p_path of 0 says that a node is not reached.
     """
     q, inverse = find_draft_probabilities(tree, order)
-    rows = torch.arange(tree.batch, device=p.device)
+    rows = torch.arange(len(p), device=p.device)
     p_path = torch.zeros_like(p[:, :, 0])
     p_path[:, 0] = 1
     parents, tokens = tree.parents.clamp(min=0), tree.tokens
-    for step in range(1, tree.width):
+    for step in range(1, tree.tokens.shape[1]):
         node = order[:, step]
         parent, token = parents[rows, node], tokens[rows, node]
         above, left = p_path[rows, parent], p[rows, parent]  # [B], [B, V]
@@ -67,17 +88,16 @@ def compute_residuals(tree: Tree, order: Tensor, p: Tensor) -> Tensor:
     return p_path
 
 
-def find_draft_probabilities(tree: Tree, order: Tensor) -> tuple[Tensor, Tensor]:
+def find_draft_probabilities(tree: Nodes, order: Tensor) -> tuple[Tensor, Tensor]:
     """The draft's probabilities [B, N, V] when each node was drafted, and 1 / that of its own token [B, N].
 
     Sampled tokens: those of the parent without the siblings sampled before. Both are 0 where nothing is to be decided:
     at the root, padding, and a sampled token that its siblings left no probability.
     """
-    assert tree.q is not None
     vocabulary = tree.q.shape[2]
     parents = tree.parents.clamp(min=0)
     q = tree.q.double().take_along_dim(parents[:, :, None], dim=1)  # [B, N, V]
-    tokens = tree.tokens[:, None].expand(-1, tree.width, -1)  # [B, N, N]
+    tokens = tree.tokens[:, None].expand(-1, tree.tokens.shape[1], -1)  # [B, N, N]
     before = find_earlier_siblings(tree, order)
     if tree.sampled is not None:
         before = before & tree.sampled[:, None]
@@ -94,14 +114,14 @@ def find_draft_probabilities(tree: Tree, order: Tensor) -> tuple[Tensor, Tensor]
     return torch.where(decided[:, :, None], q, 0), torch.where(decided, 1 / drafted, 0)
 
 
-def find_earlier_siblings(tree: Tree, order: Tensor) -> Tensor:
+def find_earlier_siblings(tree: Nodes, order: Tensor) -> Tensor:
     """[B, N, N] bool: whether node j is a sibling of node i and comes before it."""
     place = order.argsort(dim=1)
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & tree.real[:, None] & tree.real[:, :, None]
     return siblings & (place[:, None] < place[:, :, None])
 
 
-def find_post_order(tree: Tree, order: Tensor) -> Tensor:
+def find_post_order(tree: Nodes, order: Tensor) -> Tensor:
     """Each node's place [B, N] in the order in which nodes are decided: after all nodes below it."""
     below = (tree.ancestors & tree.real[:, :, None]).sum(dim=1)  # [B, N] nodes of the subtree
     skipped = (find_earlier_siblings(tree, order) * below[:, None]).sum(dim=2)  # in subtrees of earlier siblings

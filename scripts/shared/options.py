@@ -25,8 +25,8 @@ from scripts.shared.command import at_least
 
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
-compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. off changes
-nothing (default: %(default)s)"""
+compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
+compiled makes steps run fused kernels (untimed). off changes nothing (default: %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the fastest pretrained head that fits the model (default: %(default)s)"""
 HEAD_HELP = "for {}, merged, auto: a head's folder (default: the default model's; for merged none)"
@@ -68,8 +68,9 @@ class ModelOptions(Options):
     def __post_init__(self) -> None:
         if self.device is not None and self.device_map is not None:
             raise ValueError("--device and --device-map exclude each other; give one of them")
-        if self.accelerate == "compiled" and (self.device not in (None, "cpu") or self.dtype in ("float64", "float16")):
-            raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
+        has_kernels = self.device in (None, "cpu") and self.dtype not in ("float64", "float16")
+        if self.accelerate == "compiled" and not has_kernels and not (self.device or "").startswith("cuda"):
+            raise ValueError("--accelerate compiled is for a GPU, or for --device cpu and --dtype float32 or bfloat16")
 
 
 @dataclass(frozen=True)

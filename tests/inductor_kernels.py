@@ -1,0 +1,59 @@
+"""How many kernels torch.compile makes of a function, by asking inductor. Needs no GPU and no compiler.
+
+The function is traced on the CPU and scheduled by inductor, which stops before it generates code. Each group of
+operations that it fuses counts as one launch, as does each library call (matrix products, attention, sorting). A GPU's
+inductor may split large reductions in two, and may fuse more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._inductor import ir, scheduler
+
+compile_function = torch.compile  # a pretended device replaces it
+
+
+class _ScheduledError(Exception):
+    """Ends a compilation once its kernels are known."""
+
+
+def list_kernels(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The names of the kernels for these arguments, which are on the CPU.
+
+    Raises an exception of torch._dynamo if the function cannot be compiled as a whole: if it reads a value on the host
+    or makes a shape from one.
+    """
+    found: list[list[str]] = []
+    failures: list[Exception] = []
+
+    def schedule(self: Any, nodes: Any) -> None:
+        original(self, nodes)
+        found.append([node.get_name() for node in self.nodes if is_launch(node)])
+        raise _ScheduledError
+
+    def compile_it() -> None:  # in a thread of its own, where no dispatch mode is active
+        torch._dynamo.reset()
+        try:
+            with torch.inference_mode():
+                compile_function(function, fullgraph=True)(*args, **kwargs)
+        except Exception as failure:
+            failures.append(failure)
+
+    original = scheduler.Scheduler._init
+    with patch.object(scheduler.Scheduler, "_init", schedule):
+        thread = Thread(target=compile_it)
+        thread.start()
+        thread.join()
+    if not found and failures:
+        raise failures[0]
+    return found[0] if found else []
+
+
+def is_launch(node: Any) -> bool:
+    """Whether a scheduled node is a kernel, not a view or one of several results."""
+    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)

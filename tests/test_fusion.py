@@ -1,0 +1,112 @@
+"""Fused kernels of a GPU's step, run on the CPU: they compile as a whole, and compute what they compute unfused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target
+from decode.accept import choose_greedily, find_path, pack
+from decode.gpu import fusion
+from decode.gpu.check import _mend
+from decode.gpu.fusion import fused, fusing
+from heads import LayerCache
+from proposers.eagle import EagleDrafter
+from proposers.fixed_eagle import FixedEagleDrafter
+from proposers.head_proposer import FeaturePart, pick_last
+from proposers.packed_head import attend_like_target
+from tests.drafting import make_head
+from tests.models import VOCABULARY, tiny
+from tests.test_tree import random_tree
+
+ROWS, WIDTH, LEVELS = 3, 4, 3
+
+
+def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    with fusing(True):
+        assert fused(torch.add)(torch.ones(1), 1).tolist() == [2]
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch._dynamo.exc.Unsupported("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(fusion, "_failed", False)
+    with fusing(True):
+        assert [fused(torch.add)(torch.ones(1), 1).tolist() for _ in range(2)] == [[2], [2]]
+    assert capsys.readouterr().err.count("no compiler") == 1
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(getattr(function, "__wrapped__"), fullgraph=True)  # noqa: B009
+
+
+def test_compiled_rules_are_exact() -> None:
+    """Integers and choices, the same from inductor as from torch."""
+    torch._dynamo.reset()
+    mend, choose, find, packed = map(compiled, (_mend, choose_greedily, find_path, pack))
+    for seed in range(20):
+        tree = random_tree(random.Random(seed))
+        torch.manual_seed(seed)
+        tokens = torch.where(torch.rand(tree.tokens.shape) < 0.1, -7, tree.tokens)
+        settings = None, min(12, tree.width), 6, tree.height, False
+        given = tokens, tree.parents, tree.sizes, tree.tokens[:, 0], *settings
+        parts = _mend(*given)
+        for name, part in mend(*given).items():
+            assert torch.equal(part, parts[name]), name
+        logits = torch.randn(*tree.tokens.shape, 6)
+        logits[0, 0, seed % 6] = [torch.nan, torch.inf, 0.0][seed % 3]
+        chosen = choose(logits)
+        assert torch.equal(chosen, choose_greedily(logits))
+        nodes = (*(parts[name] for name in ("tokens", "parents", "real", "ancestors", "depth")),)
+        found = find(chosen, *nodes)
+        assert all(map(torch.equal, found, find_path(chosen, *nodes)))
+        last = parts["tokens"], parts["sizes"], parts["wrong"], *found
+        assert torch.equal(packed(*last), pack(*last))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_fixed_shapes_draft_the_same(kind: str) -> None:
+    target = Target(tiny("llama"))
+    head, embed = make_head(kind, target), target.model.get_input_embeddings()
+    size = head.target_hidden_size * len(head.features)
+    caches = [LayerCache(ROWS, attend_like_target)]
+
+    def read(features: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        fused, cache = head.fuse(features), caches[0]
+        states = head(embed(tokens), fused, cache.positions(fused.shape[1], fused.device), context=cache)
+        cache.keep(counts)
+        return pick_last(states, torch.tensor(counts))
+
+    def draw(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = ROWS, max(counts)
+        return torch.randn(*shape, size, dtype=target.dtype), torch.randint(VOCABULARY, shape)
+
+    with torch.no_grad():
+        torch.manual_seed(0)
+        read(*draw([5, 9, 2]), [5, 9, 2])
+        for counts in ([1, 3, 2], [2, 2, 2]):
+            caches.append(copy.deepcopy(caches[0]))
+            features, tokens = draw(counts)
+            unread = FeaturePart(features, tokens, torch.tensor(counts), counts)
+            fixed = FixedEagleDrafter(head, embed, caches[1], unread, LEVELS + 1, LEVELS * WIDTH)
+            grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
+            paths = 1
+            for level in range(LEVELS + 1):
+                torch.testing.assert_close(fixed.logits(level), grown.logits(level), rtol=1e-9, atol=1e-9)
+                parents, tokens = torch.randint(paths, (ROWS, WIDTH)), torch.randint(VOCABULARY, (ROWS, WIDTH))
+                if level < LEVELS:
+                    fixed.extend(parents, tokens)
+                    grown.extend(parents, tokens)
+                paths = WIDTH
+            assert caches.pop().lengths == caches[0].lengths
