@@ -1,9 +1,10 @@
 // A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
 //
 // Packed weights lie in panels of PANEL outputs: [panels, K, PANEL] in float32, [panels, K / 2, PANEL, 2] in bfloat16.
-// float32 inputs take both: weights that bfloat16 holds exactly are read from half the memory. A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
-// CHUNK steps each, so that these weights stay in the L1 cache, and more blocks go over the panel again, from the L2
-// cache. Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
+// float32 inputs take both forms: weights that bfloat16 holds exactly are read from half the memory.
+// A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
+// CHUNK steps each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
+// Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
 
 #include <torch/csrc/stable/library.h>

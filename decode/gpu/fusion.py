@@ -1,4 +1,4 @@
-"""Fused kernels: what a step does beside the model's forward pass, compiled by torch.compile on a GPU.
+"""Fused kernels: all of a step but the model's forward pass, compiled by torch.compile on a GPU.
 
 Each function that is marked with `fused` becomes a few kernels instead of one for every operation. It is compiled when
 it is first called, and runs as it is on a CPU, outside `fusing`, and where it cannot be compiled.

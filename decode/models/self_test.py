@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-3}
 # with 2 to 32 layers; 3.8 in both for SmolLM2-135M. Wrong masks give at least 0.5.
 ROUNDING, MOST = 12, 0.4
 SHORT = 64  # tokens of an attention window that is tried with a prompt; for longer ones the prompt is made up
-EDGE = 9  # made-up tokens at the beginning, of which a long window hides some
+EDGE = 9  # made-up tokens at the beginning; a long window hides some of them
 PARENTS = ((-1, 0, 0, 2, 2),)  # of both trees; nodes 1, 3 and 4 are the leaves
 PATH = [0, 2, 3]  # what is committed of the first tree
 

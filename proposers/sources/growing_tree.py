@@ -22,7 +22,7 @@ class KindCounts:
         return self._counts.setdefault(source, {})
 
     def add(self, source: int, continuations: Iterable[Named], right: int) -> None:
-        """Count continuations of an accepted node, of which the token `right` was right."""
+        """Count continuations of an accepted node, whose right continuation is the token `right`."""
         kinds = self.of(source)
         for token, _, kind in continuations:
             counts = kinds.setdefault(kind, [0, 0])
