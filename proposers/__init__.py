@@ -5,7 +5,6 @@ from proposers.calibration import Calibration, load_calibration
 from proposers.draft import DraftProposer
 from proposers.draft_budget import DraftBudget
 from proposers.eagle import EagleProposer
-from proposers.fixed_trees import PUBLISHED
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
@@ -15,6 +14,7 @@ from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
 from proposers.sources.levels import DraftSource, HeadSource
+from proposers.trees.fixed import PUBLISHED
 
 PROPOSERS = {
     "none": PlainProposer,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from proposers.fixed_trees import Ranks
+from proposers.trees.fixed import Ranks
 
 FILE = "calibration.json"  # in the head's folder
 LARGEST = 256  # nodes of the largest best tree

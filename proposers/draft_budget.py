@@ -179,7 +179,7 @@ class DraftBudget:
     def choose_size(self, expected: Sequence[float], levels: int, sampled: bool = False) -> int:
         """The number of nodes for a tree of `levels` drafted levels, if n nodes accept `expected[n - 1]` tokens.
 
-        sampled: decide on each node by what is expected of it and of those before (`proposers.sampled_trees`).
+        sampled: decide on each node by what is expected of it and of those before (`proposers.trees.sampled`).
         """
         costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
         choose = grow_while_worth if sampled else choose_fastest

@@ -1,7 +1,7 @@
 """Drafting with a trained head: what all kinds of heads share.
 
 How a tree is drafted: the head reads the target's features (`start_drafter`), a search asks the drafter for next tokens
-level by level (`tree_search`), and the draft budget chooses how many of them become nodes (`draft_budget`).
+level by level (`trees.search`), and the draft budget chooses how many of them become nodes (`draft_budget`).
 
 Shapes: B rows, T tokens, F feature width, H hidden size.
 """
@@ -25,10 +25,10 @@ from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.fixed_trees import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
 from proposers.packed_head import PackedOutput, attend_like_target, pack_head
-from proposers.sampled_trees import SampledTokens, renumber
-from proposers.tree_search import RANKS, Candidates, Drafter, ScoredDrafter, fill_tree, search
+from proposers.trees.fixed import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
+from proposers.trees.sampled import SampledTokens, renumber
+from proposers.trees.search import RANKS, Candidates, Drafter, ScoredDrafter, fill_tree, search
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 
@@ -39,11 +39,11 @@ class HeadProposer(ABC):
     depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
     tree at most, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
-    head was measured; "static" the method's published tree. Or a name in `fixed_trees.PUBLISHED`, or paths of ranks.
+    head was measured; "static" the method's published tree. Or a name in `trees.fixed.PUBLISHED`, or paths of ranks.
     nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
     to no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
-    sampled: if the target samples, sample the draft tokens as well (`proposers.sampled_trees`). The text keeps its
+    sampled: if the target samples, sample the draft tokens as well (`proposers.trees.sampled`). The text keeps its
     distribution, but a seed gives another text than without a proposer.
 
     Raises ValueError for an impossible tree or size, for a calibration of another head, and, in its first step, for a

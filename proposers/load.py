@@ -20,7 +20,6 @@ from heads.formats.layout import Head
 from proposers.calibration import Calibration, load_calibration
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
-from proposers.fixed_trees import Ranks
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
 from proposers.lookahead import LookaheadProposer
@@ -29,6 +28,7 @@ from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
 from proposers.sources.levels import HeadSource
+from proposers.trees.fixed import Ranks
 
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "medusa": MedusaProposer,

@@ -14,7 +14,7 @@ from decode.models.cost_curve import CostCurve
 from heads import save_head
 from proposers import EagleProposer, head_proposer, load_proposer
 from proposers.draft_budget import DraftBudget
-from proposers.fixed_trees import PUBLISHED
+from proposers.trees.fixed import PUBLISHED
 from tests.drafting import Paths, Recorder, fix_cost, make_head
 from tests.models import tiny
 from tests.test_lossless import PROMPTS, texts

@@ -16,7 +16,7 @@ from decode.gpu.draw import draw_all
 from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed
 from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys, to_uniforms
-from proposers.sampled_trees import sample_by_gumbel
+from proposers.trees.sampled import sample_by_gumbel
 from tests.test_tree import random_tree
 from tests.trees import tree_of_rows
 

@@ -15,9 +15,9 @@ from decode.models.cost_curve import CostCurve
 from heads.layer_cache import attend, hide
 from proposers import HydraProposer, MedusaProposer, head_proposer
 from proposers.draft_budget import DraftBudget
-from proposers.fixed_trees import PUBLISHED, check_tree, cut_tree
 from proposers.packed_head import attend_like_target
-from proposers.tree_search import RANKS, Candidates, ScoredDrafter, search
+from proposers.trees.fixed import PUBLISHED, check_tree, cut_tree
+from proposers.trees.search import RANKS, Candidates, ScoredDrafter, search
 from tests.drafting import Paths, Recorder, fix_cost, list_paths, make_head
 from tests.models import tiny
 

@@ -1,6 +1,6 @@
 """Sampled drafts of heads: every draft and every acceptance of small cases, with exact probabilities.
 
-The conditions for a draft's tree are in `proposers.sampled_trees`. The wrong variants at the end break one each.
+The conditions for a draft's tree are in `proposers.trees.sampled`. The wrong variants at the end break one each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from proposers import (
     MedusaProposer,
     draft_budget,
     head_proposer,
-    sampled_trees,
-    tree_search,
 )
 from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
+from proposers.trees import sampled, search
 from tests.drafting import fix_cost, make_head
 from tests.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
 from tests.models import tiny
@@ -110,7 +109,7 @@ def draw_all(monkeypatch: pytest.MonkeyPatch, dice: Enumerator) -> None:
                 q[drawn[-1]] = 0
         return torch.tensor(drawn).view(uniforms.shape[:2])
 
-    monkeypatch.setattr(sampled_trees, "sample_without_replacement", draw)
+    monkeypatch.setattr(sampled, "sample_without_replacement", draw)
 
 
 def emit(
@@ -203,14 +202,14 @@ def test_one_step_keeps_the_targets_distribution(
 
 def choose_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: nodes are chosen by the probabilities of the sampled tokens."""
-    pick = sampled_trees.SampledTokens.pick
+    pick = sampled.SampledTokens.pick
 
     def peek(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, _ = pick(self, logits, ranks, places)
         return drawn, self._samples[-1][1].gather(2, drawn).log().clamp(min=-80).float()
 
-    monkeypatch.setattr(sampled_trees.SampledTokens, "pick", peek)
-    monkeypatch.setattr(tree_search, "keep_order", lambda log_p: log_p)
+    monkeypatch.setattr(sampled.SampledTokens, "pick", peek)
+    monkeypatch.setattr(search, "keep_order", lambda log_p: log_p)
 
 
 def size_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +219,14 @@ def size_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def share_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong: the same tokens after each path."""
-    pick = sampled_trees.SampledTokens.pick
+    pick = sampled.SampledTokens.pick
 
     def copy(self: Any, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         drawn, sure = pick(self, logits, ranks, places[:, :1])
         self._samples[-1] = places, self._samples[-1][1].expand(-1, places.shape[1], -1)
         return drawn.expand(-1, places.shape[1], -1), sure
 
-    monkeypatch.setattr(sampled_trees.SampledTokens, "pick", copy)
+    monkeypatch.setattr(sampled.SampledTokens, "pick", copy)
 
 
 def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

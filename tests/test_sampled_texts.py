@@ -14,8 +14,8 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import stream_uniforms
-from proposers.sampled_trees import renumber, sample_without_replacement
-from proposers.tree_search import keep_order
+from proposers.trees.sampled import renumber, sample_without_replacement
+from proposers.trees.search import keep_order
 from tests.drafting import Recorder, fix_cost
 from tests.models import tiny
 from tests.test_lossless import texts

@@ -13,7 +13,7 @@ from proposers.draft import LONGEST, DraftProposer
 from proposers.draft_session import DraftSession
 from proposers.head_proposer import HeadProposer, numbers_of
 from proposers.sources.source import Continuation
-from proposers.tree_search import RANKS, ScoredDrafter
+from proposers.trees.search import RANKS, ScoredDrafter
 
 PARTS = 10  # probabilities are counted alike in so many parts
 

@@ -20,7 +20,7 @@ from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraDrafter, HydraProposer
 from proposers.medusa import MedusaDrafter
 from proposers.packed_head import attend_like_target
-from proposers.tree_search import RANKS, Drafter
+from proposers.trees.search import RANKS, Drafter
 
 PRIOR = 3.0  # outcomes that the head's own probabilities count for
 CHUNK = 64  # positions that are tried together: an EAGLE head needs a copy of its cache for each

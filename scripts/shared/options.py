@@ -19,8 +19,8 @@ from heads import PRETRAINED
 from heads.checkpoint import find_folder
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.eagle import DEPTH, WIDTH
-from proposers.fixed_trees import PUBLISHED
 from proposers.load import DRAFT_LAYERS, EAGLES, OPTIONS
+from proposers.trees.fixed import PUBLISHED
 from scripts.shared.command import at_least
 
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)

@@ -20,7 +20,7 @@ from torch import Tensor
 Ranks: TypeAlias = tuple[int, ...]  # a node, by the ranks of the tokens that lead to it
 
 # The file names each tree's source and licence. A tree is a line of paths, a path is a digit per rank.
-_SOURCES = json.loads((Path(__file__).parent / "published_trees.json").read_text(encoding="utf-8"))
+_SOURCES = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 PUBLISHED: dict[str, tuple[Ranks, ...]] = {
     name: tuple(tuple(map(int, path)) for path in paths.split())
     for source in _SOURCES

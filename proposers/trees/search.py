@@ -18,8 +18,8 @@ from decode.gpu.transfer import read
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.fixed_trees import FixedTree
-from proposers.sampled_trees import SampledTokens
+from proposers.trees.fixed import FixedTree
+from proposers.trees.sampled import SampledTokens
 
 RANKS = 10  # most likely next tokens of a path that become candidates
 
@@ -225,7 +225,7 @@ def _expect_right(best: list[Tensor], sampled: bool) -> float:
 def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
     """By level: the probability that one of the paths with the scores best[level] [B, W] is right, averaged over rows.
 
-    Of sampled trees only the first level's scores depend on no sampled token (`sampled_trees`). There each level counts
+    Of sampled trees only the first level's scores depend on no sampled token (`trees.sampled`). There each level counts
     as being as likely to be right as the first.
     """
     if sampled:

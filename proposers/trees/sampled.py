@@ -36,7 +36,7 @@ from decode import Step
 from decode.gpu.fusion import fused
 from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, keys, make_exponential, stream_uniforms
 from decode.sampling import upcast_half, warp
-from proposers.fixed_trees import Ranks
+from proposers.trees.fixed import Ranks
 
 GROUP = 256  # tokens whose probabilities are kept as one sum
 LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
