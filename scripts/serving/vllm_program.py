@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
 
 SETTINGS = {
@@ -39,8 +40,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    import torch
-    import transformers
     import vllm
 
     prompts, drafted, limit = request["prompts"], request["draft_tokens"], request["max_new_tokens"]
@@ -61,7 +60,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": counts[f"{COUNTS}drafts"].value if counts else 0,
         "accepted": list(counts[f"{COUNTS}accepted_tokens_per_pos"].values) if counts else [],
-        "versions": {module.__name__: module.__version__ for module in (vllm, torch, transformers)},
+        "versions": {"vllm": vllm.__version__, **{name: version(name) for name in ("torch", "transformers")}},
         "seconds": time.perf_counter() - started,
         "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / UNIT,
     }

@@ -26,7 +26,7 @@ ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
 SOURCES = """\
 The rules were read in the source of vLLM 0.33 (Medusa: up to 0.32) and SGLang 0.5.23. EAGLE and EAGLE-3 folders were
-served in vLLM 0.32 and 0.33 on a CPU; SGLang's classes load them, but they were not served there."""
+served in vLLM 0.32 and 0.33 on a CPU; SGLang's classes load them, but they were not served there. --serve tries it."""
 
 
 @dataclass(frozen=True)
