@@ -1,4 +1,4 @@
-"""check.py --serve with a pretended vLLM: its table, its findings, clear errors; and with a real one, where there is one."""
+"""`--serve` with a pretended vLLM: its table, findings and errors; and with a real one where there is one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.drafting import LAYER, make_head
 LAYERS, CHAIN = 12, 3
 PRETENDED = '''
 """Prints, answers from a file, or fails as the file says."""
-import json, os, sys, time
+import json, os, subprocess, sys, time
 from types import SimpleNamespace
 __version__ = "9.9"
 PLAN = json.load(open(os.environ["PLAN"]))
@@ -47,7 +47,9 @@ class LLM:
             if "kill" in PLAN:
                 os.kill(os.getpid(), 9)
             if "sleep" in PLAN:
-                time.sleep(60)
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                json.dump([os.getpid(), child.pid], open(os.environ["PLAN"] + ".pids", "w"))
+                time.sleep(600)
 
     def generate(self, prompts, sampling):
         assert len(prompts) == len(PLAN["plain"]) and sampling.settings["temperature"] == 0
@@ -143,7 +145,7 @@ def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[s
     _, texts, stats = draft_chains(head, target, CHAIN)
     assert texts == agreeing["plain"] and max(map(len, texts)) == NEW_TOKENS
     spare = stats.steps + sum(stats.accepted_by_depth) - sum(len(text) - 1 for text in texts)
-    assert 0 <= spare <= len(texts) * CHAIN, "only an answer's last draft may go beyond its end"
+    assert 0 <= spare < len(texts), "only an answer's last draft may go beyond its end, and few drafts are accepted"
 
 
 def test_the_result_is_json_too(serve: Serve, agreeing: dict[str, Any]) -> None:
@@ -169,13 +171,9 @@ def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Ser
         ({"raise": "no such\n  weights: {'token_map'}"}, "ValueError: no such weights: {'token_map'}"),
         ({"status": 3}, "it ended with status 3: bad luck"),
         ({"kill": True}, "it was killed, most likely because memory ran out"),
-        ({"sleep": True}, "it did not answer within 0.1 minutes"),
     ],
 )
-def test_why_a_head_is_not_served(
-    serve: Serve, agreeing: dict[str, Any], monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], reason: str
-) -> None:
-    monkeypatch.setattr(engine, "TIMEOUT", 6 if "sleep" in plan else 60)
+def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], plan: dict[str, Any], reason: str) -> None:
     status, out, _ = serve(agreeing | plan)
     line = f"error   vllm      engine-refuses: vLLM 9.9 serves the model, but not with this head: {reason}"
     assert status == 1 and line in out.splitlines() and "Draftless |" not in out
@@ -185,6 +183,16 @@ def test_why_a_head_is_not_served(
             status == 1
             and f"engine-fails: vLLM does not serve the model, with this head or without it: {reason}" in out
         )
+
+
+def test_nothing_goes_on_after_a_timeout(
+    serve: Serve, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "TIMEOUT", 6)
+    assert "it did not answer within 0.1 minutes" in serve(agreeing | {"sleep": True})[1]
+    for process in json.loads((tmp_path / "plan.json.pids").read_text()):
+        state = Path(f"/proc/{process}/stat")  # an orphan may stay as a zombie
+        assert not state.exists() or state.read_text().split(") ")[1].startswith("Z")
 
 
 def test_a_python_without_vllm_is_refused_before_any_work(
@@ -240,4 +248,7 @@ def test_pretrained_heads_in_the_real_engine(kind: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr + run.stdout
     served = json.loads(run.stdout)["served"]
     assert served["vllm"]["equal_texts"] == served["draftless"]["equal_texts"] == served["texts"]
-    assert served["vllm"]["accepted"] == pytest.approx(served["draftless"]["accepted"], abs=2)
+    assert served["vllm"]["drafts"] == pytest.approx(
+        served["draftless"]["drafts"], abs=4
+    )  # EAGLE-1: the whole vocabulary
+    assert served["vllm"]["accepted"] == pytest.approx(served["draftless"]["accepted"], abs=4)

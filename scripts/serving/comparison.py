@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 
 from decode import Stats, Target, stream
@@ -129,7 +130,7 @@ def compare(
     kind: str, dtype: str, plain: Answers, served: Answers, ours: Sequence[Sequence[int]], stats: Stats
 ) -> ServedResult:
     """vLLM with the head and Draftless with the head, their texts compared with vLLM's without it."""
-    equal = [sum(map(list.__eq__, plain.tokens, map(list, tokens))) for tokens in (served.tokens, ours)]
+    equal = [sum(map(eq, plain.tokens, tokens)) for tokens in (served.tokens, ours)]
     return ServedResult(
         kind,
         dtype,
