@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decode import Target
+from scripts.serving.comparison import ServedResult
 from scripts.serving_rules.eagle import DECODER_LAYER_RULES, EAGLE_RULES
 from scripts.serving_rules.eagle3 import EAGLE3_RULES
 from scripts.serving_rules.folder import Engine, Finding, HeadFolder, error
@@ -25,12 +26,12 @@ ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
 SOURCES = """\
 The rules were read in the source of vLLM 0.33 (Medusa: up to 0.32) and SGLang 0.5.23. EAGLE and EAGLE-3 folders were
-served in vLLM 0.32 and 0.33 on a CPU; SGLang's classes load them, but they were not served there."""
+served in vLLM 0.32 and 0.33 on a CPU; SGLang's classes load them, but they were not served there. --serve tries it."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result for one folder. `decode` is None if no draft token was tried."""
+    """The result for one folder. `decode` is None if no draft token was tried, `served` if no engine served it."""
 
     folder: str
     target: str | None
@@ -38,6 +39,7 @@ class Report:
     findings: list[Finding]
     commands: dict[Engine, str]
     decode: TrialResult | None = None
+    served: ServedResult | None = None
 
     @property
     def ok(self) -> bool:
@@ -77,8 +79,13 @@ def write_commands(folder: HeadFolder, model: str, findings: Sequence[Finding]) 
     return {engine: command for engine, command in commands.items() if not list_errors(blocking, engine)}
 
 
+def count_draft_tokens(folder: HeadFolder) -> int:
+    """How many tokens a server should draft in a chain: a Medusa head's, one each; else the usual number."""
+    return count_blocks(folder)[0] if folder.kind == "medusa" else DRAFT_TOKENS
+
+
 def _write_vllm(folder: HeadFolder, model: str) -> str:
-    tokens = count_blocks(folder)[0] if folder.kind == "medusa" else DRAFT_TOKENS
+    tokens = count_draft_tokens(folder)
     config = {"method": folder.kind, "model": str(folder.path.resolve()), "num_speculative_tokens": tokens}
     return shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
 
@@ -104,6 +111,8 @@ def describe_report(report: Report, engine: Engine | None) -> str:
         lines += ["", SOURCES]
     if report.decode is not None:
         lines += ["", report.decode.describe()]
+    if report.served is not None:
+        lines += ["", report.served.describe()]
     return "\n".join(lines)
 
 
