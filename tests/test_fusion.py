@@ -98,7 +98,7 @@ def test_fixed_shapes_draft_the_same(kind: str) -> None:
         for counts in ([1, 3, 2], [2, 2, 2]):
             caches.append(copy.deepcopy(caches[0]))
             features, tokens = draw(counts)
-            unread = FeaturePart(features, tokens, torch.tensor(counts), counts)
+            unread = FeaturePart(head.fuse(features), tokens, torch.tensor(counts), counts)
             fixed = FixedEagleDrafter(head, embed, caches[1], unread, LEVELS + 1, LEVELS * WIDTH)
             grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
             paths = 1

@@ -94,6 +94,7 @@ def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> Non
     retry_failed: compile again what failed before.
     """
     kernels: dict[str, Kernel | None] = {}
+    trusted: set[str] = set()  # kernels that were right in all trials; their other layers differ in weights alone
     for layer, (number, calls) in _record_calls(model).items():
         dimensions = _find_dimensions(calls[0].call, calls[1].call)
         if dimensions is None:
@@ -104,8 +105,9 @@ def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> Non
         kernel = kernels[name]
         if kernel is not None:
             compiled = CompiledLayer(layer, number, kernel, calls[0].call, dimensions)
-            if all(map(compiled.is_correct, calls)):
+            if all(map(compiled.is_correct, calls[:1] if name in trusted else calls)):
                 layer.forward = compiled
+                trusted.add(name)
 
 
 def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
