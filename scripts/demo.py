@@ -83,7 +83,7 @@ def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Prop
     speeds: dict[str, float] = {}
     for name, measured in rounds.items():
         texts = [answers.answers for answers in measured[0]]
-        tokens, steps = sum(len(text) for (text,) in texts), sum(answers.steps[0] for answers in measured[0])
+        tokens, steps = sum(len(text) for (text,) in texts), sum(len(answers.added[0]) for answers in measured[0])
         speeds[name] = tokens / statistics.median(sum(answers.seconds for answers in each) for each in measured)
         same = "yes" if texts == [answers.answers for answers in rounds["hf"][0]] else "no"
         ratio = speeds[name] / speeds["hf"]

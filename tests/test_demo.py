@@ -40,7 +40,7 @@ def test_the_table_has_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_different_texts_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(demo, "ask_peer", lambda *inputs: Measured([[1]], [1], 1.0))
+    monkeypatch.setattr(demo, "ask_peer", lambda *inputs: Measured([[1]], [[1]], 1.0))
     rows = demo.compare(target, target.model, {"none": PlainProposer()}).splitlines()[1:3]
     assert [row.split()[-1] for row in rows] == ["yes", "no"]
 

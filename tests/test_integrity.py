@@ -203,7 +203,7 @@ def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers
     settings = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
     target = Target(tiny(kind, dtype=dtype, **settings))
     allowed, error = self_test.find_tolerance(target), self_test.self_test(target)
-    assert allowed == pytest.approx(12 * torch.finfo(dtype).eps * layers**0.5)
+    assert allowed == pytest.approx(18 * torch.finfo(dtype).eps * layers**0.5)
     assert allowed / 60 < error < allowed < 0.4
 
 
