@@ -9,7 +9,7 @@ from torch import distributed
 
 from decode.models.cost_curve import SIZES, CostCurve
 
-# Seconds relative to one token. A CPU: the default model in float32 on two cores (docs/performance.md). A GPU: an
+# Seconds relative to one token. A CPU: the default model in float32 on two cores, by an earlier engine. A GPU: an
 # estimate, not timed; while weights are read, it has time for the arithmetic of about 300 tokens.
 FIXED = {
     "cpu": CostCurve((1, 4, 8, 16, 32, 64), (1.0, 1.25, 1.45, 2.06, 3.02, 6.09)),
