@@ -56,7 +56,7 @@ def replay(text: list[int], context: int, proposer: MergedProposer, steps: int) 
     noise = torch.randn(1, 65, VOCABULARY, generator=torch.Generator().manual_seed(0))
     target: Any = SimpleNamespace(device=torch.device("cpu"), vocabulary=VOCABULARY)
     tree, path, end = Tree.chain([text[context - 1 : context]]), [0], context
-    for number in range(steps):  # `end` tokens are known, of which the last is the bonus token
+    for number in range(steps):  # `end` tokens are known; the last is the bonus token
         end += len(path)
         logits = noise[:, : tree.width].clone()
         for place, node in enumerate(path):

@@ -93,7 +93,7 @@ class HeadSource:
 class DraftSource:
     """A smaller model: continues nodes by its own probabilities, whichever source named the nodes.
 
-    proposer: holds the draft model, and how wide and long it drafts. Logits processors do not apply to it.
+    proposer: has the draft model, the number of paths, and the number of levels. Logits processors do not apply to it.
 
     Raises ValueError for a proposer of sampled drafts, and, in its first step, for another vocabulary.
     """
