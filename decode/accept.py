@@ -12,22 +12,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from decode.cpu.draw import draw
 from decode.gpu.draw import draw_all
 from decode.gpu.fusion import fused
 from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed, read
-from decode.noise import (
-    ACCEPTANCE,
-    KEY_NAMES,
-    TEXT,
-    KeyedRandomness,
-    gumbel_max,
-    inverse_cdf,
-    keys,
-    row_keys,
-    to_uniforms,
-)
-from decode.rejection import SampledTree, accept_by_block, accept_by_traversal
+from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, KeyedRandomness, row_keys
+from decode.rejection import SampledTree, accept_by_traversal
 from decode.sampling import Sampling, upcast_half
 from decode.tree import Tree
 
@@ -64,23 +55,20 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     """Choose each row's path by the rule for this kind of draft. All rules are lossless.
 
     logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
-    Deterministic drafts are walked. Sampled chains are accepted by block. Other trees with sampled nodes, and chains if
-    there are logits processors, are accepted by traversal: it never calls a processor after a token that it forbids,
-    where a grammar may raise.
+    Deterministic drafts are walked. Trees with sampled nodes are accepted by traversal: it never calls a logits
+    processor after a token that it forbids, where a grammar may raise.
     """
     tree = tree.to(logits.device)
     if tree.q is not None:
-        if tree.is_chain and tree.sampled is None and not sampling.processors:
-            return accept_chain(tree, logits, sampling, find_keys(ACCEPTANCE, tree, sampling, texts, upload))
         if logits.device.type == "cuda" and not sampling.processors:
             keys = find_keys(ACCEPTANCE, tree, sampling, texts, upload)
-            return accept_sampled_trees_at_once(tree, logits, sampling, keys)
+            return read_accepted(tree, *judge_sampled_trees(tree, logits, sampling, keys))
         return accept_sampled_tree(tree, logits, sampling, texts)
     if sampling.greedy and not sampling.processors:
         return accept_greedily(tree, logits)
     if logits.device.type == "cuda" and not sampling.processors:
         return follow(tree, draw_all(tree, logits, sampling, find_keys(TEXT, tree, sampling, texts, upload)))
-    return walk(tree, logits, sampling, texts)
+    return walk(tree, logits, sampling, texts, upload)
 
 
 def find_keys(stream: int, tree: Tree, sampling: Sampling, texts: Texts, upload: Upload | None) -> Tensor:
@@ -139,7 +127,7 @@ def find_path(
     return on_path, chosen.gather(1, last[:, None])[:, 0]
 
 
-def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
+def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
     """Draw the target's token at each visited node, and descend while a child has it.
 
     No rule accepts more of a deterministic draft: a path is accepted with the target's own probability. The tokens are
@@ -154,10 +142,8 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accept
     prefixes: list[Tensor | None] = []  # None once a row has ended: processors see no prefix beyond its path
     if sampling.processors:
         prefixes = [torch.tensor(text, device=device) for text in texts.values()]
-    levels = range(tree.height + 1)
-    table = [[(sampling.seed, request_id, len(text) + level) for level in levels] for request_id, text in texts.items()]
-    seeds = keys(table, device)
-    for level in levels:
+    seeds = find_keys(TEXT, tree, sampling, texts, upload)
+    for level in range(tree.height + 1):
         on_path[row, node] |= alive
         drawn = draw(logits[row, node], sampling, prefixes, [*texts], seeds[:, level])
         bonus = torch.where(alive, drawn, bonus)
@@ -172,50 +158,6 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accept
         if device.type == "cpu" and not bool(alive.any()):  # on a GPU this would synchronize
             break
     return read_accepted(tree, on_path, bonus)
-
-
-def draw(
-    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], request_ids: Sequence[int], seeds: Tensor
-) -> Tensor:
-    """Sample a token [B] per row from logits [B, V], by `Sampling.probabilities` and the noise of seeds [B].
-
-    NO_TOKEN where probabilities are NaN. On a CPU row by row: probabilities and noise of all rows in float64 exceed its
-    caches.
-    """
-    if logits.device.type != "cpu":
-        p = sampling.probabilities(logits, prefixes, request_ids)
-        return torch.where(p[:, 0].isnan(), NO_TOKEN, gumbel_max(p, seeds))
-    drawn = []
-    for row in range(len(logits)):
-        one = slice(row, row + 1)
-        p = sampling.probabilities(logits[one], prefixes[one], request_ids[one])
-        tokens = p[0].nonzero()[:, 0]  # no noise is needed for the others
-        token = tokens[gumbel_max(p[:, tokens], seeds[one], tokens)]
-        drawn.append(torch.where(p[0, :1].isnan(), NO_TOKEN, token))
-    return torch.cat(drawn)
-
-
-def accept_chain(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Accepted:
-    """Block verification of sampled chains, all rows at once. Without logits processors.
-
-    keys [B, >= N]: of the stream ACCEPTANCE. They depend on the step and not on each position: the next step must not
-    reuse noise that rejected these draft tokens.
-    """
-    assert tree.q is not None
-    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
-    noise = to_uniforms(keys)
-    accepted, weights = accept_by_block(tree.tokens, tree.sizes, p, tree.q.double(), noise)
-    on_path = torch.arange(tree.width, device=logits.device) <= accepted[:, None]
-    bonus = inverse_cdf(weights, noise[:, 0])
-    return read_accepted(tree, on_path, torch.where(p[:, :, 0].isnan().any(dim=1), NO_TOKEN, bonus))
-
-
-def accept_sampled_trees_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Accepted:
-    """`accept_sampled_tree` for all rows, without a wait. keys [B, >= N]: of the stream ACCEPTANCE."""
-    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
-    broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
-    on_path, bonus = judge_sampled_trees(tree, p, to_uniforms(keys))
-    return read_accepted(tree, on_path, torch.where(broken, NO_TOKEN, bonus))
 
 
 def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:

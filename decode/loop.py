@@ -16,10 +16,11 @@ from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
 from decode.gpu.check import check_on_device
 from decode.gpu.fusion import fusing
+from decode.gpu.step_numbers import list_numbers
 from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
 from decode.noise import KEY_NAMES, row_keys
-from decode.proposer import PlainProposer, Proposer, Step, Use, list_numbers
+from decode.proposer import PlainProposer, Proposer, Step, Use
 from decode.sampling import AnswerProcessor, Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.stats import Seconds, Stats

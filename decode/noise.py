@@ -42,12 +42,6 @@ def key(seed: int, request_id: Any, position: Any, stream: int = TEXT, index: An
     return state >> 11
 
 
-def keys(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`key` of each entry of a table, as a long tensor."""
-    filled = torch.tensor([[key(*arguments) for arguments in row] for row in table])
-    return filled.to(device)
-
-
 def row_keys(seed: int, request_ids: Sequence[int], positions: Sequence[int], levels: int, stream: int) -> Tensor:
     """Keys of each row's next `levels` decisions, [B, levels] long, on the CPU.
 
@@ -57,11 +51,6 @@ def row_keys(seed: int, request_ids: Sequence[int], positions: Sequence[int], le
     steps = np.arange(levels, dtype=np.uint64)
     keyed = key(seed, ids, places + steps) if stream == TEXT else key(seed, ids, places, stream, steps)
     return torch.from_numpy(keyed.astype(np.int64))
-
-
-def uniforms(table: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> Tensor:
-    """`uniform` of each entry of a table, float64."""
-    return to_uniforms(keys(table, device))
 
 
 def to_uniforms(made: Tensor) -> Tensor:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from decode.gpu.transfer import Upload
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import Tree
-
-Numbers: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,33 +39,13 @@ class Step:
     sampling: Sampling
     stop_ids: frozenset[int]  # tokens that end an answer
     target: Target
-    upload: Upload | None = None  # the numbers of `list_numbers` on the device, if the proposer names layers
+    upload: Upload | None = None  # those of `decode.gpu.step_numbers` on the device, if the proposer names layers
     is_fused: bool = False  # the features are what the proposer's `fuse` has made of them
 
     @property
     def bonus(self) -> list[int]:
         """Each row's bonus token, the root of the next tree. It is not in the KV cache yet."""
         return [sequence[-1] for sequence in self.sequences]
-
-
-def list_numbers(committed: Sequence[Sequence[int]], bonus: Sequence[int], path: Sequence[Sequence[int]]) -> Numbers:
-    """A step as tensors, for proposers that draft on the device.
-
-    roots [B]: the bonus tokens. counts [B]: committed tokens. following [B, T]: the token after each committed one,
-    path [B, T]: its node in the verified tree; both are padded with 0.
-    """
-    following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
-    return {
-        "roots": torch.tensor(bonus),
-        "counts": torch.tensor([*map(len, committed)]),
-        "following": _pad(following),
-        "path": _pad(path),
-    }
-
-
-def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
 
 class Proposer(Protocol):

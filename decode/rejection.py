@@ -1,7 +1,4 @@
-"""Acceptance rules for sampled draft tokens: they compare the target's p with the draft's q and stay unbiased.
-
-    accept_by_traversal  any tree, one row: decides from the leaves up
-    accept_by_block      chains, all rows at once: the longest accepted prefix that is possible without bias
+"""The acceptance rule for sampled draft tokens: it compares the target's p with the draft's q and stays unbiased.
 
 The emitted tokens have exactly the target's distribution if the proposer keeps these conditions:
   - q is the distribution its tokens were sampled from, after temperature, top-k and top-p;
@@ -11,7 +8,7 @@ The emitted tokens have exactly the target's distribution if the proposer keeps 
     branch. But sampled siblings are decided before deterministic ones, so they must also be sampled before anything
     below a deterministic sibling.
 
-Shapes: B rows, N nodes (node 0 is the root), V vocabulary.
+Shapes: N nodes (node 0 is the root), V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +44,9 @@ class SampledTree:
 
 def accept_by_traversal(tree: SampledTree, randomness: Randomness) -> tuple[list[int], int]:
     """Traversal Verification (Weng et al., NeurIPS 2025, arXiv 2505.12398): the accepted path and the bonus token.
+
+    It decides from the leaves up. On a chain it is block verification (Sun et al., ICLR 2025, algorithm 2), which
+    accepts as much as any rule can.
 
     p_path is the probability of accepting the path down to a node, given the decisions so far. A child gets
     min(1, p_path p/q). When everything below it was rejected, p and p_path become their residuals.
@@ -115,48 +115,3 @@ def _compute_residual(p: Tensor, q: Tensor, p_path: float) -> tuple[Tensor, floa
     if mass <= 0:  # nothing is left; where p_path is 1 only rounding leads here
         return p, float(p_path >= 1)
     return excess / mass, mass / (mass + (1 - p_path))
-
-
-def accept_by_block(tokens: Tensor, sizes: Tensor, p: Tensor, q: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Block verification of chains (Sun et al., ICLR 2025, algorithm 2), without a host sync or a loop over rows.
-
-    tokens [B, N], root first; sizes [B]: real nodes, the others may hold anything; p, q [B, N, V]: probabilities after
-    each node (q after a row's last node is ignored); uniforms [B, >= N] in [0, 1): column i decides node i, so column 0
-    is free for the bonus token. Returns the number of accepted draft tokens [B] and the unnormalised probabilities of
-    the bonus token [B, V].
-    """
-    thresholds, p_path = block_thresholds(tokens, sizes, p, q)
-    depth = torch.arange(tokens.shape[1], device=tokens.device)  # [N]
-    # The deepest node below its threshold wins, whatever happened above it.
-    accepted = torch.where(uniforms[:, : tokens.shape[1]] < thresholds, depth, 0).amax(dim=1)  # [B]
-    return accepted, bonus_weights(accepted, sizes, p_path, p, q)
-
-
-def block_thresholds(tokens: Tensor, sizes: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The paper's h_i (accept node i if a uniform is below it) and p_i, [B, N] each; zero on padding.
-
-    p_i = min(1, p_{i-1} p(X_i) / q(X_i)) is the p_path of node i. With S_i = sum (p_i p - q)+ after it,
-    h_i = S_i / (S_i + 1 - p_i), and h = p_i at the last node.
-    """
-    depth = torch.arange(tokens.shape[1], device=tokens.device)  # [N]
-    real = depth < sizes[:, None]  # [B, N]
-    index = torch.where(real, tokens, 0)[:, 1:, None]  # [B, N - 1, 1]
-    drafted = q[:, :-1].gather(2, index).squeeze(2)  # [B, N - 1]
-    ratio = torch.where(drafted > 0, p[:, :-1].gather(2, index).squeeze(2) / drafted, 0)
-    p_paths = [torch.ones_like(p[:, 0, 0])]  # [B] each
-    for i in range(1, tokens.shape[1]):
-        p_paths.append(torch.where(real[:, i], (p_paths[-1] * ratio[:, i - 1]).clamp(max=1), 0))
-    p_path = torch.stack(p_paths, dim=1)  # [B, N]
-    mass = (p_path[..., None] * p - q).clamp_(min=0).sum(dim=2)  # [B, N]
-    total = mass + (1 - p_path)
-    threshold = torch.where(total > 0, mass / total, 1)  # 0 / 0 where p = q and p_path is 1
-    return torch.where(depth == sizes[:, None] - 1, p_path, torch.where(real, threshold, 0)), p_path
-
-
-def bonus_weights(accepted: Tensor, sizes: Tensor, p_path: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """The bonus token's probabilities [B, V], unnormalised: p after a row's last node, else (p_i p - q)+."""
-    index = accepted[:, None, None].expand(-1, 1, p.shape[2])  # [B, 1, V]
-    p_after, q_after = p.gather(1, index).squeeze(1), q.gather(1, index).squeeze(1)
-    excess = (p_path.gather(1, accepted[:, None]) * p_after - q_after).clamp(min=0)
-    whole = (accepted == sizes - 1)[:, None] | (excess.sum(dim=1, keepdim=True) <= 0)  # the second only by rounding
-    return torch.where(whole, p_after, excess)

@@ -1,6 +1,6 @@
 """Draft trees: several continuations of a text that share their first tokens.
 
-Shapes: B rows, N nodes, M candidates, V vocabulary.
+Shapes: B rows, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from decode.gpu.fusion import fused
 from decode.gpu.transfer import copy_packed
 
 
@@ -67,19 +66,6 @@ class Tree:
         tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in rows])
         parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in rows])
         return cls(tokens, parents, torch.tensor(sizes), height=width - 1)
-
-    @classmethod
-    def best_first(cls, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> Tree:
-        """The `budget` nodes (root included) with the best scores among M candidates.
-
-        roots [B]; tokens, parents, scores [B, M]: candidate j drafts `tokens[j]` after candidate `parents[j]` (-1: the
-        root). A score is a path's log-probability, so no child scores above its parent. Ties go to the earlier
-        candidate, hence to the parent; float32 keeps half precision from rounding more of them into existence.
-        """
-        chosen = min(budget - 1, tokens.shape[1])
-        picked, above, best = _pick_best(roots, tokens, parents, scores, chosen)
-        sizes = torch.full((len(tokens),), chosen + 1, device=tokens.device)
-        return cls(picked, above, sizes, height=chosen, scores=best)
 
     @property
     def batch(self) -> int:
@@ -191,24 +177,6 @@ class Tree:
                 f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
                 f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
             )
-
-
-@fused
-def _pick_best(
-    roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, chosen: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and scores of `Tree.best_first`, of the root and `chosen` candidates."""
-    batch, count = tokens.shape
-    order = torch.sort(scores.float(), dim=1, descending=True, stable=True).indices[:, :chosen].sort(dim=1).values
-    node = torch.full((batch, count + 1), -1, device=tokens.device)  # each candidate's node; last: the root's
-    node.scatter_(1, order, torch.arange(1, chosen + 1, device=tokens.device).expand(batch, chosen))
-    node[:, -1] = 0
-    above = node.gather(1, parents.gather(1, order) % (count + 1))
-    return (
-        torch.cat([roots[:, None], tokens.gather(1, order)], dim=1),
-        torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
-        torch.cat([torch.zeros_like(scores[:, :1]), scores.gather(1, order)], dim=1),
-    )
 
 
 def find_ancestors(parents: Tensor, height: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from decode import Step, Target, Tree
-from decode.noise import DRAFT, inverse_cdf, uniforms
+from decode.noise import DRAFT, inverse_cdf, row_keys, to_uniforms
 from decode.sampling import upcast_half
 from proposers.draft_budget import DraftBudget
 from proposers.draft_session import DraftSession
@@ -121,14 +121,14 @@ class DraftProposer:
         """A chain sampled from the draft model, with its distributions for the verifier."""
         sampling = step.sampling.for_drafts  # q may be any distribution that the tokens are sampled from
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
+        # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
+        made = row_keys(sampling.seed, step.request_ids, [*map(len, step.sequences)], levels, DRAFT)
+        noise = to_uniforms(made.to(roots.device))
         tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(levels):
             prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
             qs.append(sampling.probabilities(logits, prefixes, step.request_ids))
-            # The key has the draft's start, too: acceptance depends on draft tokens that it then rejects.
-            starts = zip(step.request_ids, map(len, step.sequences), strict=True)
-            table = [[(sampling.seed, request_id, start, DRAFT, level)] for request_id, start in starts]
-            sampled = inverse_cdf(qs[-1], uniforms(table, roots.device)[:, 0])
+            sampled = inverse_cdf(qs[-1], noise[:, level])
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:
                 logits = self._session.extend(torch.zeros_like(roots), sampled[:, None])[:, 0]

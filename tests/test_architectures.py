@@ -14,7 +14,8 @@ from torch import Tensor
 
 import decode.session
 from decode import Proposer, Session, Step, Target, Tree, generate
-from decode.masks import AttentionWindow, tree_masks
+from decode.masks import tree_masks
+from decode.models.attention_windows import AttentionWindow
 from decode.models.stock_model import StockModel
 from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.drafting import make_head, tree_of_paths

@@ -15,7 +15,7 @@ from decode.gpu.check import check_on_device
 from decode.gpu.draw import draw_all
 from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed
-from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys, to_uniforms
+from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
 from proposers.trees.sampled import sample_by_gumbel
 from tests.test_tree import random_tree
 from tests.trees import tree_of_rows
@@ -24,7 +24,7 @@ VOCABULARY = 6
 TEXTS = {4: [1, 2, 3], 7: [5], 8: [2, 2]}
 
 
-def draft_tree(seed: int, all_sampled: bool) -> Tree:
+def draft_tree(seed: int, all_sampled: bool, chains: bool) -> Tree:
     """Trees of three rows whose sampled tokens were sampled from q, without replacement among siblings."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def draft_tree(seed: int, all_sampled: bool) -> Tree:
         tokens, parents, sampled = [0], [-1], [False]
         left = q[row].clone()
         for node in range(1, choose.randint(1, width)):
-            parent = choose.randrange(node)
+            parent = node - 1 if chains else choose.randrange(node)
             sampled.append(all_sampled or choose.random() < 0.6)
             if sampled[-1] and left[parent].sum() > 0:
                 tokens.append(int(torch.multinomial(left[parent], 1)))
@@ -57,10 +57,11 @@ def draft_tree(seed: int, all_sampled: bool) -> Tree:
 
 @pytest.mark.parametrize("sharpness", [0.5, 4.0])
 @pytest.mark.parametrize("all_sampled", [True, False])
-def test_sampled_trees_are_judged_as_row_by_row(all_sampled: bool, sharpness: float) -> None:
+@pytest.mark.parametrize("chains", [True, False])
+def test_sampled_trees_are_judged_as_row_by_row(chains: bool, all_sampled: bool, sharpness: float) -> None:
     lengths = set()
     for seed in range(150):
-        tree = draft_tree(seed, all_sampled)
+        tree = draft_tree(seed, all_sampled, chains)
         assert tree.q is not None
         # Logits near the draft's, so that drafts are accepted to every depth.
         noise = torch.randn(3, tree.width, VOCABULARY, dtype=torch.float64)
@@ -68,8 +69,7 @@ def test_sampled_trees_are_judged_as_row_by_row(all_sampled: bool, sharpness: fl
         sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
         expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
         keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
-        p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
-        on_path, bonus = judge_sampled_trees(tree, p, to_uniforms(keys))
+        on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
         assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
         assert bonus.tolist() == expected.bonus, seed
         lengths |= {len(path) for path in expected.path}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from decode import Chunk, Sampling, Step, Target, Tree, generate, stream
-from decode.masks import AttentionWindow, attention_windows
 from decode.models import self_test, stock_model
+from decode.models.attention_windows import AttentionWindow, attention_windows
 from proposers import DraftProposer, NGramProposer
 from tests.models import tiny
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.rejection import Randomness, SampledTree, accept_by_block, accept_by_traversal
+from decode.rejection import Randomness, SampledTree, accept_by_traversal
 from tests.enumeration import (
     EXACT,
     KINDS,
@@ -220,51 +220,3 @@ def test_block_refuses_trees_that_are_not_chains() -> None:
     for shape in (make_shape("ss"), make_shape("s", "d")):
         with pytest.raises(ValueError, match="single chain"):
             emit(block, Distributions("generic"), shape)
-
-
-class Recorded:
-    """Compares with given uniforms, the last node's first, and records the weights of the draw."""
-
-    def __init__(self, uniforms: list[float]) -> None:
-        self.uniforms = uniforms
-
-    def accept(self, probability: float) -> bool:
-        return self.uniforms.pop() < probability
-
-    def draw(self, weights: Tensor) -> int:
-        self.weights = weights / weights.sum()
-        return 0
-
-
-def test_rows_of_different_length_are_accepted_as_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, width, vocabulary = 200, 6, 5
-    sizes = 1 + torch.arange(rows) % width
-    probabilities = torch.rand(2, rows, width, vocabulary, generator=generator, dtype=torch.float64) ** 3
-    probabilities *= torch.rand(probabilities.shape, generator=generator) < 0.8  # zeros
-    probabilities[..., 0] += 0.01
-    probabilities[1] += 2 * probabilities[0]
-    probabilities[1, ::5] = probabilities[0, ::5]  # p = q
-    p, q = probabilities / probabilities.sum(dim=3, keepdim=True)
-    tokens = torch.multinomial(q.flatten(0, 1).roll(1, 0), 1, generator=generator).view(rows, width)
-    uniforms = torch.rand(rows, width + 1, generator=generator, dtype=torch.float64)
-    expected = []
-    for b, size in enumerate(sizes.tolist()):
-        row, parents = tokens[b, :size].tolist(), range(-1, size - 1)
-        chain = SampledTree(row, parents, [True] * size, p[b].__getitem__, q[b].__getitem__)
-        randomness = Recorded(uniforms[b, :size].tolist())
-        expected.append((len(block(chain, randomness)[0]) - 1, randomness.weights))
-    padding = torch.arange(width) >= sizes[:, None]
-    tokens[padding], p[padding], q[torch.arange(width) >= sizes[:, None] - 1] = -1, torch.nan, torch.nan
-    accepted, weights = accept_by_block(tokens, sizes, p, q, uniforms)
-    assert accepted.tolist() == [count for count, _ in expected]
-    assert {0, 1, width - 1} <= set(accepted.tolist()) and (accepted < sizes).all()
-    torch.testing.assert_close(weights / weights.sum(1, keepdim=True), torch.stack([each for _, each in expected]))
-
-
-def test_block_verification_never_synchronizes() -> None:
-    """A meta tensor has no values: reading one would raise."""
-    with torch.device("meta"):
-        probabilities, tokens, sizes = torch.empty(2, 4, 7), torch.empty(2, 4).long(), torch.empty(2).long()
-        accepted, weights = accept_by_block(tokens, sizes, probabilities, probabilities, torch.empty(2, 5))
-    assert accepted.shape == (2,) and accepted.dtype == torch.long and weights.shape == (2, 7)

@@ -7,8 +7,18 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.noise import ACCEPTANCE, KeyedRandomness, gumbel_max, inverse_cdf, key, stream_uniforms, uniform, uniforms
-from decode.sampling import FastTopP
+from decode.cpu.fast_top_p import FastTopP
+from decode.noise import (
+    ACCEPTANCE,
+    KeyedRandomness,
+    gumbel_max,
+    inverse_cdf,
+    key,
+    row_keys,
+    stream_uniforms,
+    to_uniforms,
+    uniform,
+)
 
 
 def test_noise_depends_on_its_keys_only() -> None:
@@ -21,12 +31,11 @@ def test_noise_depends_on_its_keys_only() -> None:
 
 def test_a_table_of_noise_equals_single_calls() -> None:
     """Exactly: in float32 some would be rounded up to 1."""
-    table = [[(seed, row, 5, ACCEPTANCE, row) for row in range(7)] for seed in range(50)]
-    assert uniforms(table, torch.device("cpu")).tolist() == [[uniform(*keys) for keys in row] for row in table]
-    highest = torch.tensor([[2**53 - 1]])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.noise.keys", lambda table, device: highest)
-        assert uniforms([], torch.device("cpu")).item() < 1
+    rows = range(7)
+    for seed in range(50):
+        noise = to_uniforms(row_keys(seed, rows, [5 * row for row in rows], 4, ACCEPTANCE)).tolist()
+        assert noise == [[uniform(seed, row, 5 * row, ACCEPTANCE, index) for index in range(4)] for row in rows]
+    assert to_uniforms(torch.tensor([2**53 - 1])).item() < 1
 
 
 def test_noise_is_uniform_and_neighbours_are_independent() -> None:

@@ -11,6 +11,7 @@ import torch
 from decode import Sampling, Target, Tree
 from decode.accept import accept_greedily, walk
 from decode.kv_cache import TreeCache
+from proposers.trees.best_first import choose_best
 from tests.drafting import tree_of_paths
 from tests.models import tiny
 from tests.trees import tree_of_rows
@@ -62,12 +63,12 @@ def test_best_first_keeps_the_best_nodes_and_their_parents() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
-    tree = Tree.best_first(torch.tensor([7]), tokens, parents, scores, budget=4)
+    tree = choose_best(torch.tensor([7]), tokens, parents, scores, budget=4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
     tree.check(1, 4, 20)
-    assert Tree.best_first(torch.tensor([7]), tokens, parents, scores, budget=9).width == 6
-    assert Tree.best_first(torch.tensor([7]), tokens, parents, scores, budget=1).tokens.tolist() == [[7]]
+    assert choose_best(torch.tensor([7]), tokens, parents, scores, budget=9).width == 6
+    assert choose_best(torch.tensor([7]), tokens, parents, scores, budget=1).tokens.tolist() == [[7]]
 
 
 def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:

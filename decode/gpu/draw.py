@@ -20,7 +20,7 @@ def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
     """The target's token after each node [B, N], -1 where the logits [B, N, V] are NaN or infinite.
 
     keys [B, >= L]: of each level's position, from `decode.noise.row_keys`; nodes of one level share their noise. The
-    tokens are those that `decode.accept.draw` samples one node at a time. Without logits processors.
+    tokens are those that `decode.cpu.draw.draw` samples one node at a time. Without logits processors.
     """
     size = max(1, MOST // (tree.width * logits.shape[2]))  # rows
     parts = [slice(begin, begin + size) for begin in range(0, tree.batch, size)]

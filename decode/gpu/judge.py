@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from decode.gpu.fusion import fused
-from decode.noise import inverse_cdf
+from decode.noise import inverse_cdf, to_uniforms
+from decode.sampling import Sampling
 from decode.tree import Tree
 
 
@@ -31,18 +32,22 @@ class Nodes(NamedTuple):
     sampled: Tensor | None
 
 
-def judge_sampled_trees(tree: Tree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path, [B, N] bool, and the bonus token [B].
+def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The accepted path, [B, N] bool, and the bonus token [B], -1 where the row's logits are NaN or infinite.
 
-    p [B, N, V]: the target's probabilities after each node, float64; overwritten. uniforms [B, >= N]: a row uses them
-    in order, one for each node that it tests and one for the bonus token.
+    logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
+    bonus token. Without logits processors.
     """
     assert tree.q is not None
-    return _judge(Nodes(*(getattr(tree, name) for name in Nodes._fields)), p, uniforms)
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
+    broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
+    on_path, bonus = _judge(Nodes(*(getattr(tree, name) for name in Nodes._fields)), p, to_uniforms(keys))
+    return on_path, torch.where(broken, -1, bonus)
 
 
 @fused
 def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`judge_sampled_trees` by the target's probabilities p [B, N, V], which are overwritten."""
     rows = torch.arange(len(p), device=p.device)
     order = order_siblings(tree)
     p_path = compute_residuals(tree, order, p)

@@ -30,7 +30,7 @@ from decode.hf.processors import make_sampling
 from decode.hf.prompts import read_prompts
 from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
-from decode.masks import attention_windows
+from decode.models.attention_windows import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode.masks import attention_windows
+from decode.models.attention_windows import attention_windows
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "draftless_grouped_sdpa")
 

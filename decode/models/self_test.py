@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from decode.masks import AttentionWindow
+from decode.models.attention_windows import AttentionWindow
 from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.tree import Tree

@@ -1,11 +1,12 @@
-"""A stock transformers model, and what a session needs to know about it. `decode.target.Target` adds all else."""
+"""A stock transformers model, and what a session and a head need to know about it."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.masks import attention_windows
+from decode.models.attention_windows import attention_windows
 
 MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
 
@@ -20,6 +21,13 @@ class StockModel:
         self.vocabulary = int(self.config.vocab_size)
         self.device = _input_device(model)
         self.dtype = model.dtype
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, from the model's generation config."""
+        config = self.model.generation_config
+        ids = config.eos_token_id if config is not None else None
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     @property
     def needs_masks(self) -> bool:
@@ -43,6 +51,26 @@ class StockModel:
         if getattr(self.config, "attn_temperature_tuning", False):
             limits.append(self.config.floor_scale - MAX_TREE_SLOTS)
         return min((int(limit) for limit in limits if limit), default=1 << 30)
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """The output layer's matrix [V, H].
+
+        Raises ValueError if the model has no dense one.
+        """
+        output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if hasattr(output, "dense_weight") and not self.config.tie_word_embeddings:
+            return output.dense_weight()
+        matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
+        if not isinstance(matrix, Tensor) or matrix.device.type == "meta":
+            raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
+        return matrix.detach()
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The output layer's bias [V]; None in most models."""
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias.detach() if isinstance(bias, Tensor) else None
 
 
 def _input_device(model: PreTrainedModel) -> torch.device:

@@ -34,7 +34,7 @@ from transformers import LogitsProcessor
 
 from decode import Step
 from decode.gpu.fusion import fused
-from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, keys, make_exponential, stream_uniforms
+from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, make_exponential, row_keys, stream_uniforms
 from decode.sampling import upcast_half, warp
 from proposers.trees.fixed import Ranks
 
@@ -59,9 +59,8 @@ class SampledTokens:
         """A key [B] for each row."""
         if step.upload is not None and KEY_NAMES[DRAFT] in step.upload:
             return step.upload[KEY_NAMES[DRAFT]][:, 0]
-        rows = zip(step.request_ids, step.sequences, strict=True)
-        table = [[(self.sampling.seed, request_id, len(sequence), DRAFT)] for request_id, sequence in rows]
-        return keys(table, step.target.device)[:, 0]
+        made = row_keys(self.sampling.seed, step.request_ids, [*map(len, step.sequences)], 1, DRAFT)
+        return made[:, 0].to(step.target.device)
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids [B, W, R] sampled after the paths, and for condition 2 the R highest log-probabilities there.

@@ -18,6 +18,7 @@ from decode.gpu.transfer import read
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
+from proposers.trees.best_first import choose_best
 from proposers.trees.fixed import FixedTree
 from proposers.trees.sampled import SampledTokens
 
@@ -136,15 +137,13 @@ class Candidates:
         chosen = tree.tokens[:, 1:]  # [B, N - 1]: the candidates that became nodes
         tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
         q = sampler.lay_out_q(chosen, self.tokens.shape[1], self.drafter.token_map)
-        if self.levels == numbers.shape[1]:  # one node a level is a chain, which has a better rejection rule
-            return Tree.chain_of(tokens, tree.sizes, q)
         return replace(tree, tokens=tokens, q=q)
 
     def _pick_tree(self, tokens: Tensor, nodes: int) -> Tree:
         candidates = tokens, self.parents, self.scores
         if self.ordered:  # no others are left to choose from
             candidates = tokens[:, : nodes - 1], self.parents[:, : nodes - 1], self.scores[:, : nodes - 1]
-        tree = Tree.best_first(self.roots, *candidates, nodes)
+        tree = choose_best(self.roots, *candidates, nodes)
         return replace(tree, height=min(tree.height, self.levels))
 
 
@@ -211,7 +210,7 @@ def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -
 
     tokens, longer [B, W, R]: as `ScoredDrafter.next_tokens` returns them. first_place: of the level's first candidate.
     """
-    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Tree.best_first`
+    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `choose_best`
     index = order.indices[:, :width]
     return order.values[:, :width], index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
 
