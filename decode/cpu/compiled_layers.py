@@ -28,8 +28,9 @@ from decode.tree import Tree
 # The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
 # A share of the largest state would hide errors: real models have a few huge ones.
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-# Rows, nodes and committed tokens of the passes. All sizes of the first two differ, the slots in use too: 64 and 128.
-TRIALS = ((2, 5, 8), (3, 2, 70), (1, 1, 70), (1, 17, 8))
+# Rows, nodes and committed tokens of the passes, most rows first. All sizes of the first two differ, the slots in use
+# too: 128 and 64.
+TRIALS = ((3, 2, 70), (2, 5, 8), (1, 1, 70), (1, 17, 8))
 
 
 class RecordedCall(NamedTuple):
@@ -131,7 +132,7 @@ def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[Rec
 
     with ExitStack() as stack:
         try:
-            sessions = [_start_session(model, rows, committed) for rows, _, committed in TRIALS]
+            sessions = _start_sessions(model)
             for layer in layers:
                 stack.callback(layer.register_forward_hook(record, with_kwargs=True, prepend=True).remove)
             for session, (rows, nodes, _) in zip(sessions, TRIALS, strict=True):
@@ -141,12 +142,20 @@ def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[Rec
     return {layer: found for layer, found in layers.items() if len(found[1]) == len(TRIALS)}
 
 
-def _start_session(model: PreTrainedModel, rows: int, committed: int) -> Session:
-    """A session after `committed` tokens, one fewer in each further row. Only three of them are computed."""
-    session = Session(StockModel(model), rows)
-    session.extend([[row + 1, row + 2, row + 3] for row in range(rows)])  # else all layers' caches would be alike
-    session.cache.lengths = [committed - row for row in range(rows)]
-    return session
+def _start_sessions(model: PreTrainedModel) -> list[Session]:
+    """A session for each of `TRIALS`, with one committed token fewer in each further row.
+
+    Three tokens are computed, once, so that no two layers and rows have the same cache.
+    """
+    computed, sessions = Session(StockModel(model), TRIALS[0][0]), []
+    computed.extend([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])])
+    for rows, _, committed in TRIALS:
+        computed.select(range(rows))
+        session = Session(computed.target, rows)
+        session.cache.replace(range(rows), computed.cache)
+        session.cache.lengths = [committed - row for row in range(rows)]
+        sessions.append(session)
+    return sessions
 
 
 def _find_cache_layer(layer: nn.Module) -> int | None:

@@ -49,9 +49,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
-        halves = linear.weight.detach().bfloat16()
-        is_halved = self.dtype == torch.float32 and torch.equal(halves.float(), linear.weight)
-        self.packed = nn.Buffer(pack(halves if is_halved else linear.weight), persistent=False)
+        self.packed = nn.Buffer(pack(_halve(linear.weight.detach())), persistent=False)
         self._layout = self.dtype, self.packed.dtype
         self.bias = None if linear.bias is None else nn.Buffer(linear.bias.detach(), persistent=False)
         self.eval()
@@ -80,6 +78,14 @@ class PackedLinear(nn.Module):
         found, expected = self(inputs).float(), linear(inputs).float()
         if not float((found - expected).abs().max()) <= TOLERANCE[linear.weight.dtype] * float(expected.abs().max()):
             raise RuntimeError("the linear op does not compute what the layer does")
+
+
+def _halve(weight: Tensor) -> Tensor:
+    """A weight [N, K] in bfloat16 if that holds it exactly, else the weight itself."""
+    if weight.dtype == torch.float32 and torch.equal(weight[:1].bfloat16().float(), weight[:1]):  # tells most others
+        halves = weight.bfloat16()
+        return halves if torch.equal(halves.float(), weight) else weight
+    return weight
 
 
 class OneDnnLinear(nn.Module):

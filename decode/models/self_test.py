@@ -10,6 +10,7 @@ from math import sqrt
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from decode.models.attention_windows import AttentionWindow
@@ -27,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-3}
 ROUNDING, MOST = 18, 0.4
 SHORT = 64  # tokens of an attention window that is tried with a prompt; for longer ones the prompt is made up
 EDGE = 9  # made-up tokens at the beginning; a long window hides some of them
-PARENTS = ((-1, 0, 0, 2, 2),)  # of both trees; nodes 1, 3 and 4 are the leaves
+PARENTS, LEAVES = (-1, 0, 0, 2, 2), (1, 3, 4)  # of both trees
 PATH = [0, 2, 3]  # what is committed of the first tree
 
 
@@ -39,7 +40,8 @@ def self_test(target: StockModel) -> float:
     """
     name, allowed = target.config.model_type, find_tolerance(target)
     try:
-        errors = [_measure_error(target), *(_measure_window_error(target, span) for span in _long_windows(target))]
+        error, coupling = _measure_errors(target, [0, 2])  # the path to node 2
+        errors = [error, *(_measure_window_error(target, span) for span in _long_windows(target))]
     except torch.OutOfMemoryError:
         raise
     except Exception as cause:  # anything from the model's code
@@ -47,11 +49,11 @@ def self_test(target: StockModel) -> float:
         raise ValueError(f"{name} cannot verify a tree: its forward pass over a small one raises {reason}") from cause
     error = float(torch.tensor(errors).max())  # unlike Python's `max`, keeps a NaN
     if error <= allowed:
-        _refuse_row_coupling(target, allowed, [0, 2])  # the path to node 2
+        _refuse_row_coupling(name, coupling, allowed)
         return error
     if _looks_ahead(target, allowed):
         raise ValueError(f"{name} looks ahead like an encoder; only models whose tokens see no later ones can be used")
-    _refuse_row_coupling(target, allowed, range(5))  # a wrong mask mixes nodes, but not rows
+    _refuse_row_coupling(name, _measure_errors(target, range(5))[1], allowed)  # a wrong mask mixes nodes, but not rows
     raise ValueError(
         f"{name} fails the tree self-test and cannot verify a tree: its logits on a small tree differ from those on "
         f"the tree's paths by {error:.1e} standard deviations ({allowed:.0e} are allowed for {target.dtype})"
@@ -64,44 +66,45 @@ def find_tolerance(target: StockModel) -> float:
     return TOLERANCE.get(target.dtype, min(MOST, rounded))
 
 
-def _refuse_row_coupling(target: StockModel, allowed: float, nodes: Sequence[int]) -> None:
-    """Raise ValueError if logits depend on unrelated tokens of the same pass by more than a quarter of `allowed`.
-
-    Those of these nodes of a tree are compared, among other nodes and next to another row. The shapes are the same, so
-    a model that treats each token by itself rounds the same way.
-    """
-    prompt, tokens = _make_example(target)
-    session, found = Session(target, 2), []
-    session.verify(Tree.chain([prompt, prompt]))
-    session.keep([list(range(len(prompt)))] * 2)
-    kept = torch.zeros(5, dtype=torch.bool).scatter_(0, torch.tensor(nodes), True)
-    for others in (tokens[:5], tokens[5:]):
-        rows = torch.stack([torch.where(kept, tokens[:5], others), others])
-        tree = Tree(rows, torch.tensor(PARENTS * 2), torch.tensor([5, 5]), height=2)
-        found.append(session.verify(tree).logits[0, nodes])
-    error = float((found[0] - found[1]).abs().max() / found[0].float().std())
+def _refuse_row_coupling(name: str, error: float, allowed: float) -> None:
+    """Raise ValueError if unrelated tokens change a token's logits by more than a quarter of `allowed`."""
     if error > allowed / 4:
         raise ValueError(
-            f"{target.config.model_type} is row-coupled: a token's logits change by {error:.1e} standard deviations "
-            "with the other tokens of the forward pass. Quantisation with outliers or scales of a whole tensor does "
-            "that (LLM.int8, dynamic fp8 per tensor); use weight-only quantisation, or scales for each token"
+            f"{name} is row-coupled: a token's logits change by {error:.1e} standard deviations with the other tokens "
+            "of the forward pass. Quantisation with outliers or scales of a whole tensor does that (LLM.int8, dynamic "
+            "fp8 per tensor); use weight-only quantisation, or scales for each token"
         )
 
 
-def _measure_error(target: StockModel) -> float:
-    """The error over two trees. The second continues a path of the first, which also tests the cache's compaction."""
+def _measure_errors(target: StockModel, nodes: Sequence[int]) -> tuple[float, float]:
+    """The error over two trees, and how much unrelated tokens of the same pass change the logits of these nodes.
+
+    The second tree continues a path of the first, which also tests the cache's compaction. For the other figure the
+    first is verified with other tokens at its other nodes and in another row. The shapes are the same, so a model that
+    treats each token by itself rounds the same way.
+    """
     prompt, tokens = _make_example(target)
-    session = Session(target, 1)
-    session.verify(Tree.chain([prompt]))
-    session.keep([list(range(len(prompt)))])
-    errors = []
-    for part in tokens.split(5):
-        tree = Tree(part[None], torch.tensor(PARENTS), torch.tensor([5]), height=2)
+    first, second = tokens.split(5)
+    kept = torch.zeros(5, dtype=torch.bool).scatter_(0, torch.tensor(nodes), True)
+    session = Session(target, 2)
+    session.verify(Tree.chain([prompt, prompt]))
+    session.keep([list(range(len(prompt)))] * 2)
+    changed = session.verify(_make_trees(torch.where(kept, first, second), second)).logits[0, nodes]
+    errors, coupling = [], 0.0
+    for part in (first, second):
+        tree = _make_trees(part, part)
         logits = session.verify(tree).logits[0]
-        errors += [_path_error(target, prompt, tree, leaf, logits) for leaf in (1, 3, 4)]
-        session.keep([PATH])
+        if part is first:
+            coupling = float((logits[nodes] - changed).abs().max() / changed.float().std())
+        errors += _path_errors(target, prompt, tree, logits)
+        session.keep([PATH, PATH])
         prompt = prompt + part[PATH].tolist()
-    return float(torch.stack(errors).max())  # unlike Python's `max`, keeps a NaN
+    return float(torch.stack(errors).max()), coupling  # unlike Python's `max`, keeps a NaN
+
+
+def _make_trees(*rows: Tensor) -> Tree:
+    """A tree of the shape `PARENTS` for each row's tokens [5]."""
+    return Tree(torch.stack(rows), torch.tensor([PARENTS] * len(rows)), torch.tensor([5] * len(rows)), height=2)
 
 
 def _long_windows(target: StockModel) -> list[AttentionWindow]:
@@ -120,7 +123,7 @@ def _measure_window_error(target: StockModel, span: AttentionWindow) -> float:
     session, expected = Session(target, 1), DynamicCache(config=target.config)
     session.verify(Tree.chain([[1, 2]]))  # which makes the cache's layers
     session.cache.lengths = [committed]
-    session.cache.reserve(0, len(PARENTS[0]), target.device)
+    session.cache.reserve(0, len(PARENTS), target.device)
     generator = torch.Generator().manual_seed(0)
     for number in range(len(session.cache.layers)):
         states = session.cache.allocated(number)
@@ -131,7 +134,7 @@ def _measure_window_error(target: StockModel, span: AttentionWindow) -> float:
             states[1][:, :, :EDGE] = large.to(states[1])
             expected.update(*(each[:, :, :committed].clone() for each in states), number)
     tokens = _make_example(target)[1][:5]
-    tree = Tree(tokens[None], torch.tensor(PARENTS), torch.tensor([5]), height=2)
+    tree = _make_trees(tokens)
     path = tree.ancestors[0, -1].nonzero()[:, 0]
     logits = session.verify(tree).logits[0, path.to(target.device)]
     ids = tokens[None, path].to(target.device)
@@ -139,12 +142,14 @@ def _measure_window_error(target: StockModel, span: AttentionWindow) -> float:
     return float((logits - plain).abs().max() / plain.float().std())
 
 
-def _path_error(target: StockModel, prompt: list[int], tree: Tree, leaf: int, logits: Tensor) -> Tensor:
-    """The largest difference from a plain forward pass over the path to a leaf."""
-    path = tree.ancestors[0, leaf].nonzero()[:, 0]
-    ids = torch.tensor([prompt + tree.tokens[0, path].tolist()], device=target.device)
-    expected = target.model(input_ids=ids, use_cache=False).logits[0, len(prompt) :]
-    return (logits[path.to(logits.device)].to(expected.device) - expected).abs().max() / expected.float().std()
+def _path_errors(target: StockModel, prompt: list[int], tree: Tree, logits: Tensor) -> list[Tensor]:
+    """The largest differences from a plain forward pass over the paths to the first row's leaves."""
+    paths = [tree.ancestors[0, leaf].nonzero()[:, 0] for leaf in LEAVES]
+    drafted = pad_sequence([tree.tokens[0, path] for path in paths], batch_first=True)
+    ids = torch.cat([torch.tensor([prompt] * len(paths)), drafted], dim=1).to(target.device)
+    plain = target.model(input_ids=ids, use_cache=False).logits[:, len(prompt) :].to(logits.device)
+    pairs = [(logits[path.to(logits.device)], row[: len(path)]) for path, row in zip(paths, plain, strict=True)]
+    return [(found - expected).abs().max() / expected.float().std() for found, expected in pairs]
 
 
 def _make_example(target: StockModel) -> tuple[list[int], Tensor]:
