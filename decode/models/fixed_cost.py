@@ -9,10 +9,10 @@ from torch import distributed
 
 from decode.models.cost_curve import SIZES, CostCurve
 
-# Seconds relative to one token. A CPU: the default model in float32 on two cores, by an earlier engine. A GPU: an
-# estimate, not timed; while weights are read, it has time for the arithmetic of about 300 tokens.
+# Seconds relative to one token. A CPU: the default model in float32 on two cores. A GPU: an estimate, not timed; while
+# weights are read, it has time for the arithmetic of about 300 tokens.
 FIXED = {
-    "cpu": CostCurve((1, 4, 8, 16, 32, 64), (1.0, 1.25, 1.45, 2.06, 3.02, 6.09)),
+    "cpu": CostCurve((1, 4, 8, 12, 16, 32, 64), (1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26)),
     "cuda": CostCurve((1, 64, 256, 512), (1.0, 1.1, 1.4, 2.4)),
 }
 LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
