@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import decode.models.curve_cache
-import decode.target
 from decode import Target, Tree, generate
-from decode.models import cost_curve
+from decode.models import cost_curve, timed_model
 from decode.models.cost_curve import SIZES, CostCurve, measured_batches
 from decode.session import Session
 from proposers import MedusaProposer
@@ -44,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         calls.append((rows, context))
         return make_curve(rows, context)
 
-    monkeypatch.setattr(decode.target, "measure_cost_curve", measure)
+    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
     return calls
 
 
@@ -274,12 +273,12 @@ def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: py
             raise torch.OutOfMemoryError
         return make_curve(rows, context)
 
-    monkeypatch.setattr(decode.target, "measure_cost_curve", measure)
+    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
     target = long_target()
     target.warm_up(16)
     assert target.cost_curve(16, 4096).seconds == target.cost_curve(4, 4096).seconds == make_curve(4, 256).seconds
     assert target.cost_curve(1, 4096).seconds == make_curve(1, 256).seconds
     assert len(list(folder.iterdir())) == 2  # another start may have more memory
-    monkeypatch.setattr(decode.target, "measure_cost_curve", lambda *_: measure(target, 99, 99))
+    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target, 99, 99))
     with pytest.raises(torch.OutOfMemoryError):
         Target(tiny("gpt2")).warm_up()

@@ -15,6 +15,7 @@ import torch
 
 import decode.stats
 from decode import Target, generate
+from decode.models import timed_model
 from decode.models.cost_curve import CostCurve
 from proposers import head_proposer, load, merged
 from tests.drafting import Recorder, make_head
@@ -49,14 +50,14 @@ def draft_by_clock(monkeypatch: pytest.MonkeyPatch, name: str, seed: int, determ
 @pytest.mark.parametrize("deterministic", [True, CostCurve((1, 64), (1.0, 2.0))])
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_trees_depend_on_no_clock(monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool | CostCurve) -> None:
-    monkeypatch.setattr(decode.target, "measure_cost_curve", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: pytest.fail("something was measured"))
     first, second = (draft_by_clock(monkeypatch, name, seed, deterministic) for seed in (0, 1))
     assert first == second
     assert deterministic is True or max(map(max, first)) > 1  # something is drafted
 
 
 def test_without_it_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.target, "measure_cost_curve", lambda *_: CostCurve((1, 64), (1.0, 2.0)))
+    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: CostCurve((1, 64), (1.0, 2.0)))
     first, second = (draft_by_clock(monkeypatch, "eagle3", seed, False) for seed in (0, 1))
     assert first != second
 

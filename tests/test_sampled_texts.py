@@ -125,7 +125,8 @@ def test_trees_carry_the_probabilities_that_they_were_sampled_from(words: Target
         drafts = [tree for tree in recorder.trees if tree.width > 1]
         assert drafts
         for tree in drafts:
-            assert tree.is_chain == ("width" in settings)
+            is_chain = bool((tree.depth == torch.arange(tree.width)).all())
+            assert is_chain == ("width" in settings)
             check_q(tree, set(proposer.head.token_map.tolist()))
 
 
