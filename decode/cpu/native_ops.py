@@ -48,7 +48,9 @@ def pack(weight: Tensor) -> Tensor:
     """A weight [N, K] in panels of P outputs: float32 [panels, K, P], bfloat16 [panels, K / 2, P, 2]; zeros fill up."""
     panel, pair = torch.ops.draftless.panel_size(), 2 if weight.dtype == torch.bfloat16 else 1
     outputs, inputs = weight.shape
-    padded = nn.functional.pad(weight.detach(), (0, -inputs % pair, 0, -outputs % panel))
+    padded = weight.detach()
+    if inputs % pair or outputs % panel:  # padding by nothing would copy the weight
+        padded = nn.functional.pad(padded, (0, -inputs % pair, 0, -outputs % panel))
     panels = padded.view(-1, panel, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
     return panels if pair == 2 else panels.squeeze(3)
 
