@@ -30,10 +30,10 @@ def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:
 
 
 def choose_stream(tree: Tree, sampling: Sampling) -> int | None:
-    """The stream of noise that accepting a tree at once needs."""
-    if tree.q is not None:
-        return ACCEPTANCE
-    return None if sampling.greedy else TEXT
+    """The stream of noise that accepting a tree at once needs. None at temperature 0: it decides nothing there."""
+    if sampling.greedy:
+        return None
+    return TEXT if tree.q is None else ACCEPTANCE
 
 
 def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
     keys [B, >= N]: of the noise of `choose_stream`, None if that is None. Without logits processors.
     """
     if tree.q is not None:
-        assert keys is not None
+        keys = torch.zeros_like(tree.tokens) if keys is None else keys
         rule = accept_chain if tree.is_chain and tree.sampled is None else accept_sampled_trees_at_once
         return rule(tree, logits, sampling, keys)
     if keys is not None:
