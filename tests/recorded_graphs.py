@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.pretended_cuda import LAUNCH, MAKES_NOTHING, Call, capture, is_view, is_written, note
 
+GRAPH = "graph of"  # a number of launches: the op that a log has for a replay
+
 
 class RecordedGraph:
     """What `torch.cuda.CUDAGraph` is used for."""
@@ -23,15 +25,18 @@ class RecordedGraph:
     calls: list[Call]
 
     def replay(self) -> None:
-        note(LAUNCH, "graph")
-        for call in self.calls:
+        launches = [call for call in self.calls if is_launch(call)]
+        note(LAUNCH, f"{GRAPH} {len(launches)}")
+        for call in launches:
             run_again(call)
+
+
+def is_launch(call: Call) -> bool:
+    return not is_view(call.func) and call.func._schema.name not in MAKES_NOTHING
 
 
 def run_again(call: Call) -> None:
     """Run an op again. Its result is where it was."""
-    if is_view(call.func) or call.func._schema.name in MAKES_NOTHING:
-        return
     result = call.func(*call.args, **call.kwargs)
     if not is_written(call.func):
         for before, now in zip(tree_leaves(call.result), tree_leaves(result), strict=True):

@@ -40,7 +40,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
-        model.has_fused_steps, model.has_graphs = mode == "compiled", mode == "graphs"
+        model.has_fused_steps = mode == "compiled"
+        model.has_graphs = mode == "graphs" and not _has_hooks(model)
         return model
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
@@ -80,12 +81,17 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
     check_mode(mode)
     if mode == "off":
         return model
-    if any(hasattr(module, "_hf_hook") or isinstance(module, PACKED) for module in model.modules()):
+    if _has_hooks(model) or any(isinstance(module, PACKED) for module in model.modules()):
         if mode == "compiled":
             raise ValueError("a model that is packed already or spread over devices cannot be compiled")
         return model
     tensors = [*model.parameters(), *model.buffers()]
     return accelerate(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), mode)
+
+
+def _has_hooks(model: PreTrainedModel) -> bool:
+    """Whether accelerate moves weights or activations between devices while the model runs."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
