@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from decode.cpu.draw import draw
-from decode.gpu.draw import draw_all
+from decode.gpu.at_once import NO_TOKEN, accept_at_once, can_accept_at_once, choose_stream
 from decode.gpu.fusion import fused
-from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed, read
-from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, KeyedRandomness, row_keys
+from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, row_keys
 from decode.rejection import SampledTree, accept_by_traversal
-from decode.sampling import Sampling, upcast_half
+from decode.sampling import Sampling
 from decode.tree import Tree
 
 
@@ -45,7 +44,7 @@ class Accepted:
                 refuse_logits(request_id)
 
 
-NO_TOKEN, WRONG_TREE = -1, -2  # instead of a bonus token
+WRONG_TREE = -2  # instead of a bonus token
 
 Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
 AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Upload | None], Accepted]
@@ -59,15 +58,12 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     processor after a token that it forbids, where a grammar may raise.
     """
     tree = tree.to(logits.device)
+    if can_accept_at_once(tree, sampling):
+        stream = choose_stream(tree, sampling)
+        keys = None if stream is None else find_keys(stream, tree, sampling, texts, upload)
+        return read_accepted(tree, *accept_at_once(tree, logits, sampling, keys))
     if tree.q is not None:
-        if logits.device.type == "cuda" and not sampling.processors:
-            keys = find_keys(ACCEPTANCE, tree, sampling, texts, upload)
-            return read_accepted(tree, *judge_sampled_trees(tree, logits, sampling, keys))
         return accept_sampled_tree(tree, logits, sampling, texts)
-    if sampling.greedy and not sampling.processors:
-        return accept_greedily(tree, logits)
-    if logits.device.type == "cuda" and not sampling.processors:
-        return follow(tree, draw_all(tree, logits, sampling, find_keys(TEXT, tree, sampling, texts, upload)))
     return walk(tree, logits, sampling, texts, upload)
 
 
@@ -78,53 +74,6 @@ def find_keys(stream: int, tree: Tree, sampling: Sampling, texts: Texts, upload:
         return upload[name]
     made = row_keys(sampling.seed, [*texts], [*map(len, texts.values())], tree.width, stream)
     return copy_packed({name: made}, tree.tokens.device)[name]
-
-
-def accept_greedily(tree: Tree, logits: Tensor) -> Accepted:
-    """`walk` at temperature 0, for all nodes at once."""
-    # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
-    return follow(tree, choose_greedily(upcast_half(logits) if logits.device.type == "cpu" else logits))
-
-
-@fused
-def choose_greedily(logits: Tensor) -> Tensor:
-    """The most likely token [B, N] by logits [B, N, V]; NO_TOKEN if its logit is NaN or infinite."""
-    chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
-    return torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0]
-
-
-def follow(tree: Tree, chosen: Tensor) -> Accepted:
-    """The path of the tokens `chosen` [B, N] after each node."""
-    if tree.width == 1:
-        return read_accepted(tree, torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0])
-    if tree.is_chain:
-        return read_accepted(tree, *find_prefix(chosen, tree.tokens, tree.real))
-    found = find_path(chosen, tree.tokens, tree.parents, tree.real, tree.ancestors, tree.depth)
-    return read_accepted(tree, *found)
-
-
-@fused
-def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """`find_path` for chains."""
-    wrong = ~real
-    wrong[:, 1:] |= chosen[:, :-1] != tokens[:, 1:]
-    on_path = wrong.cumsum(dim=1) == 0
-    last = on_path.sum(dim=1, keepdim=True) - 1
-    return on_path, chosen.gather(1, last)[:, 0]
-
-
-@fused
-def find_path(
-    chosen: Tensor, tokens: Tensor, parents: Tensor, real: Tensor, ancestors: Tensor, depth: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The nodes [B, N] bool on the path of the tokens `chosen` [B, N], and the token [B] after it."""
-    wrong = chosen.gather(1, parents.clamp(min=0)) != tokens
-    wrong[:, 0] = False
-    wrong |= ~real
-    reached = ~(ancestors & wrong[:, None]).any(dim=2)  # [B, N]
-    last = torch.where(reached, depth, -1).argmax(dim=1)
-    on_path = ancestors[torch.arange(len(last), device=last.device), last]
-    return on_path, chosen.gather(1, last[:, None])[:, 0]
 
 
 def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
@@ -203,8 +152,8 @@ def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], T
 
 
 def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
-    """Read the accepted path, its tokens and the bonus token: the only synchronization of a step."""
-    return unpack(read(pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus)).tolist())
+    """Read the accepted path, its tokens and the bonus token."""
+    return unpack(pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))
 
 
 @fused
@@ -215,11 +164,15 @@ def pack(tokens: Tensor, sizes: Tensor, wrong: Tensor | None, on_path: Tensor, b
     return torch.cat([torch.where(on_path, tokens, -1), bonus[:, None], sizes[:, None]], dim=1)
 
 
-def unpack(packed: list[list[int]]) -> Accepted:
-    """From each row's tokens (-1: a node that was not accepted), its bonus token and its number of nodes."""
-    path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in packed]
-    tokens = [[token for token in row[:-2] if token >= 0] for row in packed]
-    return Accepted(path, tokens, [row[-2] for row in packed], [row[-1] for row in packed])
+def unpack(packed: Tensor) -> Accepted:
+    """From each row's tokens (-1: a node that was not accepted), its bonus token and its number of nodes [B, N + 2].
+
+    Reading them is the only synchronization of a step.
+    """
+    rows = read(packed).tolist()
+    path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in rows]
+    tokens = [[token for token in row[:-2] if token >= 0] for row in rows]
+    return Accepted(path, tokens, [row[-2] for row in rows], [row[-1] for row in rows])
 
 
 def refuse_logits(request_id: int) -> None:

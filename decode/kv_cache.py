@@ -115,6 +115,10 @@ class TreeCache(Cache):
         for row, length in zip(rows, other.lengths, strict=True):
             self.lengths[row] = length
 
+    def round_rows(self, rows: int) -> int:
+        """How many rows are allocated for so many."""
+        return rows
+
     def _choose_capacity(self, slots: int) -> int:
         if slots <= self.capacity:
             return self.capacity
@@ -133,9 +137,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch = len(self.cache.lengths)
+        rows = self.cache.round_rows(len(self.cache.lengths))
         self.keys, self.values = (
-            states.new_zeros(batch, states.shape[1], self.cache.capacity, states.shape[3])
+            states.new_zeros(rows, states.shape[1], self.cache.capacity, states.shape[3])
             for states in (key_states, value_states)
         )
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -168,7 +172,8 @@ class TreeCacheLayer(CacheLayerMixin):
         for states in (self.keys, self.values):
             if len(moved):
                 states[unmoved:count, :, slots] = states[moved, :, slots]
-        self.keys, self.values = self.keys[:count], self.values[:count]
+        rows = self.cache.round_rows(count)
+        self.keys, self.values = self.keys[:rows], self.values[:rows]
 
     def replace(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
         """Copy the committed slots of another layer's rows to these rows, in order."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept
+from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, unpack
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
 from decode.gpu.check import check_on_device
 from decode.gpu.fusion import fusing
@@ -127,7 +127,8 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
 @torch.inference_mode()  # a step makes hundreds of small calls, which cost less in this mode
 def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
     """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
-    session = run.target.open(len(requests), run.proposer.layers)
+    at_once = run.sampling if run.accept is accept and not run.sampling.processors else None
+    session = run.target.open(len(requests), run.proposer.layers, at_once)
     fuse = getattr(run.proposer, "fuse", None)
     seconds, is_prefill, upload = Seconds.begin(), True, None
     with seconds.measure("target"):
@@ -136,7 +137,10 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
     while True:
         with seconds.measure("accept"), fusing(run.target.compiled):
             texts = {request.request_id: request.sequence for request in requests}
-            accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
+            if verdict.packed is None:
+                accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
+            else:
+                accepted = unpack(verdict.packed)
         _refuse_faults(run, accepted, requests, drafted)
         session.keep(accepted.path)
         yield from _extend(requests, accepted, seconds, run.target)
@@ -158,8 +162,7 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
         is_prefill = False
         with seconds.measure("target"), fusing(run.target.compiled):
-            tree = _prepare(run, drafted, step, upload)
-            tree = session.place(tree)
+            tree = session.place(_prepare(run, drafted, step, upload))
             verdict = session.verify(tree)
 
 

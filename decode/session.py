@@ -6,7 +6,7 @@ Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,10 +30,14 @@ Fuse: TypeAlias = Callable[[Tensor], Tensor]  # from features [B, T, F] to what 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target's result for a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F]."""
+    """The target's result for a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F].
+
+    packed: what `decode.accept.unpack` reads, if the tree was accepted in the same step.
+    """
 
     logits: Tensor
     features: Tensor | None
+    packed: Tensor | None = None
 
     def select(self, rows: Sequence[int]) -> Verdict:
         """The same for some rows only."""
@@ -88,14 +92,19 @@ class Session:
         unmasked = self._begins_texts(tree, start)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
+        verdict = self._run_model(tree, start, lengths, **extra)
+        if only is not None and verdict.logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
+            verdict = replace(verdict, logits=verdict.logits[:, list(only)])
+        return verdict
+
+    def _run_model(self, tree: Tree, start: int, lengths: Tensor, **extra: Any) -> Verdict:
+        """The model's forward pass. It writes to the slots that the cache has reserved."""
+        target = self.target
         with capture_features(target.model, self.layers) as captured:
             inputs = self._model_inputs(tree, start, lengths)
             output = target.model(**inputs, past_key_values=self.cache, use_cache=True, **extra)
-        logits = output.logits
-        if only is not None and logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
-            logits = logits[:, list(only)]
         features = [captured[layer].to(target.device) for layer in self.layers]
-        return Verdict(logits.to(target.device), torch.cat(features, dim=-1) if features else None)
+        return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""

@@ -8,13 +8,15 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from decode.cpu.acceleration import accelerated_copy, is_compiled
+from decode.cpu.acceleration import accelerated_copy, has_graphs, is_compiled
 from decode.cpu.grouped_attention import ATTENTION
+from decode.gpu.fixed_session import FixedSession
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CostCurve
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.timed_model import TimedModel
+from decode.sampling import Sampling
 from decode.session import Session
 from decode.text import Tokenizer
 
@@ -23,7 +25,7 @@ class Target(TimedModel):
     """The model whose distribution is kept, ready to verify trees.
 
     model: any decoder-only transformers model with sdpa or eager attention. It is never changed.
-    accelerate: "off" uses the model as it is; "packed", "compiled" and "auto" use an accelerated copy
+    accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy
     (`decode.cpu.acceleration`), in which later changes of the weights take effect only in part.
     deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed
     cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
@@ -73,6 +75,11 @@ class Target(TimedModel):
     def needs_masks(self) -> bool:
         return self.compiled or (self.device.type == "cpu" and self.model.config._attn_implementation == ATTENTION)
 
-    def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
+    def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> Session:
+        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features.
+
+        sampling: how trees are accepted, if `decode.accept.accept` does it without logits processors.
+        """
+        if sampling is not None and has_graphs(self.model):
+            return FixedSession(self, batch_size, layers, sampling)
         return Session(self, batch_size, layers)

@@ -22,9 +22,11 @@ from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny
 from tests.pretended_cuda import LAUNCH, PAGEABLE, UPLOAD, WAIT, Event, pretend, record, to_cuda, watch_target
+from tests.recorded_graphs import recorded_graphs
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
 STEADY = 3  # the first steps allocate
+CAPTURED = 24  # steps until each number of nodes has a graph
 
 
 def make_eagle3(target: Target, **settings: Any) -> Proposer:
@@ -90,13 +92,21 @@ def is_grouped(event: Event) -> bool:
 
 
 def count_method(method: str) -> dict[str, int]:
-    """The largest counts of a steady step; "fused": launches of our own with compiled steps."""
+    """The largest counts of a steady step.
+
+    "fused": launches of our own with compiled steps. "graphs": all launches with graphs.
+    """
     counts, fused = (
         [count_events(events) for events in list_steps(method, accelerate)[STEADY:]]
         for accelerate in ("auto", "compiled")
     )
+    graphs = [count_events(events) for events in list_steps(method, "graphs", CAPTURED + 3)[CAPTURED:]]
     largest = {name: max(each[name] for each in counts) for name in counts[0]}
-    return largest | {"fused": max(each["launches"] for each in fused)}
+    largest["waits"], largest["copies"] = (max(each[name] for each in counts + graphs) for name in ("waits", "copies"))
+    return largest | {
+        "fused": max(each["launches"] for each in fused),
+        "graphs": max(each["launches"] + each["target"] for each in graphs),
+    }
 
 
 def list_lines(events: list[Event]) -> list[str]:
@@ -118,13 +128,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with pretend():
+    with pretend(), recorded_graphs():
         counts = {method: count_method(method) for method in options.methods or METHODS}
         lines = {method: list_lines(list_steps(method, "compiled")[-1]) for method in counts} if options.lines else {}
     if options.json:
         print(json.dumps(counts))
         return
-    columns = "waits", "copies to the device", "pageable", "own launches", "the target's", "repeated K or V", "fused"
+    columns = ["waits", "copies to the device", "pageable", "own launches", "the target's", "repeated K or V"]
+    columns += ["fused", "all with graphs"]
     print(f"| a step of | {' | '.join(columns)} |")
     print(f"|---|{'--:|' * len(columns)}")
     for method, each in counts.items():

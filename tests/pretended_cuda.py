@@ -59,19 +59,31 @@ INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_p
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the host does: its kind, the op, whether the target's forward pass does it, shapes, and lines."""
+    """One thing that the host does: its kind, the op, whether the target's forward pass does it, inputs, and lines."""
 
     kind: str
     op: str
     in_target: bool
     shapes: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, int], ...]  # where these inputs are: address of the memory, and offset in it
     lines: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op that a graph holds, on CPU tensors."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
 
 
 @dataclass
 class _State:
     log: list[Event] | None = None
     in_target: bool = False
+    tape: list[Call] | None = None  # of the graph that is being captured
 
 
 _state = _State()
@@ -86,6 +98,16 @@ def record() -> Iterator[list[Event]]:
         yield _state.log
     finally:
         _state.log = before
+
+
+@contextmanager
+def capture() -> Iterator[list[Call]]:
+    """The ops inside. Waiting and copying from the host raise RuntimeError, as they do while a graph is captured."""
+    _state.tape = []
+    try:
+        yield _state.tape
+    finally:
+        _state.tape = None
 
 
 def watch_target(model: nn.Module) -> None:
@@ -177,7 +199,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         note_indices(name, args[1])
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    held = tree_map(unwrap, args), tree_map(unwrap, kwargs)
+    result = func(*held[0], **held[1])
+    if _state.tape is not None:
+        _state.tape.append(Call(func, *held, result))
     if not is_view(func) and name not in MAKES_NOTHING:
         note(LAUNCH, name, tree_leaves((args, kwargs)))
     if is_written(func):
@@ -217,9 +242,13 @@ def note_indices(name: str, indices: Sequence[Tensor | None]) -> None:
 
 
 def note(kind: str, op: str, inputs: Sequence[Any] = ()) -> None:
+    if _state.tape is not None and kind != LAUNCH:
+        raise RuntimeError(f"{kind} of {op}: operation not permitted when stream is capturing")
     if _state.log is not None:
-        shapes = tuple(tuple(each.shape) for each in inputs if isinstance(each, Tensor))
-        _state.log.append(Event(kind, op, _state.in_target, shapes, find_lines()))
+        tensors = [unwrap(each) for each in inputs if isinstance(each, Tensor)]
+        places = tuple((each.untyped_storage().data_ptr(), each.storage_offset()) for each in tensors)
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        _state.log.append(Event(kind, op, _state.in_target, shapes, places, find_lines()))
 
 
 def find_lines() -> str:

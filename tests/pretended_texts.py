@@ -1,26 +1,32 @@
 """Texts on the pretended GPU compared with the CPU's: prints the cases that differ, as JSON. Needs no GPU.
 
-python -m tests.pretended_texts
+python -m tests.pretended_texts [--graphs]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import product
 from typing import Any
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode.gpu import graph
 from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 from tests.pretended_cuda import pretend, to_cuda
+from tests.recorded_graphs import recorded_graphs
 from tests.test_lossless import Adversary
 
-PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [4, 4, 20, 21, 22, 4, 4, 20]]
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
+GRAPH_CASES = {"plain", "ngram", "eagle3", "garbage", "wrong root"}
 LIMITS = {"max_new_tokens": 16, "stop_ids": range(0, VOCABULARY, 23)}  # rows finish at different times
 
 
@@ -50,6 +56,13 @@ def spoil_height(tree: Tree) -> Tree:
     return Tree(tree.tokens, tree.parents, tree.sizes, height=1)
 
 
+# Sampled drafts, whose texts differ between devices and batches.
+SAMPLED: dict[str, Callable[[Target], Proposer]] = {
+    "draft sampled": lambda target: DraftProposer(target, length=3, sampled=True),
+    "eagle3 sampled": lambda target: EagleProposer(
+        to_cuda(make_head("eagle3", target)), depth=3, nodes=9, sampled=True
+    ),
+}
 SPOILT = {
     "outside the vocabulary": spoil_token,
     "parent before itself": spoil_parent,
@@ -57,9 +70,9 @@ SPOILT = {
 }
 
 
-def make_target(kind: str, cuda: bool) -> Target:
+def make_target(kind: str, cuda: bool, accelerate: str = "off") -> Target:
     model = tiny(kind)
-    target = Target(to_cuda(model) if cuda else model)
+    target = Target(to_cuda(model), accelerate=accelerate) if cuda else Target(model)
     target.cost_curve = lambda *_: CostCurve((1, 64), (1.0, 1.05))  # type: ignore[method-assign]
     return target
 
@@ -82,22 +95,26 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
     }
 
 
-def list_differences() -> Iterator[str]:
-    for kind in ("llama", "gemma3_text"):
-        target, cpu = make_target(kind, cuda=True), make_target(kind, cuda=False)
-        for settings in SAMPLINGS:
-            sampling = Sampling(**settings)
-            expected = [answer.tokens for answer in generate(cpu, PROMPTS, sampling=sampling, **LIMITS)]
-            for name, proposer in {"plain": None, **make_proposers(target)}.items():
-                for batch_size in (1, 3):
-                    answers = generate(target, PROMPTS, proposer, sampling=sampling, batch_size=batch_size, **LIMITS)
-                    if [answer.tokens for answer in answers] != expected:
-                        yield f"{kind}, {name}, {settings}, batch {batch_size}"
+def list_differences(accelerate: str, names: Container[str] | None = None) -> Iterator[str]:
+    """The cases whose text is not the CPU's. names: of the proposers, None for all."""
+    for kind, settings in product(("llama", "gemma3_text"), SAMPLINGS):
+        target, cpu = make_target(kind, cuda=True, accelerate=accelerate), make_target(kind, cuda=False)
+        sampling = Sampling(**settings)
+        expected = decode(cpu, None, sampling)
+        for name, proposer in {"plain": None, **make_proposers(target)}.items():
+            for batch_size in (1, 4) if names is None or name in names else ():
+                if decode(target, proposer, sampling, batch_size) != expected:
+                    yield f"{kind}, {name}, {settings}, batch {batch_size}"
 
 
-def list_accepted_faults() -> Iterator[str]:
+def decode(target: Target, proposer: Proposer | None, sampling: Sampling, batch_size: int = 1) -> list[list[int]]:
+    answers = generate(target, PROMPTS, proposer, sampling=sampling, batch_size=batch_size, **LIMITS)
+    return [answer.tokens for answer in answers]
+
+
+def list_accepted_faults(accelerate: str) -> Iterator[str]:
     """Faulty trees that raise another error than on a CPU, or none."""
-    target = make_target("llama", cuda=True)
+    target = make_target("llama", cuda=True, accelerate=accelerate)
     for message, spoil in SPOILT.items():
         try:
             generate(target, PROMPTS, OnDevice(NGramProposer(length=4), spoil), **LIMITS)
@@ -108,7 +125,41 @@ def list_accepted_faults() -> Iterator[str]:
             yield f"{message}: no error"
 
 
-if __name__ == "__main__":
+def wait(*_: Any) -> None:
+    torch.ones(1, device="cuda").tolist()
+
+
+def list_graph_faults() -> Iterator[str]:
+    """Where graphs give other texts than steps that are none, or a step is a graph that cannot be one."""
+    if graph._failed:
+        yield "a graph could not be captured"
+    target, other = (make_target("llama", cuda=True, accelerate=mode) for mode in ("graphs", "off"))
+    for (name, make), settings, batch_size in product(SAMPLED.items(), SAMPLINGS, (1, 4)):
+        texts = [decode(each, make(each), Sampling(**settings), batch_size) for each in (target, other)]
+        if texts[0] != texts[1]:
+            yield f"{name}, {settings}, batch {batch_size}"
+    processed = Sampling(processors=[RepetitionPenaltyLogitsProcessor(1.5)])
+    if decode(target, NGramProposer(length=4), processed) != decode(other, None, processed):
+        yield "logits processors"
+    with target.model.register_forward_pre_hook(wait):
+        if decode(target, None, Sampling()) != decode(other, None, Sampling()):
+            yield "a model that waits for the device"
+    if not graph._failed:
+        yield "a wait was captured"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--graphs", action="store_true", help="steps are graphs; fewer proposers")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with pretend():
-        print(json.dumps([*list_differences(), *list_accepted_faults()]))
+    with pretend(), recorded_graphs():
+        if options.graphs:
+            faults = [*list_differences("graphs", GRAPH_CASES), *list_accepted_faults("graphs"), *list_graph_faults()]
+        else:
+            faults = [*list_differences("off"), *list_accepted_faults("off")]
+        print(json.dumps(faults))
+
+
+if __name__ == "__main__":
+    main()

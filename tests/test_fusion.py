@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from decode import Target
-from decode.accept import choose_greedily, find_path, pack
+from decode.accept import pack
 from decode.gpu import fusion
+from decode.gpu.at_once import choose_greedily, find_path
 from decode.gpu.check import _mend
 from decode.gpu.fusion import fused, fusing
 from heads import LayerCache

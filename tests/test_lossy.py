@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, Tree, generate
-from decode.accept import accept_greedily
+from decode.accept import accept
 from decode.lossy import accept_typically
 from proposers import MedusaProposer
 from tests.drafting import make_head
@@ -60,7 +60,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
             longest = max(longest, len(path))
         assert accepted.sizes == sizes
         greedily = accept_typically(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
-        assert greedily.bonus == accept_greedily(tree, logits).bonus
+        assert greedily.bonus == accept(tree, logits, Sampling(), {}).bonus
     assert longest > 3
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import Sampling, Target, Tree
-from decode.accept import accept_greedily, walk
+from decode.accept import accept, walk
 from decode.kv_cache import TreeCache
 from proposers.trees.best_first import choose_best
 from tests.drafting import tree_of_paths
@@ -158,7 +158,7 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
         torch.manual_seed(seed)
         tree = random_tree(random.Random(seed))
         logits = torch.randn(3, tree.width, 6, dtype=torch.float64)
-        fast = accept_greedily(tree, logits)
+        fast = accept(tree, logits, Sampling(), {})
         slow = walk(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
         assert fast.bonus == slow.bonus and fast.tokens == slow.tokens and fast.sizes == slow.sizes
         for row in range(3):

@@ -18,7 +18,7 @@ from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
 from decode.models.user_cache import print_notice
 
-MODES = ("auto", "packed", "compiled", "off")
+MODES = ("auto", "packed", "compiled", "graphs", "off")
 WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
 
 
@@ -26,20 +26,24 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
     On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
-    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`).
+    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`), "graphs" makes them
+    CUDA graphs (`decode.gpu.fixed_session`).
     mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
     decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
     changes nothing.
 
-    Raises ValueError for an unknown mode, and if "compiled" is not possible.
+    Raises ValueError for an unknown mode, and if "compiled" or "graphs" is not possible.
     """
     check_mode(mode)
     if mode == "off":
         return model
+    if mode == "graphs" and model.device.type != "cuda":
+        raise ValueError(f"CUDA graphs need a CUDA device, and the model is on the {model.device.type}; choose auto")
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
         model.has_fused_steps = mode == "compiled"
+        model.has_graphs = mode == "graphs" and not _has_hooks(model)
         return model
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
@@ -87,7 +91,7 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
     check_mode(mode)
     if mode == "off":
         return model
-    if any(hasattr(module, "_hf_hook") or isinstance(module, PACKED) for module in model.modules()):
+    if _has_hooks(model) or any(isinstance(module, PACKED) for module in model.modules()):
         if mode == "compiled":
             raise ValueError("a model that is packed already or spread over devices cannot be compiled")
         return model
@@ -95,9 +99,19 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
     return accelerate(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), mode)
 
 
+def _has_hooks(model: PreTrainedModel) -> bool:
+    """Whether accelerate moves weights or activations between devices while the model runs."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 def is_compiled(model: PreTrainedModel) -> bool:
     """Whether decoder layers run compiled kernels; on a GPU, whether the steps around them do."""
     return bool(compiled_layers(model)) or getattr(model, "has_fused_steps", False)
+
+
+def has_graphs(model: PreTrainedModel) -> bool:
+    """Whether decoding steps are CUDA graphs."""
+    return getattr(model, "has_graphs", False)
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.hf.kv_states import RowStates, load_rows, read_cache, read_rows
 from decode.hf.prompts import PLACEHOLDER, Prompts
 from decode.models.stock_model import StockModel
+from decode.sampling import Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.target import Target
 from decode.tree import Tree
@@ -43,7 +44,7 @@ class PromptTarget(Target):
         """The context length, less the positions that the prompts have beyond their tokens."""
         return super().context - self._prompts.extra_positions
 
-    def open(self, batch_size: int, layers: Sequence[int] = ()) -> PromptSession:
+    def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> PromptSession:
         self.session = PromptSession(self._target, layers, self._prompts, self._recording)
         return self.session
 

@@ -1,0 +1,88 @@
+"""Accepting a tree at once: all its nodes are judged together, without a wait or a loop over rows.
+
+A GPU accepts every tree so if there are no logits processors; a CPU does where it costs no more than going node by
+node, as `decode.accept` does otherwise. The tokens are the same.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decode.gpu.draw import draw_all
+from decode.gpu.fusion import fused
+from decode.gpu.judge import judge_sampled_trees
+from decode.noise import ACCEPTANCE, TEXT
+from decode.sampling import Sampling, upcast_half
+from decode.tree import Tree
+
+NO_TOKEN = -1  # instead of a bonus token, where logits are NaN or infinite
+
+
+def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:
+    """Whether a tree is accepted by `accept_at_once`."""
+    is_cheap = tree.tokens.device.type == "cuda" or (sampling.greedy and tree.q is None)
+    return is_cheap and not sampling.processors
+
+
+def choose_stream(tree: Tree, sampling: Sampling) -> int | None:
+    """The stream of noise that accepting a tree at once needs. None at temperature 0: it decides nothing there."""
+    if sampling.greedy:
+        return None
+    return TEXT if tree.q is None else ACCEPTANCE
+
+
+def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
+
+    keys [B, >= N]: of the noise of `choose_stream`, None if that is None. Without logits processors.
+    """
+    if tree.q is not None:
+        keys = torch.zeros_like(tree.tokens) if keys is None else keys
+        return judge_sampled_trees(tree, logits, sampling, keys)
+    if keys is not None:
+        return follow(tree, draw_all(tree, logits, sampling, keys))
+    # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
+    return follow(tree, choose_greedily(upcast_half(logits) if logits.device.type == "cpu" else logits))
+
+
+@fused
+def choose_greedily(logits: Tensor) -> Tensor:
+    """The most likely token [B, N] by logits [B, N, V]; NO_TOKEN if its logit is NaN or infinite."""
+    chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
+    return torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0]
+
+
+def follow(tree: Tree, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on the path of the tokens `chosen` [B, N], and the token [B] after it."""
+    if tree.width == 1:
+        return torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0]
+    if tree.is_chain:
+        return find_prefix(chosen, tree.tokens, tree.real)
+    return find_path(chosen, tree.tokens, tree.parents, tree.real, tree.ancestors, tree.depth)
+
+
+@fused
+def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """`follow` for chains."""
+    wrong = ~real
+    wrong[:, 1:] |= chosen[:, :-1] != tokens[:, 1:]
+    on_path = wrong.cumsum(dim=1) == 0
+    last = on_path.sum(dim=1, keepdim=True) - 1
+    return on_path, chosen.gather(1, last)[:, 0]
+
+
+@fused
+def find_path(
+    chosen: Tensor, tokens: Tensor, parents: Tensor, real: Tensor, ancestors: Tensor, depth: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`follow` for trees."""
+    wrong = chosen.gather(1, parents.clamp(min=0)) != tokens
+    wrong[:, 0] = False
+    wrong |= ~real
+    reached = ~(ancestors & wrong[:, None]).any(dim=2)  # [B, N]
+    last = torch.where(reached, depth, -1).argmax(dim=1)
+    on_path = ancestors[torch.arange(len(last), device=last.device), last]
+    return on_path, chosen.gather(1, last[:, None])[:, 0]

@@ -1,0 +1,61 @@
+"""CUDA graphs: the launches of a function, recorded once and then launched together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from decode.models.user_cache import print_notice
+
+Result = TypeVar("Result")
+_failed = False  # in this process: the model's code reads from the device, for example
+
+
+class GraphPool:
+    """What graphs share that are never replayed at the same time: memory, and the stream that they are captured on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+
+class Captured(Generic[Result]):
+    """The graph of a function whose tensors stay where they are. So do those of its result.
+
+    Without a pool, and if capturing fails, the function runs as it is.
+    """
+
+    def __init__(self, pool: GraphPool | None) -> None:
+        self._pool, self._is_warm = pool, False
+        self._captured: tuple[torch.cuda.CUDAGraph, Result] | None = None
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """The function's result. The function must be the same each time.
+
+        It runs as it is at first, so that libraries allocate what they keep. The second call captures the graph.
+        """
+        if self._captured is None and self._is_warm and self._pool is not None and not _failed:
+            self._captured = _capture(function, self._pool)
+        self._is_warm = True
+        if self._captured is None:
+            return function()
+        graph, result = self._captured
+        graph.replay()
+        return result
+
+
+def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cuda.CUDAGraph, Result] | None:
+    """The function's graph, and the result that a replay will fill. None if it cannot be captured."""
+    global _failed
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads may go on using the GPU meanwhile.
+        with torch.cuda.graph(graph, pool.memory, pool.stream, capture_error_mode="thread_local"):
+            result = function()
+    except RuntimeError as error:  # nothing was computed
+        _failed = True
+        print_notice(f"no CUDA graphs ({str(error).splitlines()[0]}): decoding goes on without them")
+        return None
+    return graph, result

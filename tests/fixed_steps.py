@@ -1,0 +1,104 @@
+"""What steps of fixed shape launch, on the pretended device: prints where two of one bucket differ, as JSON.
+
+    python -m tests.fixed_steps
+
+Steps run as they are instead of as graphs. Compared are op, shapes and memory of each launch. Of the memory only what
+exists before a step counts: weights, KV cache and buffers. Where results are is up to torch's allocator, which gives a
+graph memory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from decode.gpu.fixed_session import FixedSession
+from decode.gpu.graph import Captured
+from tests.count_gpu_steps import METHODS, list_steps
+from tests.pretended_cuda import LAUNCH, CudaTensor, Event, pretend, record
+from tests.recorded_graphs import recorded_graphs
+
+Launch = tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, int] | None, ...]]  # op, shapes, memory
+
+
+@dataclass
+class Bucket:
+    """The launches of each step, and what else the host did in one."""
+
+    steps: list[list[Launch]] = field(default_factory=list)
+    host: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def watch_steps() -> Iterator[dict[int, Bucket]]:
+    """What happens in the steps inside, by bucket, from what would be a graph's begin to its end."""
+    buckets: dict[int, Bucket] = defaultdict(Bucket)
+
+    def run(captured: Captured[Any], function: Callable[[], Any]) -> Any:
+        known = list_memory(function)
+        with record() as log:
+            result = function()
+        bucket = buckets[id(captured)]
+        kept.append(captured)  # so that no id is used again
+        bucket.steps.append([describe(event, known) for event in log if event.kind == LAUNCH])
+        bucket.host += [f"{event.kind} of {event.op} at {event.lines}" for event in log if event.kind != LAUNCH]
+        return result
+
+    kept: list[Captured[Any]] = []
+    with patch.object(Captured, "run", run):
+        yield buckets
+
+
+def list_memory(function: Any) -> set[int]:
+    """The addresses of weights, KV cache and buffers of a step."""
+    assert isinstance(function, partial)
+    session: FixedSession = function.func.__self__  # type: ignore[attr-defined]
+    model, layers = session.target.model, session.cache.layers
+    cache = [states for layer in layers for states in (layer.keys, layer.values)]
+    tensors = [*model.parameters(), *model.buffers(), *cache, *function.args[0].values()]
+    return {each.held.untyped_storage().data_ptr() for each in tensors if isinstance(each, CudaTensor)}
+
+
+def describe(event: Event, known: set[int]) -> Launch:
+    return event.op, event.shapes, tuple(place if place[0] in known else None for place in event.places)
+
+
+def compare(bucket: Bucket) -> list[str]:
+    """Where a step's launches differ from those of the bucket's first one."""
+    first = bucket.steps[0]
+    return [
+        f"{one} / {other}" if len(first) == len(step) else f"{len(first)} launches / {len(step)}"
+        for step in bucket.steps[1:]
+        for one, other in zip(first, step, strict=False)
+        if one != other or len(first) != len(step)
+    ]
+
+
+def count_memory(step: list[Launch]) -> int:
+    """How many pieces of memory that exist before a step it uses."""
+    return len({place for _, _, places in step for place in places if place is not None})
+
+
+def watch_method(method: str) -> dict[str, Any]:
+    with watch_steps() as buckets:
+        list_steps(method, "graphs", count=10)
+    return {
+        "compared": max(len(bucket.steps) for bucket in buckets.values()) - 1,
+        "memory": min(count_memory(bucket.steps[0]) for bucket in buckets.values()),
+        "differences": [line for bucket in buckets.values() for line in compare(bucket)][:9],
+        "host": [line for bucket in buckets.values() for line in bucket.host][:9],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pretend(), recorded_graphs():
+        print(json.dumps({method: watch_method(method) for method in METHODS}))
