@@ -31,7 +31,7 @@ class Target(TimedModel):
     cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
     the first rank's counts, and all ranks must decode the same prompts.
 
-    Raises ValueError for a model that cannot verify a tree, or that `accelerate="compiled"` cannot compile.
+    Raises ValueError for a model that cannot verify a tree, or that `accelerate` cannot compile or make graphs of.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ METHODS = {"ngram sampling": "n-grams, batch 8, sampling", "eagle3": "EAGLE-3, 6
 FORMS = {"auto": "launch by launch", "graphs": 'accelerate="graphs"'}
 COPY, DRAFT, OWN, TARGET, ONE_GRAPH = "copy", "drafting", "check, masks, acceptance", "the target's pass", "graph"
 COLOUR = dict(zip((COPY, DRAFT, OWN, TARGET, ONE_GRAPH), (INK, *COLOURS), strict=False))
+KERNEL = 1 / 3  # of a launch: not measured, but small kernels are shorter than their launches
 Part = tuple[str, int, int]  # name, launches of the host, kernels of the device
 
 
@@ -52,17 +53,19 @@ def is_draft(event: Event) -> bool:
 
 
 def draw_lanes(axes: Any, parts: list[Part]) -> None:
-    """The host's lane above the device's. A kernel is drawn as long as a launch."""
-    host = device = 0
+    """The host's lane above the device's, which runs each kernel once it is launched and the one before has ended."""
+    host, device = 0, 0.0
     for name, launches, kernels in parts:
+        width, spans = KERNEL * kernels / launches, []
         axes.barh(1, launches, left=host, height=0.7, color=COLOUR[name])
-        begin = max(host + 1, device)
-        end = max(host + launches + 1, begin + kernels)
-        axes.barh(0, end - begin, left=begin, height=0.7, color=COLOUR[name])
-        host, device = host + launches, end
+        for _ in range(launches):
+            host += 1
+            begin = max(host, device)
+            spans.append((begin, width))
+            device = begin + width
+        axes.broken_barh(spans, (-0.35, 0.7), color=COLOUR[name], linewidth=0)
     axes.barh(1, device - host, left=host, height=0.7, color="white", edgecolor=GREYS[1], hatch="////", linewidth=0)
-    total = sum(launches for _, launches, _ in parts)
-    axes.annotate(f"{total} launches, 1 wait", (device, 1), (6, 0), textcoords="offset points", va="center")
+    axes.annotate(f"{host} launches, 1 wait", (device, 1), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks([1, 0], ["host", "device"])
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -83,11 +86,10 @@ def main() -> None:
             check(events)
             draw_lanes(axes, list_parts(events))
             axes.set_title(f"{METHODS[method]}: {FORMS[form]}", loc="left", fontsize=11)
-        for name, colour in COLOUR.items():
-            panes[0].bar(0, 0, color=colour, label=name)
-        panes[0].bar(0, 0, color="white", edgecolor=GREYS[1], hatch="////", label="waiting")
-        panes[0].legend(frameon=False, ncols=2, loc="center right")
-        panes[-1].set(xlim=(0, 860), xlabel="launches made by the host so far; a kernel is drawn as long as a launch")
+        handles = [panes[0].bar(0, 0, color=colour, label=name) for name, colour in COLOUR.items()]
+        handles.append(panes[0].bar(0, 0, color="white", edgecolor=GREYS[1], hatch="////", label="waiting"))
+        figure.legend(handles=handles, frameon=False, ncols=3, loc="outside upper left")
+        panes[-1].set(xlim=(0, 760), xlabel="time, in launches of the host (a kernel is drawn as a third of one)")
 
 
 if __name__ == "__main__":

@@ -144,3 +144,8 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
         accepted = unpack(expected.packed)
         assert unpack(result["packed"]) == accepted
         session.keep(accepted.path)
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="need a CUDA device"):
+        Target(tiny("llama"), accelerate="graphs")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decode import Proposer, Sampling, Target, generate
+from decode.gpu import graph
 from heads import save_head
 from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer, load_best
 from proposers.calibration import Calibration
@@ -41,21 +42,23 @@ def test_load_best_finds_a_head(tmp_path: Path) -> None:
     assert generate(target, PROMPTS, best, max_new_tokens=24)[0].tokens == generate(target, PROMPTS)[0].tokens[:24]
 
 
-def on_gpu(kind: str, dtype: torch.dtype) -> Target:
-    return Target(tiny(kind, dtype=dtype).cuda())
+def on_gpu(kind: str, dtype: torch.dtype, accelerate: str = "off") -> Target:
+    return Target(tiny(kind, dtype=dtype).cuda(), accelerate=accelerate)
 
 
+@pytest.mark.parametrize("accelerate", ["off", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float) -> None:
-    target = on_gpu(kind, dtype)
+def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float, accelerate: str) -> None:
+    target = on_gpu(kind, dtype, accelerate)
     sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
-    plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
+    plain = generate(on_gpu(kind, dtype), PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
     for proposer in proposers(target):
         for batch_size in (1, 4):
             answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert not graph._failed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

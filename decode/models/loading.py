@@ -34,7 +34,7 @@ def load_model(
     see `decode.cpu.acceleration.accelerate`.
 
     Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged or
-    incomplete, and if "compiled" is not possible.
+    incomplete, and if "compiled" or "graphs" is not possible.
     """
     check_mode(accelerate)
     chosen_device = _parse_device(device)
