@@ -186,9 +186,11 @@ def search(
         tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         first_place = sum(part.shape[1] for part, _, _ in found)
         found.append((tokens.flatten(1), longer.flatten(1), places))
+        is_last = len(found) == levels
+        if is_last and budget is None:
+            break
         scores, *chosen = choose_paths(tokens, longer, first_place, width)
         best.append(scores)
-        is_last = len(found) == levels
         if is_last or (budget is not None and waits and not budget.is_worth_a_level(_expect_right(best, is_sampled))):
             break
         if narrow:
