@@ -28,7 +28,7 @@ STEADY = 3  # the first steps allocate
 
 
 def make_eagle3(target: Target, **settings: Any) -> Proposer:
-    return HEAD_PROPOSERS["eagle3"](to_cuda(make_head("eagle3", target)), **settings)
+    return HEAD_PROPOSERS["eagle3"](to_cuda(make_head("eagle3", target)), **settings).prepare(target)
 
 
 # Each method's proposer, rows and sampling.
