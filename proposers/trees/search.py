@@ -87,8 +87,7 @@ def score(
     path = scores[:, :, None]
     if calibration is not None:
         log_p = calibration.log_probabilities(level, log_p, path)
-    if is_sampled:
-        log_p = keep_order(log_p)
+        log_p = keep_order(log_p) if is_sampled else log_p
     longer = path + log_p
     return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
 
