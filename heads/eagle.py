@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.layer_cache import AttentionContext
-from heads.layers import DecoderLayer, LayerConfig
+from heads.layers import DecoderLayer, LayerConfig, Positions
 from heads.vocabulary import HeadConfig, VocabularyHead
 
 
@@ -49,7 +49,7 @@ class EagleHead(VocabularyHead):
         self,
         embedded: Tensor,
         features: Tensor,
-        positions: Tensor,
+        positions: Positions,
         mask: Tensor | None = None,
         context: AttentionContext | None = None,
     ) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.eagle import copy_last
 from heads.layer_cache import AttentionContext
-from heads.layers import Attention, FeedForward, LayerConfig, Norm, make_norm
+from heads.layers import Attention, FeedForward, LayerConfig, Norm, Positions, make_norm
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -75,14 +75,16 @@ class Eagle3Head(VocabularyHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""
-        parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
-        return self.fc(self.input_norm(torch.cat([norm(part) for norm, part in parts], dim=-1)))
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(self.input_norm(features))
 
     def forward(
         self,
         embedded: Tensor,
         fused: Tensor,
-        positions: Tensor,
+        positions: Positions,
         mask: Tensor | None = None,
         context: AttentionContext | None = None,
     ) -> Tensor:
@@ -115,7 +117,12 @@ class FusionLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self, embedded: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, context: AttentionContext | None
+        self,
+        embedded: Tensor,
+        states: Tensor,
+        positions: Positions,
+        mask: Tensor | None,
+        context: AttentionContext | None,
     ) -> Tensor:
         """Embeddings and states, [B, N, H] each -> [B, N, H]; see `DecoderLayer.forward`."""
         normed = self.hidden_norm(states)

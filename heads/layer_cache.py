@@ -70,11 +70,15 @@ class LayerCache:
         self.keys, self.values = (_grow(held, slots) for held in (self.keys, self.values))
         return self.keys, self.values
 
-    def positions(self, count: int, device: torch.device) -> Tensor:
-        """The positions [B, T] of the next `count` text tokens, which are also their slots."""
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """The lengths [B] as a tensor."""
         if self._lengths is None:
             self._lengths = torch.tensor(self.lengths).to(device, non_blocking=True)
-        return self._lengths[:, None] + torch.arange(count, device=device)
+        return self._lengths
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """The positions [B, T] of the next `count` text tokens, which are also their slots."""
+        return self.lengths_on(device)[:, None] + torch.arange(count, device=device)
 
     def text_mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """What a draft token attends to before drafted ones: the row's whole text, [B, 1, S] to add to the scores."""
@@ -105,15 +109,14 @@ class FixedSlots:
 
     keys: Tensor  # [B, G, S, D]
     values: Tensor
-    slots: Tensor  # [B, T] or [1, T]
+    slots: Tensor  # [B, T], or [T] of all rows
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attend as in `AttentionContext`. The mask [B, 1, T, S] hides slots that are not in use."""
         assert mask is not None
-        rows = torch.arange(len(keys), device=keys.device)[:, None]
-        for held, new in ((self.keys, keys), (self.values, values)):
-            held[rows, :, self.slots] = new.transpose(1, 2)
+        _put(self.keys, keys, self.slots)
+        _put(self.values, values, self.slots)
         return self.attention(queries, self.keys, self.values, mask)
 
 
@@ -123,16 +126,18 @@ def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write(held: Tensor | None, new: Tensor, slots: slice | Tensor, used: int) -> Tensor:
-    """Write new keys or values [B, G, T, D] at slots [B, T], or a slice of all rows.
-
-    Reallocates if fewer than `used` slots are held.
-    """
+    """Write new keys or values as `_put` does. Reallocates if fewer than `used` slots are held."""
     held = _grow(new[:, :, :0] if held is None else held, used)
-    if isinstance(slots, slice):
+    _put(held, new, slots)
+    return held
+
+
+def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
+    """Write new keys or values [B, G, T, D] at slots [B, T], or those of all rows: a slice or [T]."""
+    if isinstance(slots, slice) or slots.dim() == 1:
         held[:, :, slots] = new
     else:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)
-    return held
 
 
 def _grow(held: Tensor, used: int) -> Tensor:

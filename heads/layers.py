@@ -6,11 +6,15 @@ Its parameters are named as in transformers. Shapes: B rows, T tokens, H hidden 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from heads.layer_cache import AttentionContext, attend
-from heads.rope import RopeScaling, rotary_table, rotate
+from heads.rope import RopeScaling, RotaryTable, rotary_table, rotate
+
+Positions: TypeAlias = Tensor | RotaryTable  # of tokens, or the table of these positions if it is known already
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class LayerConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
+    def rotary_table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
+        """The table of positions [B, T], for states of this dtype."""
+        return rotary_table(positions, self.head_dim, self.rope_theta, self.rope_scaling, dtype)
+
 
 class DecoderLayer(nn.Module):
     """Attention, then a gated feed-forward network, each with a norm before it and a residual connection.
@@ -50,7 +58,7 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
     def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None = None, context: AttentionContext | None = None
+        self, states: Tensor, positions: Positions, mask: Tensor | None = None, context: AttentionContext | None = None
     ) -> Tensor:
         """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]. mask: as in `AttentionContext.attend`."""
         states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
@@ -73,15 +81,15 @@ class Attention(nn.Module):
         nn.init.zeros_(self.o_proj.weight)
 
     def forward(
-        self, states: Tensor, positions: Tensor, mask: Tensor | None, context: AttentionContext | None
+        self, states: Tensor, positions: Positions, mask: Tensor | None, context: AttentionContext | None
     ) -> Tensor:
         """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
         queries, keys, values = (
             project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        config, dtype = self.config, values.dtype
-        table = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling, dtype)
+        dtype = values.dtype
+        table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, dtype)
         queries, keys = (rotate(part.to(dtype), table) for part in (self.q_norm(queries), self.k_norm(keys)))
         mixed = (attend if context is None else context.attend)(queries, keys, values, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,10 +49,21 @@ class RopeScaling:
         return {name: value for name, value in values.items() if value is not None}
 
 
+class RotaryTable(NamedTuple):
+    """What `rotate` takes."""
+
+    cosines: Tensor  # [B, 1, T, D]
+    sines: Tensor  # the same shape, signed
+
+    def part(self, begin: int, end: int) -> RotaryTable:
+        """The table of the positions from `begin` to `end`."""
+        return RotaryTable(*(each[:, :, begin:end] for each in self))
+
+
 def rotary_table(
     positions: Tensor, size: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The cosines and signed sines [B, 1, T, D] that `rotate` takes, for heads of `size` D at positions [B, T].
+) -> RotaryTable:
+    """The `RotaryTable` for heads of `size` D at positions [B, T].
 
     Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
     """
@@ -60,10 +72,10 @@ def rotary_table(
     angles = positions[:, None, :, None] * frequencies
     table = angles.cos(), angles.sin()
     cosines, sines = table if strength == 1 else (strength * part for part in table)
-    return cosines.to(dtype), sines.to(dtype)
+    return RotaryTable(cosines.to(dtype), sines.to(dtype))
 
 
-def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(states: Tensor, table: RotaryTable) -> Tensor:
     """Rotate states [B, heads, T, D] by their positions' `rotary_table`.
 
     Elements i and i + D/2 of a head form a pair, as in Llama.

@@ -1,12 +1,13 @@
 """EAGLE drafting at fixed shapes, for a GPU: a few fused kernels a level, and nothing that the host must wait for.
 
-Shapes: B rows, T tokens, W paths, S slots that are allocated, H hidden size, D draft vocabulary.
+Shapes: B rows, T tokens, W paths, N drafted tokens at most, S slots that are allocated, H hidden size, D draft
+vocabulary, R queries that share a key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,16 @@ from torch import Tensor
 from decode.cpu.grouped_attention import attend_stacked
 from decode.gpu.fusion import fused
 from heads.layer_cache import FixedSlots, LayerCache, hide
+from heads.rope import RotaryTable
 from proposers.head_proposer import FeaturePart, expand_last, pick_last
+
+
+class Paths(NamedTuple):
+    """The paths of a level."""
+
+    states: Tensor  # [B, W, H]: the last one of each path
+    mask: Tensor  # [B, R, W, S]: what it attends to, the same for all R
+    logits: Tensor  # [B, W, D]: of the next token
 
 
 class FixedEagleDrafter:
@@ -36,24 +46,25 @@ class FixedEagleDrafter:
         device, count = unread.features.device, unread.features.shape[1]
         begin = max(cache.lengths) + count  # draft tokens come after the longest text and its padding
         self.cache = cache.reserve(begin + drafted)
-        lengths = cache.positions(1, device)
-        self.states, self.mask, self.positions, self._logits = read_features(
-            head, embed, *self.cache, unread.features, unread.following, unread.counts_tensor, lengths, levels
+        self.slots = torch.arange(begin, begin + drafted, device=device)
+        lengths, counts = cache.lengths_on(device), unread.counts_tensor
+        self.paths, self.own, self.table = read_features(
+            head, embed, *self.cache, unread.features, unread.following, counts, lengths, self.slots, levels
         )
-        cache.keep(unread.counts, unread.counts_tensor)
+        cache.keep(unread.counts, counts)
         self.head, self.embed = head, embed
-        self.slots = torch.arange(begin, begin + drafted, device=device)[None]
+        self.level = self.drafted = 0
 
     def logits(self, level: int) -> Tensor:
-        return self._logits
+        return self.paths.logits
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        width = parents.shape[1]
-        slots, self.slots = self.slots[:, :width], self.slots[:, width:]
-        position, self.positions = self.positions[:, :1], self.positions[:, 1:]
-        self.states, self.mask, self._logits = extend_paths(
-            self.head, self.embed, *self.cache, self.states, self.mask, position, slots, parents, tokens
+        new = slice(self.drafted, self.drafted + parents.shape[1])
+        table, slots, own = self.table.part(self.level, self.level + 1), self.slots[new], self.own[new]
+        self.paths = extend_paths(
+            self.head, self.embed, *self.cache, *self.paths[:2], table, slots, own, parents, tokens
         )
+        self.level, self.drafted = self.level + 1, new.stop
 
 
 @fused
@@ -66,21 +77,27 @@ def read_features(
     following: Tensor,
     counts: Tensor,
     lengths: Tensor,
+    drafted: Tensor,
     levels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Paths, Tensor, RotaryTable]:
     """Read the target's fused features [B, T, H] and the tokens [B, T] after them, `counts` [B] in each row.
 
-    lengths [B, 1]: tokens that were read before. Returns what drafting starts from: each row's last state [B, 1, H],
-    the mask [B, 1, S] of its text, the positions [B, levels] of tokens after it, and the logits [B, 1, D].
+    lengths [B]: tokens that were read before. drafted [N]: slots of draft tokens. Returns the only path of the first
+    level, each draft token's own slot as [N, S] bool, and the rotary table of the positions of all levels.
     """
-    dtype, slots = keys.dtype, torch.arange(keys.shape[2], device=keys.device)
-    positions = lengths + torch.arange(features.shape[1], device=keys.device)
-    mask = hide(slots > positions[..., None], dtype)[:, None]
+    dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
+    slot = torch.arange(keys.shape[2], device=device)
+    before, after = lengths[:, None], (lengths + counts)[:, None]
+    positions = before + torch.arange(count, device=device)
+    all_positions = torch.cat([positions, after + torch.arange(levels, device=device)], dim=1)
+    table = layer.rotary_table(all_positions, dtype)
+    mask = hide(slot > positions[..., None], dtype)[:, None]
     context = FixedSlots(keys, values, positions, attend)
-    states = head(embed(following).to(dtype), features.to(dtype), positions, mask, context)
-    last, length = pick_last(states, counts)[:, None], lengths + counts[:, None]
-    following_positions = length + torch.arange(levels, device=keys.device)
-    return last, hide(slots >= length, dtype)[:, None], following_positions, head.logits(last)
+    states = head(embed(following).to(dtype), features.to(dtype), table.part(0, count), mask, context)
+    last = pick_last(states, counts)[:, None]
+    shared = layer.num_attention_heads // layer.num_key_value_heads
+    mask = hide(slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
+    return Paths(last, mask, head.logits(last)), slot == drafted[:, None], table.part(count, count + levels)
 
 
 @fused
@@ -91,22 +108,22 @@ def extend_paths(
     values: Tensor,
     states: Tensor,
     mask: Tensor,
-    positions: Tensor,
+    table: RotaryTable,
     slots: Tensor,
+    own: Tensor,
     parents: Tensor,
     tokens: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to `slots` [1, W].
+) -> Paths:
+    """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to `slots` [W].
 
-    states [B, *, H] and mask [B, *, S] are of the paths before, positions [B, 1] of the next token. Returns the same
-    for the new paths, and the logits [B, W, D].
+    states and mask are of the paths before, the table of the next position. own [W, S]: the new tokens' slots.
     """
-    states, above = (part.gather(1, expand_last(parents, part)) for part in (states, mask))
-    own = torch.arange(keys.shape[2], device=keys.device) == slots[0, :, None]  # [W, S]
-    mask = above.masked_fill(own, 0)
+    above = parents[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+    mask = mask.gather(2, above).masked_fill(own, 0)
+    states = states.gather(1, expand_last(parents, states))
     context = FixedSlots(keys, values, slots, attend)
-    states = head(embed(tokens).to(states.dtype), states, positions, mask[:, None], context)
-    return states, mask, head.logits(states)
+    states = head(embed(tokens).to(states.dtype), states, table, mask.flatten(1, 2)[:, None], context)
+    return Paths(states, mask, head.logits(states))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

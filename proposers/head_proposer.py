@@ -110,7 +110,7 @@ class HeadProposer(ABC):
         return fresh
 
     def prepare(self, target: Target) -> Self:
-        """Bind to the target and, on a CPU, draft with a packed copy of the head. Returns itself."""
+        """Bind to the target, and draft with a faster copy of the head (`proposers.packed_head`). Returns itself."""
         self.bind(target)
         if not isinstance(self.head.logits, PackedOutput):
             self.head = pack_head(self.head)
@@ -288,7 +288,7 @@ def numbers_of(step: Step) -> Upload:
 
 def pick_last(states: Tensor, counts: Tensor) -> Tensor:
     """Each row's last state [B, H], from states [B, T, H] of `counts` [B] tokens a row."""
-    return states.take_along_dim((counts - 1)[:, None, None], dim=1)[:, 0]
+    return states.gather(1, expand_last((counts - 1)[:, None], states))[:, 0]
 
 
 def expand_last(index: Tensor, like: Tensor) -> Tensor:

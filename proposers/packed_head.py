@@ -1,4 +1,4 @@
-"""Heads made fast on a CPU: packed linear layers (`decode.cpu.packed_linear`) and the target's attention."""
+"""Heads made fast: packed linear layers on a CPU, merged ones on a GPU, and the target's attention."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.cpu.grouped_attention import attend_grouped
-from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, pack_layers
+from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
 from heads.vocabulary import VocabularyHead
 
 
@@ -19,9 +19,9 @@ def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tens
 
 
 def pack_head(head: VocabularyHead) -> Any:
-    """A copy of the head with packed layers, for inference only. The head itself stays as it is.
+    """A copy of the head with packed or merged layers, for inference only. The head itself stays as it is.
 
-    Tensors that cannot be packed are shared with the head.
+    All other tensors are shared with the head.
     """
     tensors = [*head.parameters(), *head.buffers()]
     packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
@@ -29,6 +29,7 @@ def pack_head(head: VocabularyHead) -> Any:
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the packed output layer replaces it
+    merge_layers(packed, lambda layer: type(layer) is nn.Linear and layer.weight.device.type == "cuda")
     pack_layers(packed)
     return packed
 

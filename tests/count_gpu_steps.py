@@ -30,7 +30,7 @@ CAPTURED = 24  # steps until each number of nodes has a graph
 
 
 def make_eagle3(target: Target, **settings: Any) -> Proposer:
-    return HEAD_PROPOSERS["eagle3"](to_cuda(make_head("eagle3", target)), **settings)
+    return HEAD_PROPOSERS["eagle3"](to_cuda(make_head("eagle3", target)), **settings).prepare(target)
 
 
 # Each method's proposer, rows and sampling.

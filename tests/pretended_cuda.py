@@ -161,6 +161,10 @@ class CudaTensor(Tensor):
         note(WAIT, "tolist")
         return self.held.tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy on the CPU."""
+        return memo.setdefault(id(self), self.held.clone())
+
 
 class PretendedCuda(TorchDispatchMode):
     """Sends ops that make a tensor on the GPU to the pretended device."""
@@ -318,7 +322,7 @@ def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
         key = repr((function, shapes))
         if key not in _kernels:
-            _kernels[key] = list_kernels(function, *copy_to_cpu((args, kwargs)))
+            _kernels[key] = list_kernels(function, *copy.deepcopy((args, kwargs)))
         with record() as log, fusing(False):
             result = function(*args, **kwargs)
         if _state.log is not None:
@@ -328,18 +332,6 @@ def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
         return result
 
     return compiled
-
-
-def copy_to_cpu(arguments: Any) -> Any:
-    """A copy of a function's arguments, modules included, on the CPU."""
-    modules = [each for each in tree_leaves(arguments) if isinstance(each, nn.Module)]
-    tensors = [tensor for module in modules for part in module.modules() for tensor in list_tensors(part)]
-    memo = {id(each): each.held.clone() for each in (*tensors, *tree_leaves(arguments)) if isinstance(each, CudaTensor)}
-    return copy.deepcopy(arguments, memo)
-
-
-def list_tensors(module: nn.Module) -> list[Tensor | None]:
-    return [*module._parameters.values(), *module._buffers.values()]
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from decode import Target
 from decode.accept import pack
+from decode.cpu.packed_linear import MergedPart, merge_layers
 from decode.gpu import fusion
 from decode.gpu.at_once import choose_greedily, find_path
 from decode.gpu.check import _mend
@@ -77,9 +79,12 @@ def test_compiled_rules_are_exact() -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_fixed_shapes_draft_the_same(kind: str) -> None:
+def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
     target = Target(tiny("llama"))
     head, embed = make_head(kind, target), target.model.get_input_embeddings()
+    merged = copy.deepcopy(head)
+    merge_layers(merged, lambda layer: type(layer) is nn.Linear)
+    assert sum(isinstance(module, MergedPart) for module in merged.modules()) == 5  # q, k, v, gate, up
     size = head.target_hidden_size * len(head.features)
     caches = [LayerCache(ROWS, attend_like_target)]
 
@@ -100,7 +105,7 @@ def test_fixed_shapes_draft_the_same(kind: str) -> None:
             caches.append(copy.deepcopy(caches[0]))
             features, tokens = draw(counts)
             unread = FeaturePart(head.fuse(features), tokens, torch.tensor(counts), counts)
-            fixed = FixedEagleDrafter(head, embed, caches[1], unread, LEVELS + 1, LEVELS * WIDTH)
+            fixed = FixedEagleDrafter(merged, embed, caches[1], unread, LEVELS + 1, LEVELS * WIDTH)
             grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
             paths = 1
             for level in range(LEVELS + 1):

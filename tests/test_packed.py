@@ -13,7 +13,15 @@ from decode import Target, generate
 from decode.cpu import acceleration, grouped_attention, packed_linear
 from decode.cpu.acceleration import accelerate, accelerated_copy
 from decode.cpu.grouped_attention import grouped_sdpa
-from decode.cpu.packed_linear import PACKED, MergedLinear, MergedPart, OneDnnLinear, PackedLinear, can_pack
+from decode.cpu.packed_linear import (
+    PACKED,
+    MergedLinear,
+    MergedPart,
+    OneDnnLinear,
+    PackedLinear,
+    can_pack,
+    pack_linear,
+)
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import needs_compiler, tiny
@@ -55,7 +63,7 @@ def test_a_packed_layer_computes_the_same_as_the_dense_one(
 def test_merged_layers_compute_the_same_as_separate_ones() -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(32, size, bias=bias) for size, bias in [(24, True), (8, False), (40, True)]]
-    merged = MergedLinear(linears)
+    merged = MergedLinear(linears, pack_linear)
     parts = [MergedPart(merged, index) for index in range(3)]
     one, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     # Also if parts get different tensors, are called out of order, or not all are called.

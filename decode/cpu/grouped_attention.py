@@ -38,10 +38,14 @@ def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 
 
 def attend_stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`attend_grouped` by torch's own attention: the queries of a group are stacked as if they were more nodes."""
+    """`attend_grouped` by torch's own attention: the queries of a group are stacked as if they were more nodes.
+
+    The mask may be repeated for them already.
+    """
     batch, heads, nodes, size = query.shape
     stacked = query.reshape(batch, key.shape[1], -1, size)
-    mask = repeat_mask(mask, heads // key.shape[1])  # [B, 1, heads / groups * N, S]
+    if mask.shape[2] < stacked.shape[2]:
+        mask = repeat_mask(mask, heads // key.shape[1])  # [B, 1, heads / groups * N, S]
     output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 

@@ -119,24 +119,35 @@ def pack_layers(module: nn.Module) -> None:
 
     Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are.
     """
+    merge_layers(module, can_pack, pack_linear)
     for parent in list(module.modules()):
-        for names in MERGED:
-            linears: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(map(can_pack, linears)) and len({linear.in_features for linear in linears}) == 1:
-                merged = MergedLinear(linears)
-                for index, name in enumerate(names):
-                    setattr(parent, name, MergedPart(merged, index))
         for name, child in list(parent.named_children()):
             if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
                 setattr(parent, name, pack_linear(child))
 
 
+def merge_layers(
+    module: nn.Module, can_merge: Callable[[Any], bool], make: Callable[[nn.Linear], nn.Module] = lambda layer: layer
+) -> None:
+    """Merge the layers of a module that are called with the same tensor, in place.
+
+    can_merge: whether a layer may be merged. make: from the merged weights to the layer that is called.
+    """
+    for parent in list(module.modules()):
+        for names in MERGED:
+            linears: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(map(can_merge, linears)) and len({linear.in_features for linear in linears}) == 1:
+                merged = MergedLinear(linears, make)
+                for index, name in enumerate(names):
+                    setattr(parent, name, MergedPart(merged, index))
+
+
 class MergedLinear(nn.Module):
     """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], make: Callable[[nn.Linear], nn.Module]) -> None:
         super().__init__()
-        self.layer = pack_linear(_merge(linears))
+        self.layer = make(_merge(linears))
         self.sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
         self.eval()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.gpu.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
@@ -21,13 +21,12 @@ from decode.tree import Tree
 
 
 class Nodes(NamedTuple):
-    """The tensors of `Tree` by name; q is not None."""
+    """Tensors of `Tree` by name; q is not None. Sampled nodes come before their other siblings."""
 
     tokens: Tensor
     parents: Tensor
     real: Tensor
     ancestors: Tensor
-    depth: Tensor
     q: Tensor
     sampled: Tensor | None
 
@@ -38,20 +37,41 @@ def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Te
     logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
     bonus token. Without logits processors.
     """
-    assert tree.q is not None
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
     broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
-    on_path, bonus = _judge(Nodes(*(getattr(tree, name) for name in Nodes._fields)), p, to_uniforms(keys))
+    nodes, order = Nodes(*(getattr(tree, name) for name in Nodes._fields)), None
+    if tree.sampled is not None:  # level by level, sampled siblings first
+        order = (2 * tree.depth.where(tree.real, tree.width) + ~tree.sampled).sort(dim=1, stable=True).indices
+        nodes, p = reorder(nodes, order), p.take_along_dim(order[:, :, None], dim=1)
+    on_path, bonus = _judge(nodes, p, to_uniforms(keys))
+    if order is not None:
+        on_path = torch.empty_like(on_path).scatter_(1, order, on_path)
     return on_path, torch.where(broken, -1, bonus)
+
+
+def reorder(nodes: Nodes, order: Tensor) -> Nodes:
+    """The nodes in another order [B, N] that has the root first and parents before children."""
+    parents = order.argsort(dim=1).gather(1, nodes.parents.gather(1, order).clamp(min=0))
+    parents[:, 0] = -1  # what padding has for a parent does not matter
+    across, down = order[:, None], order[:, :, None]
+    return Nodes(
+        tokens=nodes.tokens.gather(1, order),
+        parents=parents,
+        real=nodes.real.gather(1, order),
+        ancestors=nodes.ancestors.take_along_dim(down, dim=1).take_along_dim(across, dim=2),
+        q=nodes.q.take_along_dim(down, dim=1),
+        sampled=None if nodes.sampled is None else nodes.sampled.gather(1, order),
+    )
 
 
 @fused
 def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`judge_sampled_trees` by the target's probabilities p [B, N, V], which are overwritten."""
+    """`judge_sampled_trees` by the target's probabilities p [B, N, V]."""
     rows = torch.arange(len(p), device=p.device)
-    order = order_siblings(tree)
-    p_path = compute_residuals(tree, order, p)
-    post = find_post_order(tree, order)
+    earlier = find_earlier_siblings(tree)
+    left = compute_residuals(tree, *find_draft_probabilities(tree, earlier), p)
+    p_path = left[:, :, -1]
+    post = find_post_order(tree, earlier)
     tested = (p_path > 0) & tree.real
     tested[:, 0] = False  # the root is accepted if nothing else is
     before = (tested[:, None] & (post[:, None] < post[:, :, None])).sum(dim=2)  # [B, N] tests before a node's own
@@ -59,41 +79,31 @@ def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     accepted[:, 0] = True
     last = torch.where(accepted, post, tree.tokens.shape[1]).argmin(dim=1)
     used = (before + tested)[rows, last]
-    return tree.ancestors[rows, last], inverse_cdf(p[rows, last], uniforms[rows, used])
+    return tree.ancestors[rows, last], inverse_cdf(left[rows, last, :-1], uniforms[rows, used])
 
 
-def order_siblings(tree: Nodes) -> Tensor:
-    """The nodes [B, N] level by level, in each level sampled ones first, padding last."""
-    level = torch.where(tree.real, tree.depth, tree.tokens.shape[1])
-    if tree.sampled is not None:
-        level = 2 * level + ~tree.sampled
-    return level.sort(dim=1, stable=True).indices
+def compute_residuals(tree: Nodes, q: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
+    """What a node's rejected children leave of p_path times its p, and of p_path: [B, N, V + 1].
 
-
-def compute_residuals(tree: Nodes, order: Tensor, p: Tensor) -> Tensor:
-    """Replace each node's p by what its rejected children leave of it, and return the p_path [B, N] left then.
-
-    A p_path of 0 says that a node is not reached.
+    A p_path of 0 says that a node is not reached. q, inverse: from `find_draft_probabilities`.
     """
-    q, inverse = find_draft_probabilities(tree, order)
-    rows = torch.arange(len(p), device=p.device)
-    p_path = torch.zeros_like(p[:, :, 0])
-    p_path[:, 0] = 1
-    parents, tokens = tree.parents.clamp(min=0), tree.tokens
-    for step in range(1, tree.tokens.shape[1]):
-        node = order[:, step]
-        parent, token = parents[rows, node], tokens[rows, node]
-        above, left = p_path[rows, parent], p[rows, parent]  # [B], [B, V]
-        p_path[rows, node] = (left[rows, token] * inverse[rows, node] * above).clamp(max=1)
-        excess = (above[:, None] * left - q[rows, node]).clamp_(min=0)
-        mass = excess.sum(dim=1)
-        some = mass > 0  # else nothing is left; where p_path is 1 only rounding leads here
-        p_path[rows, parent] = torch.where(some, mass / (mass + (1 - above)), above >= 1)
-        p[rows, parent] = torch.where(some[:, None], excess / mass[:, None], left)
-    return p_path
+    rows, nodes = (torch.arange(size, device=p.device) for size in inverse.shape)
+    parents, tokens = tree.parents.clamp(min=0), tree.tokens[:, :, None]
+    left, q = nn.functional.pad(p, (0, 1), value=1.0), nn.functional.pad(q, (0, 1))
+    is_p_path = torch.arange(left.shape[2], device=p.device) == p.shape[2]
+    for step in range(1, len(nodes)):
+        parent, node = parents[:, step], nodes[step : step + 1]
+        above = left[rows, parent]
+        reached = (above.gather(1, tokens[:, step]) * inverse[:, step, None]).clamp(max=1)
+        left[rows, node] = left[rows, node] * reached
+        excess = (above - q[:, step]).clamp_(min=0)
+        mass = excess[:, :-1].sum(dim=1, keepdim=True)
+        rest = mass + (1 - above[:, -1:])  # 0: only rounding leads here, and nothing is taken away
+        left[rows, parent] = torch.where(rest > 0, torch.where(is_p_path, mass, excess) / rest, above)
+    return left
 
 
-def find_draft_probabilities(tree: Nodes, order: Tensor) -> tuple[Tensor, Tensor]:
+def find_draft_probabilities(tree: Nodes, earlier: Tensor) -> tuple[Tensor, Tensor]:
     """The draft's probabilities [B, N, V] when each node was drafted, and 1 / that of its own token [B, N].
 
     Sampled tokens: those of the parent without the siblings sampled before. Both are 0 where nothing is to be decided:
@@ -103,15 +113,14 @@ def find_draft_probabilities(tree: Nodes, order: Tensor) -> tuple[Tensor, Tensor
     parents = tree.parents.clamp(min=0)
     q = tree.q.double().take_along_dim(parents[:, :, None], dim=1)  # [B, N, V]
     tokens = tree.tokens[:, None].expand(-1, tree.tokens.shape[1], -1)  # [B, N, N]
-    before = find_earlier_siblings(tree, order)
     if tree.sampled is not None:
-        before = before & tree.sampled[:, None]
+        earlier = earlier & tree.sampled[:, None]
     # Two siblings may have the same token, which must not be written back.
-    gone = torch.zeros_like(q).scatter_add_(2, tokens, before.double())
+    gone = torch.zeros_like(q).scatter_add_(2, tokens, earlier.double())
     q = q.masked_fill_(gone > 0, 0)
     q = q / q.sum(dim=2, keepdim=True)
     if tree.sampled is not None:
-        one_hot = torch.nn.functional.one_hot(tree.tokens, vocabulary).double()
+        one_hot = nn.functional.one_hot(tree.tokens, vocabulary).double()
         q = torch.where(tree.sampled[:, :, None], q, one_hot)
     drafted = q.gather(2, tree.tokens[:, :, None])[:, :, 0]
     decided = (drafted > 0) & tree.real
@@ -119,15 +128,14 @@ def find_draft_probabilities(tree: Nodes, order: Tensor) -> tuple[Tensor, Tensor
     return torch.where(decided[:, :, None], q, 0), torch.where(decided, 1 / drafted, 0)
 
 
-def find_earlier_siblings(tree: Nodes, order: Tensor) -> Tensor:
+def find_earlier_siblings(tree: Nodes) -> Tensor:
     """[B, N, N] bool: whether node j is a sibling of node i and comes before it."""
-    place = order.argsort(dim=1)
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & tree.real[:, None] & tree.real[:, :, None]
-    return siblings & (place[:, None] < place[:, :, None])
+    return siblings.tril(-1)
 
 
-def find_post_order(tree: Nodes, order: Tensor) -> Tensor:
+def find_post_order(tree: Nodes, earlier: Tensor) -> Tensor:
     """Each node's place [B, N] in the order in which nodes are decided: after all nodes below it."""
     below = (tree.ancestors & tree.real[:, :, None]).sum(dim=1)  # [B, N] nodes of the subtree
-    skipped = (find_earlier_siblings(tree, order) * below[:, None]).sum(dim=2)  # in subtrees of earlier siblings
+    skipped = (earlier * below[:, None]).sum(dim=2)  # in subtrees of earlier siblings
     return (tree.ancestors * skipped[:, None]).sum(dim=2) + below - 1

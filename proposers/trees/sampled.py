@@ -90,19 +90,21 @@ class SampledTokens:
 
         chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
         """
-        return _lay_out_q(self._samples, chosen, candidates, token_map, self.vocabulary)
+        # Fused, each part would be copied by a kernel of its own.
+        owners, q = (torch.cat(parts, dim=1) for parts in zip(*self._samples, strict=True))
+        return _lay_out_q(owners, q, chosen, candidates, token_map, self.vocabulary)
 
 
 @fused
 def _lay_out_q(
-    samples: Sequence[tuple[Tensor, Tensor]], chosen: Tensor, candidates: int, token_map: Tensor | None, vocabulary: int
+    owners: Tensor, q: Tensor, chosen: Tensor, candidates: int, token_map: Tensor | None, vocabulary: int
 ) -> Tensor:
+    """`SampledTokens.lay_out_q`: q [B, P, D] after the paths whose last candidates are `owners` [B, P]."""
     batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
     place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
     place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
     place[:, -1] = 0  # the root, which candidates call -1
     rows = torch.arange(batch, device=device)[:, None, None]
-    owners, q = (torch.cat(parts, dim=1) for parts in zip(*samples, strict=True))
     tokens = torch.arange(q.shape[2], device=device) if token_map is None else token_map
     laid_out = q.new_zeros(batch, nodes + 1, vocabulary)  # the last place: candidates left out
     laid_out[rows, place.gather(1, owners % place.shape[1])[:, :, None], tokens] = q

@@ -88,8 +88,7 @@ def score(
     path = scores[:, :, None]
     if calibration is not None:
         log_p = calibration.log_probabilities(level, log_p, path)
-    if is_sampled:
-        log_p = keep_order(log_p)
+        log_p = keep_order(log_p) if is_sampled else log_p
     longer = path + log_p
     return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
 
@@ -185,9 +184,11 @@ def search(
         tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         first_place = sum(part.shape[1] for part, _, _ in found)
         found.append((tokens.flatten(1), longer.flatten(1), places))
+        is_last = len(found) == levels
+        if is_last and budget is None:
+            break
         scores, *chosen = choose_paths(tokens, longer, first_place, width)
         best.append(scores)
-        is_last = len(found) == levels
         if is_last or (budget is not None and waits and not budget.is_worth_a_level(_expect_right(best, is_sampled))):
             break
         if narrow:
