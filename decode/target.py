@@ -24,7 +24,7 @@ from decode.text import Tokenizer
 class Target(TimedModel):
     """The model whose distribution is kept, ready to verify trees.
 
-    model: any decoder-only transformers model with sdpa or eager attention. It is never changed.
+    model: any decoder-only transformers model with sdpa, eager or flex attention. It is never changed.
     accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy
     (`decode.cpu.acceleration`), in which later changes of the weights take effect only in part.
     deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed

@@ -61,9 +61,7 @@ class FixedEagleDrafter:
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
         new = slice(self.drafted, self.drafted + parents.shape[1])
         table, slots, own = self.table.part(self.level, self.level + 1), self.slots[new], self.own[new]
-        self.paths = extend_paths(
-            self.head, self.embed, *self.cache, *self.paths[:2], table, slots, own, parents, tokens
-        )
+        self.paths = extend_paths(self.head, self.embed, *self.cache, self.paths, table, slots, own, parents, tokens)
         self.level, self.drafted = self.level + 1, new.stop
 
 
@@ -87,10 +85,9 @@ def read_features(
     """
     dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
     slot = torch.arange(keys.shape[2], device=device)
-    before, after = lengths[:, None], (lengths + counts)[:, None]
-    positions = before + torch.arange(count, device=device)
-    all_positions = torch.cat([positions, after + torch.arange(levels, device=device)], dim=1)
-    table = layer.rotary_table(all_positions, dtype)
+    positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
+    next_positions = after + torch.arange(levels, device=device)
+    table = layer.rotary_table(torch.cat([positions, next_positions], dim=1), dtype)
     mask = hide(slot > positions[..., None], dtype)[:, None]
     context = FixedSlots(keys, values, positions, attend)
     states = head(embed(following).to(dtype), features.to(dtype), table.part(0, count), mask, context)
@@ -106,8 +103,7 @@ def extend_paths(
     embed: Callable[[Tensor], Tensor],
     keys: Tensor,
     values: Tensor,
-    states: Tensor,
-    mask: Tensor,
+    before: Paths,
     table: RotaryTable,
     slots: Tensor,
     own: Tensor,
@@ -116,11 +112,11 @@ def extend_paths(
 ) -> Paths:
     """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to `slots` [W].
 
-    states and mask are of the paths before, the table of the next position. own [W, S]: the new tokens' slots.
+    table: of the next position. own [W, S]: the new tokens' slots.
     """
-    above = parents[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-    mask = mask.gather(2, above).masked_fill(own, 0)
-    states = states.gather(1, expand_last(parents, states))
+    shared, size = before.mask.shape[1], before.mask.shape[3]
+    mask = before.mask.gather(2, parents[:, None, :, None].expand(-1, shared, -1, size)).masked_fill(own, 0)
+    states = before.states.gather(1, expand_last(parents, before.states))
     context = FixedSlots(keys, values, slots, attend)
     states = head(embed(tokens).to(states.dtype), states, table, mask.flatten(1, 2)[:, None], context)
     return Paths(states, mask, head.logits(states))

@@ -211,8 +211,8 @@ def test_an_architecture_that_cannot_verify_trees_is_refused(name: str) -> None:
 
 def test_attention_without_tree_masks_is_refused() -> None:
     model = tiny("llama")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="'flex_attention' takes no tree mask"):
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' takes no tree mask"):
         Target(model)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from decode.models.attention_windows import attention_windows
 
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "draftless_grouped_sdpa")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "draftless_grouped_sdpa")
 
 
 def unwrap(model: Any) -> PreTrainedModel:
