@@ -63,7 +63,7 @@ def draw_lanes(axes: Any, parts: list[Part]) -> None:
             begin = max(host, device)
             spans.append((begin, width))
             device = begin + width
-        axes.broken_barh(spans, (-0.35, 0.7), color=COLOUR[name], linewidth=0)
+        axes.broken_barh(spans, (-0.35, 0.7), color=COLOUR[name], linewidth=0, rasterized=True)
     axes.barh(1, device - host, left=host, height=0.7, color="white", edgecolor=GREYS[1], hatch="////", linewidth=0)
     axes.annotate(f"{host} launches, 1 wait", (device, 1), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks([1, 0], ["host", "device"])
