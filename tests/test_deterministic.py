@@ -57,7 +57,7 @@ def test_trees_depend_on_no_clock(monkeypatch: pytest.MonkeyPatch, name: str, de
 
 
 def test_without_it_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: CostCurve((1, 64), (1.0, 2.0)))
+    monkeypatch.setattr(timed_model, "load_curve", lambda *_: CostCurve((1, 64), (1.0, 2.0)))
     first, second = (draft_by_clock(monkeypatch, "eagle3", seed, False) for seed in (0, 1))
     assert first != second
 
