@@ -1,7 +1,7 @@
 """Accepting a tree at once: all its nodes are judged together, without a wait or a loop over rows.
 
-A GPU accepts every tree so if there are no logits processors; a CPU does where it costs no more than going node by
-node, as `decode.accept` does otherwise. The tokens are the same.
+A GPU accepts all trees this way unless there are logits processors. A CPU does so at temperature 0. Other trees are
+accepted node by node in `decode.accept`. The tokens are the same.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
