@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from decode.cpu.draw import draw
-from decode.gpu.at_once import NO_TOKEN, accept_at_once, can_accept_at_once, choose_stream
+from decode.gpu.at_once import accept_at_once, can_accept_at_once, choose_stream
 from decode.gpu.fusion import fused
 from decode.gpu.transfer import Upload, copy_packed, read
 from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, row_keys
 from decode.rejection import SampledTree, accept_by_traversal
-from decode.sampling import Sampling
+from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
 

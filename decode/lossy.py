@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.accept import NO_TOKEN, Accepted, Texts, read_accepted
+from decode.accept import Accepted, Texts, read_accepted
 from decode.gpu.transfer import Upload
-from decode.sampling import Sampling
+from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
 EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults

@@ -23,6 +23,7 @@ from transformers.generation import logits_process
 
 from decode.cpu.fast_top_p import FastTopP
 
+NO_TOKEN = -1  # instead of a drawn token, where logits are NaN or infinite
 CALLING_USERS = (PrefixConstrainedLogitsProcessor,)  # processors that call a function of the user
 
 

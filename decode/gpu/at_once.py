@@ -15,10 +15,8 @@ from decode.gpu.draw import draw_all
 from decode.gpu.fusion import fused
 from decode.gpu.judge import judge_sampled_trees
 from decode.noise import ACCEPTANCE, TEXT
-from decode.sampling import Sampling, upcast_half
+from decode.sampling import NO_TOKEN, Sampling, upcast_half
 from decode.tree import Tree
-
-NO_TOKEN = -1  # instead of a bonus token, where logits are NaN or infinite
 
 
 def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:

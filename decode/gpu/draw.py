@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from decode.noise import make_exponential
-from decode.sampling import Sampling
+from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
 MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
 
 def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
-    """The target's token after each node [B, N], -1 where the logits [B, N, V] are NaN or infinite.
+    """The target's token after each node [B, N], NO_TOKEN where the logits [B, N, V] are NaN or infinite.
 
     keys [B, >= L]: of each level's position, from `decode.noise.row_keys`; nodes of one level share their noise. The
     tokens are those that `decode.cpu.draw.draw` samples one node at a time. Without logits processors.
@@ -34,4 +34,4 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
     noise = noise[rows, depth]  # [B, N, V]
     drawn = torch.div(p, noise, out=noise).argmax(dim=2)
     # Probabilities are all NaN or none is.
-    return torch.where(p[:, :, 0].isnan(), -1, drawn)
+    return torch.where(p[:, :, 0].isnan(), NO_TOKEN, drawn)

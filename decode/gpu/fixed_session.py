@@ -1,8 +1,8 @@
 """Steps of fixed shape: forward pass, acceptance and moves in the KV cache, all on the device and captured as a graph.
 
 A step reads its numbers from buffers, so that all steps of a bucket launch the same kernels on the same memory. Rows
-and nodes are padded to powers of two. Padding holds what an earlier step left there: nothing attends to it, and it is
-not accepted.
+and nodes are padded to powers of two. Padding keeps values of earlier steps. Nothing attends to it, and it is never
+accepted.
 
 Shapes: B rows, N nodes, both padded; V vocabulary.
 """

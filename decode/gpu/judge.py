@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from decode.gpu.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
-from decode.sampling import Sampling
+from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
 
@@ -32,7 +32,7 @@ class Nodes(NamedTuple):
 
 
 def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path, [B, N] bool, and the bonus token [B], -1 where the row's logits are NaN or infinite.
+    """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where logits are NaN or infinite.
 
     logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
     bonus token. Without logits processors.
@@ -46,7 +46,7 @@ def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Te
     on_path, bonus = _judge(nodes, p, to_uniforms(keys))
     if order is not None:
         on_path = torch.empty_like(on_path).scatter_(1, order, on_path)
-    return on_path, torch.where(broken, -1, bonus)
+    return on_path, torch.where(broken, NO_TOKEN, bonus)
 
 
 def reorder(nodes: Nodes, order: Tensor) -> Nodes:
