@@ -14,7 +14,6 @@ import torch
 
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, unpack
 from decode.answer import Answer, Chunk, Limits, Request, make_requests
-from decode.gpu.check import check_on_device
 from decode.gpu.fusion import fusing
 from decode.gpu.step_numbers import list_numbers
 from decode.gpu.transfer import Upload
@@ -162,7 +161,7 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
         is_prefill = False
         with seconds.measure("target"), fusing(run.target.compiled):
-            tree = session.place(_prepare(run, drafted, step, upload))
+            tree = session.place(_prepare(run, session, drafted, step, upload))
             verdict = session.verify(tree)
 
 
@@ -200,7 +199,7 @@ def _begin_upload(run: _Run, session: Session, requests: list[Request], accepted
     return upload
 
 
-def _prepare(run: _Run, tree: Tree, step: Step, upload: Upload) -> Tree:
+def _prepare(run: _Run, session: Session, tree: Tree, step: Step, upload: Upload) -> Tree:
     """The tree, checked and without draft tokens that a row has no room for.
 
     They would cost time, and the model may have no positions for them. The bonus token needs room as well.
@@ -212,7 +211,7 @@ def _prepare(run: _Run, tree: Tree, step: Step, upload: Upload) -> Tree:
         return tree.cut(depths)
     tree = tree.to(upload.device)
     tree.check_shapes(len(step.room))
-    return check_on_device(tree, upload["roots"], run.nodes, run.target.vocabulary).cut(depths, upload["limits"])
+    return session.check(tree, upload["roots"], run.nodes).cut(depths, upload["limits"])
 
 
 def _refuse_faults(run: _Run, accepted: Accepted, requests: list[Request], drafted: Tree) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.gpu.check import check_on_device
 from decode.gpu.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
@@ -38,6 +39,11 @@ class Verdict:
     logits: Tensor
     features: Tensor | None
     packed: Tensor | None = None
+
+    def first(self, rows: int, nodes: int) -> Verdict:
+        """The same for the first rows, and of each the first nodes."""
+        features = None if self.features is None else self.features[:rows, :nodes]
+        return Verdict(self.logits[:rows, :nodes], features, None if self.packed is None else self.packed[:rows])
 
     def select(self, rows: Sequence[int]) -> Verdict:
         """The same for some rows only."""
@@ -75,6 +81,13 @@ class Session:
         upload, tensors = self._upload or self.begin_upload(), tree.tensors()
         upload.add(tensors)
         return tree.with_tensors({name: upload[name] for name in tensors})
+
+    def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
+        """Trees that were made on a GPU, at most `nodes` large, with their faults mended and marked.
+
+        roots [B]: the bonus tokens. See `decode.gpu.check`.
+        """
+        return check_on_device(tree, roots, nodes, self.target.vocabulary)
 
     @torch.no_grad()
     def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:

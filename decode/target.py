@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from decode.cpu.acceleration import accelerated_copy, has_graphs, is_compiled
 from decode.cpu.grouped_attention import ATTENTION
-from decode.gpu.fixed_session import FixedSession
+from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
-from decode.models.cost_curve import CostCurve
+from decode.models.cost_curve import CONTEXTS, CostCurve
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.timed_model import TimedModel
@@ -45,7 +45,7 @@ class Target(TimedModel):
         model = unwrap(model)
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
-        self.tokenizer = tokenizer
+        self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
         self_test(self)
 
     @classmethod
@@ -75,11 +75,15 @@ class Target(TimedModel):
     def needs_masks(self) -> bool:
         return self.compiled or (self.device.type == "cpu" and self.model.config._attn_implementation == ATTENTION)
 
+    def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
+        curve = super().cost_curve(batch_size, context)
+        return curve.padded if has_graphs(self.model) else curve
+
     def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features.
 
         sampling: how trees are accepted, if `decode.accept.accept` does it without logits processors.
         """
         if sampling is not None and has_graphs(self.model):
-            return FixedSession(self, batch_size, layers, sampling)
+            return self._fixed_sessions.open(self, batch_size, layers, sampling)
         return Session(self, batch_size, layers)

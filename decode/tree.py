@@ -106,6 +106,19 @@ class Tree:
         index = copy_packed({"rows": torch.tensor(rows)}, self.tokens.device)["rows"]
         return self.with_tensors({name: tensor[index] for name, tensor in self.tensors().items()})
 
+    def first(self, nodes: int) -> Tree:
+        """The trees of the first nodes, at most so many of each."""
+        return replace(
+            self,
+            tokens=self.tokens[:, :nodes],
+            parents=self.parents[:, :nodes],
+            sizes=self.sizes.clamp(max=nodes),
+            height=min(self.height, nodes - 1),
+            q=None if self.q is None else self.q[:, :nodes],
+            sampled=None if self.sampled is None else self.sampled[:, :nodes],
+            scores=None if self.scores is None else self.scores[:, :nodes],
+        )
+
     def cut(self, depths: Sequence[int], limits: Tensor | None = None) -> Tree:
         """Only the nodes at most `depths[b]` deep in row b, in their order. limits: the depths on the tree's device."""
         if min(depths) >= self.height:

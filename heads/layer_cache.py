@@ -49,6 +49,12 @@ class LayerCache:
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None
 
+    def restart(self) -> None:
+        """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
+        self.lengths, self._lengths = [0] * len(self.lengths), None
+        for held in self.allocated():
+            held.zero_()
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attend as in `AttentionContext`, and write the new tokens. No gradient flows through them."""
         count, longest, device = keys.shape[2], max(self.lengths), keys.device
@@ -64,10 +70,13 @@ class LayerCache:
         )
         return self.attention(queries, self.keys[:, :, :used], self.values[:, :, :used], mask)
 
-    def reserve(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values with room for so many slots, all of those allocated. For a cache that was written to."""
+    def reserve(self, slots: int) -> None:
+        """Make room for so many slots. For a cache that was written to."""
+        self.keys, self.values = (_grow(held, slots) for held in self.allocated())
+
+    def allocated(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in all slots. For a cache that was written to."""
         assert self.keys is not None and self.values is not None
-        self.keys, self.values = (_grow(held, slots) for held in (self.keys, self.values))
         return self.keys, self.values
 
     def lengths_on(self, device: torch.device) -> Tensor:

@@ -6,16 +6,18 @@ hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode import Step
+from decode import Step, Target
 from heads import LayerCache
+from proposers.draft_graphs import Inputs, pad_tokens
+from proposers.feature_history import CHUNK, expand_last
 from proposers.fixed_eagle import FixedEagleDrafter
-from proposers.head_proposer import CHUNK, HeadProposer, expand_last
+from proposers.head_proposer import HeadProposer
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -35,12 +37,15 @@ class EagleProposer(HeadProposer):
     def combine(self, features: Tensor) -> Tensor:
         return self.head.fuse(features.to(self.dtype))
 
-    def start_drafter(self, step: Step, roots: Tensor) -> EagleDrafter | FixedEagleDrafter:
-        cache, embed = self._history.cache, self.embedding(step.target)
-        if roots.device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
-            drafted = self.depth * self.width if self.paths is None else len(self.paths)
-            module = self.head.embed_tokens or step.target.model.get_input_embeddings()
-            return FixedEagleDrafter(self.head, module, cache, self._history.take(), self.depth, drafted)
+    def read_step(self, step: Step) -> Inputs:
+        """The features that the head has not read; on a CPU, and where they are many, the states it makes of them."""
+        cache, embed, device = self._history.cache, self.embedding(step.target), step.target.device
+        if device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
+            unread, lengths = self._history.take(), cache.lengths_on(device)
+            cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
+            cache.keep(unread.counts, unread.counts_tensor)
+            numbers = {"counts": unread.counts_tensor, "lengths": lengths}
+            return {"features": unread.features, "following": unread.following, **numbers}
 
         def read(fused: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             positions = cache.positions(fused.shape[1], fused.device)
@@ -48,7 +53,21 @@ class EagleProposer(HeadProposer):
             cache.keep(counts, on_device)
             return states
 
-        return EagleDrafter(self.head, self._history.read(self.dtype, read), cache, embed)
+        return {"states": self._history.read(self.dtype, read)}
+
+    def is_fixed(self, inputs: Inputs) -> bool:
+        return "features" in inputs
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter | FixedEagleDrafter:
+        if "states" in inputs:
+            return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
+        embed = self.head.embed_tokens or target.model.get_input_embeddings()
+        return FixedEagleDrafter(self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted)
+
+    @property
+    def _most_drafted(self) -> int:
+        """The tokens that a draft has at most."""
+        return self.depth * self.width if self.paths is None else len(self.paths)
 
 
 class EagleDrafter:

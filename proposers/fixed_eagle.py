@@ -6,7 +6,7 @@ vocabulary, R queries that share a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from decode.cpu.grouped_attention import attend_stacked
 from decode.gpu.fusion import fused
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
-from proposers.head_proposer import FeaturePart, expand_last, pick_last
+from proposers.feature_history import expand_last, pick_last
 
 
 class Paths(NamedTuple):
@@ -30,8 +30,9 @@ class Paths(NamedTuple):
 class FixedEagleDrafter:
     """What `EagleDrafter` drafts, after reading the features that the head has not read.
 
-    Attention sees all slots, so that shapes stay the same from level to level and from step to step. levels,
-    drafted: of the draft at most, its levels and its tokens.
+    Attention sees all slots, so that shapes stay the same from level to level and from step to step. Draft tokens take
+    the last slots. inputs: `features` [B, T, H], the tokens `following` them [B, T], the rows' `counts` of them [B],
+    and the `lengths` [B] of what was read before. levels, drafted: of the draft at most, its levels and its tokens.
     """
 
     def __init__(
@@ -39,19 +40,17 @@ class FixedEagleDrafter:
         head: Any,
         embed: Callable[[Tensor], Tensor],
         cache: LayerCache,
-        unread: FeaturePart,
+        inputs: Mapping[str, Tensor],
         levels: int,
         drafted: int,
     ) -> None:
-        device, count = unread.features.device, unread.features.shape[1]
-        begin = max(cache.lengths) + count  # draft tokens come after the longest text and its padding
-        self.cache = cache.reserve(begin + drafted)
-        self.slots = torch.arange(begin, begin + drafted, device=device)
-        lengths, counts = cache.lengths_on(device), unread.counts_tensor
+        self.cache = cache.allocated()
+        end = self.cache[0].shape[2]
+        self.slots = torch.arange(end - drafted, end, device=inputs["features"].device)
+        features, following = inputs["features"], inputs["following"]
         self.paths, self.own, self.table = read_features(
-            head, embed, *self.cache, unread.features, unread.following, counts, lengths, self.slots, levels
+            head, embed, *self.cache, features, following, inputs["counts"], inputs["lengths"], self.slots, levels
         )
-        cache.keep(unread.counts, counts)
         self.head, self.embed = head, embed
         self.level = self.drafted = 0
 

@@ -9,28 +9,28 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from decode import Step, Target, Tree
-from decode.gpu.transfer import Upload, copy_packed
-from heads import LayerCache
+from decode import Sampling, Step, Target, Tree
+from decode.cpu.acceleration import has_graphs
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.packed_head import PackedOutput, attend_like_target, pack_head
+from proposers.draft_graphs import DraftGraphs, Inputs
+from proposers.feature_history import FeatureHistory, numbers_of
+from proposers.packed_head import PackedOutput, pack_head
+from proposers.trees.candidates import BestTree, Candidates
 from proposers.trees.fixed import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
-from proposers.trees.sampled import SampledTokens, renumber
-from proposers.trees.search import RANKS, Candidates, Drafter, ScoredDrafter, fill_tree, search
-
-CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
+from proposers.trees.sampled import SampledTokens, find_seeds, renumber
+from proposers.trees.search import RANKS, Drafter, ScoredDrafter, fill_tree, search
 
 
 class HeadProposer(ABC):
@@ -87,6 +87,7 @@ class HeadProposer(ABC):
         self._history = FeatureHistory()
         self._borrowed_from: Any = None  # the model whose output matrix the head uses, if it has none of its own
         self._fixed_trees: dict[tuple[Any, ...], FixedTree] = {}
+        self._graphs = DraftGraphs()
 
     @property
     def layers(self) -> Sequence[int]:
@@ -106,14 +107,14 @@ class HeadProposer(ABC):
         """The same proposer with nothing learned."""
         fresh = copy(self)
         fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau)
-        fresh._history, fresh._fixed_trees = FeatureHistory(), {}
+        fresh._history, fresh._fixed_trees, fresh._graphs = FeatureHistory(), {}, DraftGraphs()
         return fresh
 
     def prepare(self, target: Target) -> Self:
         """Bind to the target, and draft with a faster copy of the head (`proposers.packed_head`). Returns itself."""
         self.bind(target)
         if not isinstance(self.head.logits, PackedOutput):
-            self.head = pack_head(self.head)
+            self.head, self._graphs = pack_head(self.head), DraftGraphs()
         return self
 
     def check(self, target: Target) -> None:
@@ -169,27 +170,49 @@ class HeadProposer(ABC):
             return Tree.chain_of(roots[:, None], torch.ones_like(roots))
         begun = perf_counter()
         sampled = self.sampled and not step.sampling.greedy  # greedy targets take the most likely token, so do drafts
-        candidates = self._find_candidates(step, roots, most, sampled)
+        draft = self._draft(step, most, sampled)
         if not self.adaptive:
-            return candidates.tree(most)
-        expected, right = candidates.read_figures(most)
-        self.draft_budget.take_drafting_time(perf_counter() - begun, candidates.levels)
+            return draft.tree(most)
+        expected, right = draft.read_figures(most)
+        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
         self.draft_budget.take_levels(right)
-        return candidates.tree(self.draft_budget.choose_size(expected, candidates.levels, sampled))
+        return draft.tree(self.draft_budget.choose_size(expected, draft.levels, sampled))
 
-    def _find_candidates(self, step: Step, roots: Tensor, most: int, sampled: bool) -> Candidates:
+    def _draft(self, step: Step, most: int, sampled: bool) -> Candidates | BestTree:
+        """What trees of up to `most` nodes are chosen from."""
         # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
         levels = min(self.depth, most - 1, max(2, *step.room) - 1)
-        sampler = SampledTokens(step) if sampled else None
-        drafter = ScoredDrafter(self.start_drafter(step, roots), self.head.token_map, self.calibration, sampler)
+        inputs = self.read_step(step) | {"roots": numbers_of(step)["roots"]}
+        if sampled:
+            inputs["seeds"] = find_seeds(step)
+        if self.paths is None and self._adapts_depth and step.target.device.type != "cpu":
+            levels = self.draft_budget.choose_depth(levels)
+        sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
+        search = partial(self._search, step.target, levels, most, sampling)
+        if not has_graphs(step.target.model) or not self.is_fixed(inputs):
+            return search(inputs)
+        written = self._history.cache.keys if self.reads_all_features else None
+        kind = levels, most, sampling
+        return self._graphs.run(step.target, written, kind, lambda buffers: BestTree.of(search(buffers), most), inputs)
+
+    @property
+    def _adapts_depth(self) -> bool:
+        return self.adaptive and self.levelwise
+
+    def _search(
+        self, target: Target, levels: int, most: int, sampling: Sampling | None, inputs: Mapping[str, Tensor]
+    ) -> Candidates:
+        """The candidates of a draft. sampling: of its tokens; None takes the most likely ones."""
+        roots = inputs["roots"]
+        sampler = None if sampling is None else SampledTokens(sampling, target.vocabulary, inputs["seeds"])
+        drafter = ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, sampler)
         if self.paths is None:
-            depth_budget = self.draft_budget if self.adaptive and self.levelwise else None
-            if depth_budget is not None and roots.device.type != "cpu":
-                levels = depth_budget.choose_depth(levels)
-            return search(roots, drafter, levels, self.width, self.ranks, most, depth_budget)
-        key = levels, most, sampled, roots.device
+            budget = self.draft_budget if self._adapts_depth else None
+            return search(roots, drafter, levels, self.width, self.ranks, most, budget)
+        key = levels, most, sampler is not None, roots.device
         if key not in self._fixed_trees:
-            paths = cut_tree(renumber(self.paths) if sampled else self.paths, levels, self.head.draft_size, most - 1)
+            paths = renumber(self.paths) if sampler is not None else self.paths
+            paths = cut_tree(paths, levels, self.head.draft_size, most - 1)
             self._fixed_trees[key] = FixedTree.from_paths(paths, roots.device)
         return fill_tree(roots, drafter, self._fixed_trees[key])
 
@@ -199,107 +222,16 @@ class HeadProposer(ABC):
         return lambda tokens: embed(tokens).to(self.dtype)
 
     @abstractmethod
-    def start_drafter(self, step: Step, roots: Tensor) -> Drafter:
-        """The head's drafter for this step, after the roots [B]."""
+    def read_step(self, step: Step) -> Inputs:
+        """What a draft depends on, roots aside: tensors by name. Called once a step: a head may read features."""
 
+    @abstractmethod
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
+        """The head's drafter for a step, from `read_step` and the "roots" [B]."""
 
-class FeatureHistory:
-    """The target's features of a batch, for heads that attend to all of them.
-
-    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head.
-    """
-
-    def add(self, step: Step, features: Tensor) -> None:
-        """Take in a step's features as the head attends to them."""
-        if step.is_prefill:
-            self.cache = LayerCache(len(step.request_ids), attend_like_target)
-            self._unread: list[FeaturePart] = []
-        elif len(step.kept) < len(self.cache.lengths):
-            self.cache.select(step.kept)
-            self._unread = [part.select(step.kept) for part in self._unread]
-        numbers, counts = numbers_of(step), [len(tokens) for tokens in step.committed]
-        features = features[:, : max(counts)]  # a row with a longer prompt may have ended
-        self._unread.append(FeaturePart(features, numbers["following"], numbers["counts"], counts))
-
-    @property
-    def unread_counts(self) -> list[int]:
-        """Each row's number of features that the head has not read."""
-        return [sum(each) for each in zip(*(part.counts for part in self._unread), strict=True)]
-
-    def take(self) -> FeaturePart:
-        """The features that the head has not read, to be read now."""
-        unread, self._unread = join_parts(self._unread), []
-        return unread
-
-    def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:
-        """Let a head read the features that it has not read; returns each row's last state [B, H].
-
-        read: from features [B, T, F], padded at the right, the tokens [B, T] after them, and each row's number of them,
-        to states [B, T, H]; it adds them to the cache. The root is the last of the tokens. The numbers come as a list
-        and, if all features are read at once, as a tensor [B].
-        """
-        unread = self.take()
-        counts, features = unread.counts, unread.features.to(dtype)
-        if max(counts) <= CHUNK:
-            return pick_last(read(features, unread.following, counts, unread.counts_tensor), unread.counts_tensor)
-        states = []
-        for begin in range(0, max(counts), CHUNK):
-            part = slice(begin, begin + CHUNK)
-            sizes = [min(max(count - begin, 0), CHUNK) for count in counts]
-            states.append(read(features[:, part], unread.following[:, part], sizes, None))
-        return pick_last(torch.cat(states, dim=1), unread.counts_tensor)
-
-
-@dataclass(frozen=True)
-class FeaturePart:
-    """Features of one or more steps, padded at the right."""
-
-    features: Tensor  # [B, T, F]
-    following: Tensor  # [B, T]: the token after each
-    counts_tensor: Tensor  # [B]
-    counts: list[int]  # the same: features of each row
-
-    def select(self, rows: Sequence[int]) -> FeaturePart:
-        """The same for some rows only."""
-        index = copy_packed({"rows": torch.tensor(rows)}, self.features.device)["rows"]
-        counts = [self.counts[row] for row in rows]
-        return FeaturePart(self.features[index], self.following[index], self.counts_tensor[index], counts)
-
-
-def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:
-    """Several steps' features one after another in each row."""
-    if len(parts) == 1:
-        return parts[0]
-    counts = [sum(each) for each in zip(*(part.counts for part in parts), strict=True)]
-
-    def join(name: str) -> Tensor:
-        rows = ([getattr(part, name)[row, : part.counts[row]] for part in parts] for row in range(len(counts)))
-        return pad_sequence([torch.cat(row) for row in rows], batch_first=True)
-
-    together = torch.stack([part.counts_tensor for part in parts]).sum(dim=0)
-    return FeaturePart(join("features"), join("following"), together, counts)
-
-
-def numbers_of(step: Step) -> Upload:
-    """The step's numbers on the device, which the loop gives to every proposer that names layers."""
-    assert step.upload is not None
-    return step.upload
-
-
-def pick_last(states: Tensor, counts: Tensor) -> Tensor:
-    """Each row's last state [B, H], from states [B, T, H] of `counts` [B] tokens a row."""
-    return states.gather(1, expand_last((counts - 1)[:, None], states))[:, 0]
-
-
-def expand_last(index: Tensor, like: Tensor) -> Tensor:
-    """Indices [B, W] of whole vectors, for `gather` from `like` [B, *, H]."""
-    return index[..., None].expand(-1, -1, like.shape[2])
-
-
-def pick_last_features(step: Step) -> Tensor:
-    """The features [B, F] of each row's last committed token."""
-    assert step.features is not None
-    return pick_last(step.features, numbers_of(step)["counts"])
+    def is_fixed(self, inputs: Inputs) -> bool:
+        """Whether drafting from these inputs has the same shapes and memory in all steps, so that it can be a graph."""
+        return True
 
 
 def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:

@@ -5,14 +5,16 @@ After Ankner et al., "Hydra" (2024). Shapes: B rows, W paths, D draft vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode import Step
-from proposers.head_proposer import HeadProposer, pick_last_features
+from decode import Step, Target
+from proposers.draft_graphs import Inputs
+from proposers.feature_history import pick_last_features
+from proposers.head_proposer import HeadProposer
 
 
 class HydraProposer(HeadProposer):
@@ -20,12 +22,14 @@ class HydraProposer(HeadProposer):
 
     width = 8
 
-    def start_drafter(self, step: Step, roots: Tensor) -> HydraDrafter:
+    def read_step(self, step: Step) -> Inputs:
         def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             return self.head.contextualize(features, self._history.cache, counts)
 
-        last = self._history.read(self.dtype, read) if self.reads_all_features else pick_last_features(step)
-        return HydraDrafter(self.head, last.to(self.dtype), roots, self.embedding(step.target))
+        return {"last": self._history.read(self.dtype, read) if self.reads_all_features else pick_last_features(step)}
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
+        return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))
 
 
 class HydraDrafter:

@@ -5,13 +5,16 @@ After Cai et al., "Medusa" (2024). Shapes: B rows, K heads, D draft vocabulary, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from decode import Step
-from proposers.head_proposer import HeadProposer, pick_last_features
+from decode import Step, Target
+from proposers.draft_graphs import Inputs
+from proposers.feature_history import pick_last_features
+from proposers.head_proposer import HeadProposer
 
 
 class MedusaProposer(HeadProposer):
@@ -20,8 +23,11 @@ class MedusaProposer(HeadProposer):
     width = 32  # following a path costs nothing
     levelwise: ClassVar[bool] = False
 
-    def start_drafter(self, step: Step, roots: Tensor) -> MedusaDrafter:
-        return MedusaDrafter(self.head, pick_last_features(step).to(self.dtype))
+    def read_step(self, step: Step) -> Inputs:
+        return {"last": pick_last_features(step)}
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
+        return MedusaDrafter(self.head, inputs["last"].to(self.dtype))
 
 
 class MedusaDrafter:

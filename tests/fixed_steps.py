@@ -2,25 +2,24 @@
 
     python -m tests.fixed_steps
 
-Steps run as they are instead of as graphs. Compared are op, shapes and memory of each launch. Of the memory only what
-exists before a step counts: weights, KV cache and buffers. Where results are is up to torch's allocator, which gives a
-graph memory of its own.
+Drafts, checks of trees and steps run as they are instead of as graphs. Compared are op, shapes and memory of each
+launch. Of the memory only what exists before counts: weights, KV cache and buffers. Where results are is up to torch's
+allocator, which gives a graph memory of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from decode.gpu.fixed_session import FixedSession
 from decode.gpu.graph import Captured
 from tests.count_gpu_steps import METHODS, list_steps
 from tests.pretended_cuda import LAUNCH, CudaTensor, Event, pretend, record
@@ -42,10 +41,13 @@ def watch_steps() -> Iterator[dict[int, Bucket]]:
     """What happens in the steps inside, by bucket, from what would be a graph's begin to its end."""
     buckets: dict[int, Bucket] = defaultdict(Bucket)
 
-    def run(captured: Captured[Any], function: Callable[[], Any]) -> Any:
-        known = list_memory(function)
+    def run(captured: Captured[Any], function: Callable[[Any], Any], inputs: Mapping[str, torch.Tensor]) -> Any:
+        for name, tensor in inputs.items():
+            captured.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
+        tensors = list_tensors()  # kept, so that none of their memory is used again
+        known = {tensor.held.untyped_storage().data_ptr() for tensor in tensors}
         with record() as log:
-            result = function()
+            result = function(captured.buffers)
         bucket = buckets[id(captured)]
         kept.append(captured)  # so that no id is used again
         bucket.steps.append([describe(event, known) for event in log if event.kind == LAUNCH])
@@ -57,14 +59,9 @@ def watch_steps() -> Iterator[dict[int, Bucket]]:
         yield buckets
 
 
-def list_memory(function: Any) -> set[int]:
-    """The addresses of weights, KV cache and buffers of a step."""
-    assert isinstance(function, partial)
-    session: FixedSession = function.func.__self__  # type: ignore[attr-defined]
-    model, layers = session.target.model, session.cache.layers
-    cache = [states for layer in layers for states in (layer.keys, layer.values)]
-    tensors = [*model.parameters(), *model.buffers(), *cache, *function.args[0].values()]
-    return {each.held.untyped_storage().data_ptr() for each in tensors if isinstance(each, CudaTensor)}
+def list_tensors() -> list[CudaTensor]:
+    """All tensors on the device."""
+    return [each for each in gc.get_objects() if type(each) is CudaTensor]
 
 
 def describe(event: Event, known: set[int]) -> Launch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from heads import save_head
-from proposers import EagleProposer, head_proposer, load_proposer
+from proposers import EagleProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
 from proposers.trees.fixed import PUBLISHED
 from tests.drafting import Paths, Recorder, fix_cost, make_head
@@ -156,7 +156,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
 
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(head_proposer, "CHUNK", 8)
+    monkeypatch.setattr(feature_history, "CHUNK", 8)
     prompts = [
         [(7 * place + shift) % VOCABULARY for place in range(size)] for shift, size in ((0, 30), (1, 8), (2, 17))
     ]

@@ -20,8 +20,8 @@ from decode.gpu.check import _mend
 from decode.gpu.fusion import fused, fusing
 from heads import LayerCache
 from proposers.eagle import EagleDrafter
+from proposers.feature_history import pick_last
 from proposers.fixed_eagle import FixedEagleDrafter
-from proposers.head_proposer import FeaturePart, pick_last
 from proposers.packed_head import attend_like_target
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
@@ -104,8 +104,11 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
         for counts in ([1, 3, 2], [2, 2, 2]):
             caches.append(copy.deepcopy(caches[0]))
             features, tokens = draw(counts)
-            unread = FeaturePart(head.fuse(features), tokens, torch.tensor(counts), counts)
-            fixed = FixedEagleDrafter(merged, embed, caches[1], unread, LEVELS + 1, LEVELS * WIDTH)
+            numbers = {"counts": torch.tensor(counts), "lengths": torch.tensor(caches[1].lengths)}
+            inputs = {"features": head.fuse(features), "following": tokens, **numbers}
+            caches[1].reserve(max(caches[1].lengths) + max(counts) + LEVELS * WIDTH)
+            fixed = FixedEagleDrafter(merged, embed, caches[1], inputs, LEVELS + 1, LEVELS * WIDTH)
+            caches[1].keep(counts)
             grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
             paths = 1
             for level in range(LEVELS + 1):

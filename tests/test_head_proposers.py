@@ -13,11 +13,12 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from heads.layer_cache import attend, hide
-from proposers import HydraProposer, MedusaProposer, head_proposer
+from proposers import HydraProposer, MedusaProposer, feature_history
 from proposers.draft_budget import DraftBudget
 from proposers.packed_head import attend_like_target
+from proposers.trees.candidates import Candidates
 from proposers.trees.fixed import PUBLISHED, check_tree, cut_tree
-from proposers.trees.search import RANKS, Candidates, ScoredDrafter, search
+from proposers.trees.search import RANKS, ScoredDrafter, search
 from tests.drafting import Paths, Recorder, fix_cost, list_paths, make_head
 from tests.models import tiny
 
@@ -168,7 +169,7 @@ def test_paths_that_are_not_worth_their_time_are_not_followed() -> None:
 
 def test_expected_acceptance_is_that_of_the_best_trees() -> None:
     candidates = search_all_levels(MadeUpDrafter(2, 13), [7, 8], 8)
-    accepted = candidates.expect_accepted(20)
+    accepted, _ = candidates.read_figures(20)
     for nodes in range(1, 21):
         tree = candidates.tree(nodes)
         expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
@@ -273,7 +274,7 @@ def test_a_prefix_layer_misses_nothing_while_drafting_backs_off(
 def test_a_prefix_layer_reads_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     prompts = [[(7 * place + row) % 96 for place in range(size)] for row, size in enumerate((30, 8, 17))]
     whole = record(make("hydra++", target, nodes=9), target, prompts, max_new_tokens=6).drafted
-    monkeypatch.setattr(head_proposer, "CHUNK", 8)
+    monkeypatch.setattr(feature_history, "CHUNK", 8)
     parts = record(make("hydra++", target, nodes=9), target, prompts, max_new_tokens=6).drafted
     assert whole.keys() == parts.keys() and len(whole) >= 3
     assert all(parts[text] == pytest.approx(paths, rel=1e-5) for text, paths in whole.items())

@@ -11,7 +11,7 @@ import torch
 from decode import Sampling, Target, Tree
 from decode.accept import accept, walk
 from decode.kv_cache import TreeCache
-from proposers.trees.best_first import choose_best
+from proposers.trees.candidates import Candidates
 from tests.drafting import tree_of_paths
 from tests.models import tiny
 from tests.trees import tree_of_rows
@@ -59,16 +59,20 @@ def test_paths_share_their_first_nodes() -> None:
     assert tree.sizes.tolist() == [6, 1] and tree.height == 3
 
 
-def test_best_first_keeps_the_best_nodes_and_their_parents() -> None:
+def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
-    tree = choose_best(torch.tensor([7]), tokens, parents, scores, budget=4)
+    candidates = Candidates(torch.tensor([7]), tokens, parents, scores, levels=3, lay_out_q=lambda *_: None)
+    tree = candidates.tree(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
     tree.check(1, 4, 20)
-    assert choose_best(torch.tensor([7]), tokens, parents, scores, budget=9).width == 6
-    assert choose_best(torch.tensor([7]), tokens, parents, scores, budget=1).tokens.tolist() == [[7]]
+    assert candidates.tree(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
+    for nodes in range(1, 10):
+        first, same = candidates.tree(9).first(nodes), candidates.tree(nodes)
+        assert first.height == same.height and first.tensors().keys() == same.tensors().keys()
+        assert all(torch.equal(tensor, same.tensors()[name]) for name, tensor in first.tensors().items())
 
 
 def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from decode.cpu.build_cache import build_once, digest, environment
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp")]
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choice
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
 
@@ -74,10 +75,18 @@ def _compiler() -> str:
 
 
 def _compile(into: Path) -> None:
-    """Compile the sources. Raises RuntimeError with the compiler's first error."""
+    """Compile the sources, at the same time, and link them. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
-    command = [_compiler(), *FLAGS, f"-DTORCH_TARGET_VERSION={STABLE_ABI}", f"-I{home / 'include'}"]
-    command += [*map(str, SOURCES), "-o", str(into), f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch"]
+    flags = [*FLAGS, f"-DTORCH_TARGET_VERSION={STABLE_ABI}", f"-I{home / 'include'}", "-c"]
+    objects = [str(into.with_name(f"{source.stem}.o")) for source in SOURCES]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda source, to: _run(*flags, str(source), "-o", to), SOURCES, objects))  # raises what one did
+    _run("-shared", *objects, "-o", str(into), f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch")
+
+
+def _run(*options: str) -> None:
+    """Run the compiler. Raises RuntimeError with its first error."""
+    command = [_compiler(), *options]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if "error" in line] or ["the compiler failed"]

@@ -14,6 +14,14 @@ from decode.kv_cache import TreeCache
 class FixedCache(TreeCache):
     """A `TreeCache` with more rows than needed, whose slots are chosen on the device. Attention sees all of them."""
 
+    def restart(self, batch: int) -> None:
+        """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
+        self.lengths = [0] * batch
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys.zero_()
+                layer.values.zero_()
+
     def round_rows(self, rows: int) -> int:
         return round_up(rows)
 

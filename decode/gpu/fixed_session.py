@@ -9,9 +9,10 @@ Shapes: B rows, N nodes, both padded; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -29,20 +30,49 @@ from decode.tree import Tree
 OPTIONAL = ("q", "sampled", "wrong")  # tensors that only some trees have
 
 
+class StepMemory:
+    """What the graphs of a batch's steps read and write, and these graphs."""
+
+    def __init__(self, device: torch.device, batch: int) -> None:
+        self.cache = FixedCache(batch)
+        self.pool = GraphPool(device) if device.type == "cuda" else None
+        self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
+        self._steps: dict[Hashable, Captured[Verdict]] = {}
+        self._allocated = (0, 0)  # rows and slots, for which the steps were made
+
+    def steps_of(self, rows: int) -> dict[Hashable, Captured[Verdict]]:
+        """The graphs of steps on so many rows and the slots that are allocated now."""
+        if self._allocated != (rows, self.cache.capacity):
+            self._steps.clear()
+            self._allocated = rows, self.cache.capacity
+        return self._steps
+
+    def has(self, rows: int) -> bool:
+        """Whether it is allocated for so many rows."""
+        return self._allocated[0] == rows
+
+
 class FixedSession(Session):
     """A `Session` whose steps have a fixed shape and also accept their trees. For sampling without processors.
 
-    Prompts are read by sessions of their own, whose keys and values are copied.
+    Prompts are read by sessions of their own, whose keys and values are copied. memory: of an earlier session for the
+    same sampling, layers and number of rows.
     """
 
     cache: FixedCache
 
-    def __init__(self, target: StockModel, batch: int, layers: Sequence[int], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        target: StockModel,
+        batch: int,
+        layers: Sequence[int],
+        sampling: Sampling,
+        memory: StepMemory | None = None,
+    ) -> None:
         super().__init__(target, batch, layers)
-        self.cache, self.sampling = FixedCache(batch), sampling
-        self._steps: dict[Hashable, FixedStep] = {}
-        self._pool = GraphPool(target.device) if target.device.type == "cuda" else None
-        self._allocated = (0, 0)  # rows and slots, for which the steps were made
+        self.sampling, self.memory = sampling, memory or StepMemory(target.device, batch)
+        self.cache = self.memory.cache
+        self.cache.restart(batch)
 
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
         """`Session.extend` for empty rows."""
@@ -55,14 +85,28 @@ class FixedSession(Session):
         inputs = self._list_inputs(tree)
         rows, nodes = map(round_up, inputs["tokens"].shape)
         self.cache.make_room(nodes)
-        if self._allocated != (rows, self.cache.capacity):
-            self._steps.clear()
-            self._allocated = rows, self.cache.capacity
+        steps = self.memory.steps_of(rows)
         key = nodes, *((name, tensor.dtype) for name, tensor in inputs.items())
-        if key not in self._steps:
+        if key not in steps:
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
-            self._steps[key] = FixedStep(buffers, Captured(self._pool))
-        return self._steps[key].run(self.compute, inputs)
+            steps[key] = Captured(self.memory.pool, buffers)
+        return steps[key].run(self.compute, inputs).first(*tree.tokens.shape)
+
+    def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
+        inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}
+        key = tree.tokens.shape, tree.height, tree.is_chain, nodes
+        checks = self.memory.checks
+        if key not in checks:
+            checks[key] = Captured(self.memory.pool, {name: tensor.clone() for name, tensor in inputs.items()})
+        compute = partial(self.compute_check, height=tree.height, is_chain=tree.is_chain, nodes=nodes)
+        return tree.with_tensors(checks[key].run(compute, inputs))
+
+    def compute_check(
+        self, buffers: Mapping[str, Tensor], *, height: int, is_chain: bool, nodes: int
+    ) -> dict[str, Tensor]:
+        """The tensors of checked trees, by name."""
+        given = Tree(buffers["tokens"], buffers["parents"], buffers["sizes"], height, is_chain=is_chain)
+        return super().check(given, buffers["roots"], nodes).tensors()
 
     def _list_inputs(self, tree: Tree) -> dict[str, Tensor]:
         """What differs from step to step, by name: the tree, the lengths and the noise."""
@@ -96,24 +140,6 @@ class FixedSession(Session):
         self.cache.commit([len(row) for row in path])
 
 
-@dataclass(frozen=True)
-class FixedStep:
-    """All steps of one bucket: their buffers, and their graph once there is one."""
-
-    buffers: Mapping[str, Tensor]
-    captured: Captured[Verdict]
-
-    def run(self, compute: Callable[[Mapping[str, Tensor]], Verdict], inputs: Mapping[str, Tensor]) -> Verdict:
-        """The result for the inputs, without padding. The next step overwrites it."""
-        for name, tensor in inputs.items():
-            self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
-        rows, nodes = inputs["tokens"].shape
-        verdict = self.captured.run(partial(compute, self.buffers))
-        assert verdict.packed is not None
-        features = None if verdict.features is None else verdict.features[:rows, :nodes]
-        return Verdict(verdict.logits[:rows, :nodes], features, verdict.packed[:rows])
-
-
 def make_buffer(name: str, like: Tensor, rows: int, nodes: int) -> Tensor:
     """A buffer for an input of a step, filled with trees of one node each."""
     shape = (rows, nodes, nodes if name == "ancestors" else like.shape[-1])[: like.ndim]
@@ -128,3 +154,21 @@ def make_tree(buffers: Mapping[str, Tensor]) -> Tree:
     else:
         tree = Tree.chain_of(tokens, sizes)
     return tree.with_tensors({name: buffers[name] for name in ("ancestors", *OPTIONAL) if name in buffers})
+
+
+class FixedSessions:
+    """Opens the sessions of one target. If it can, each takes the memory and the graphs of the last one that ended."""
+
+    def __init__(self) -> None:
+        self._idle: tuple[Hashable, StepMemory] | None = None
+
+    def open(self, target: StockModel, batch: int, layers: Sequence[int], sampling: Sampling) -> FixedSession:
+        kind = tuple(layers), replace(sampling, processors=(), seed=0)
+        idle, self._idle = self._idle, None
+        fits = idle is not None and idle[0] == kind and idle[1].has(round_up(batch))
+        session = FixedSession(target, batch, layers, sampling, idle[1] if idle and fits else None)
+        finalize(session, self._take_back, kind, session.memory).atexit = False
+        return session
+
+    def _take_back(self, kind: Hashable, memory: StepMemory) -> None:
+        self._idle = kind, memory

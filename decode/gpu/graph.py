@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from decode.models.user_cache import print_notice
 
@@ -22,25 +24,28 @@ class GraphPool:
 
 
 class Captured(Generic[Result]):
-    """The graph of a function whose tensors stay where they are. So do those of its result.
+    """Calls of a function with tensors of one shape: buffers for these, and a graph that reads the buffers.
 
     Without a pool, and if capturing fails, the function runs as it is.
     """
 
-    def __init__(self, pool: GraphPool | None) -> None:
-        self._pool, self._is_warm = pool, False
+    def __init__(self, pool: GraphPool | None, buffers: Mapping[str, Tensor]) -> None:
+        self.buffers, self._pool, self._is_warm = buffers, pool, False
         self._captured: tuple[torch.cuda.CUDAGraph, Result] | None = None
 
-    def run(self, function: Callable[[], Result]) -> Result:
-        """The function's result. The function must be the same each time.
+    def run(self, function: Callable[[Mapping[str, Tensor]], Result], inputs: Mapping[str, Tensor]) -> Result:
+        """The function's result for the inputs, which may be smaller than their buffers. The next call overwrites it.
 
-        It runs as it is at first, so that libraries allocate what they keep. The second call captures the graph.
+        The function must be the same each time, and all other tensors that it uses must stay where they are. It runs
+        as it is at first, so that libraries allocate what they keep. The second call captures the graph.
         """
+        for name, tensor in inputs.items():
+            self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
         if self._captured is None and self._is_warm and self._pool is not None and not _failed:
-            self._captured = _capture(function, self._pool)
+            self._captured = _capture(partial(function, self.buffers), self._pool)
         self._is_warm = True
         if self._captured is None:
-            return function()
+            return function(self.buffers)
         graph, result = self._captured
         graph.replay()
         return result

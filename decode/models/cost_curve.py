@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
 
 import torch
 
+from decode.gpu.fixed_cache import round_up
 from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.tree import Tree
@@ -41,6 +43,13 @@ class CostCurve:
         right = min(max(bisect_left(self.sizes, nodes), 1), len(self.sizes) - 1)
         (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.ratios[right - 1 : right + 1]
         return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
+
+    @cached_property
+    def padded(self) -> CostCurve:
+        """The curve of passes whose nodes are padded to a power of two: its sizes are where the cost rises."""
+        powers = [1 << exponent for exponent in range(max(self.sizes).bit_length())]
+        sizes = sorted({*powers, *(power + 1 for power in powers)})
+        return CostCurve(sizes, [self.seconds[0] * self(round_up(size)) for size in sizes])
 
     def blend(self, other: CostCurve, share: float) -> CostCurve:
         """The curve between this one (share 0) and another (share 1), linear in seconds."""

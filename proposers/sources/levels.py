@@ -11,7 +11,8 @@ from decode import Step, Target
 from heads.vocabulary import top_tokens
 from proposers.draft import LONGEST, DraftProposer
 from proposers.draft_session import DraftSession
-from proposers.head_proposer import HeadProposer, numbers_of
+from proposers.feature_history import numbers_of
+from proposers.head_proposer import HeadProposer
 from proposers.sources.source import Continuation
 from proposers.trees.search import RANKS, ScoredDrafter
 
@@ -75,7 +76,7 @@ class HeadSource:
     def start(self, step: Step) -> list[list[Continuation]]:
         roots = numbers_of(step)["roots"]
         proposer, self._level = self.proposer, 0
-        drafter = proposer.start_drafter(step, roots)
+        drafter = proposer.start_drafter(proposer.read_step(step) | {"roots": roots}, step.target)
         self._drafter = ScoredDrafter(drafter, proposer.head.token_map, proposer.calibration)
         return [row[0] for row in self._name(torch.zeros_like(roots[:, None], dtype=torch.float32))]
 

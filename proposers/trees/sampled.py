@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from decode import Step
+from decode import Sampling, Step
 from decode.gpu.fusion import fused
 from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, make_exponential, row_keys, stream_uniforms
 from decode.sampling import upcast_half, warp
@@ -45,22 +45,15 @@ LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
 class SampledTokens:
     """Samples the next tokens of one step's paths, at the run's temperature, top-k, top-p and min-p.
 
-    A row's samples depend on the seed, its request id and its length, not on the other rows.
+    A row's samples depend on its seed, not on the other rows. seeds [B]: those of `find_seeds`.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, sampling: Sampling, vocabulary: int, seeds: Tensor) -> None:
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
-        self.sampling, self.vocabulary = replace(step.sampling, processors=()), step.logits.shape[2]
-        self._seeds, self._used = self._find_seeds(step), 0
+        self.sampling, self.vocabulary = replace(sampling, processors=()), vocabulary
+        self._seeds, self._used = seeds, 0
         # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
         self._samples: list[tuple[Tensor, Tensor]] = []
-
-    def _find_seeds(self, step: Step) -> Tensor:
-        """A key [B] for each row."""
-        if step.upload is not None and KEY_NAMES[DRAFT] in step.upload:
-            return step.upload[KEY_NAMES[DRAFT]][:, 0]
-        made = row_keys(self.sampling.seed, step.request_ids, [*map(len, step.sequences)], 1, DRAFT)
-        return made[:, 0].to(step.target.device)
 
     def pick(self, logits: Tensor, ranks: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids [B, W, R] sampled after the paths, and for condition 2 the R highest log-probabilities there.
@@ -93,6 +86,14 @@ class SampledTokens:
         # Fused, each part would be copied by a kernel of its own.
         owners, q = (torch.cat(parts, dim=1) for parts in zip(*self._samples, strict=True))
         return _lay_out_q(owners, q, chosen, candidates, token_map, self.vocabulary)
+
+
+def find_seeds(step: Step) -> Tensor:
+    """A number [B] for each row, from the seed, its request id and its length."""
+    if step.upload is not None and KEY_NAMES[DRAFT] in step.upload:
+        return step.upload[KEY_NAMES[DRAFT]][:, 0]
+    made = row_keys(step.sampling.seed, step.request_ids, [*map(len, step.sequences)], 1, DRAFT)
+    return made[:, 0].to(step.target.device)
 
 
 @fused

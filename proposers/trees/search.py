@@ -6,19 +6,17 @@ Shapes: B rows, W paths that are followed further, R ranks (next tokens of a pat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from decode import Tree
 from decode.gpu.fusion import fused
-from decode.gpu.transfer import read
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.trees.best_first import choose_best
+from proposers.trees.candidates import Candidates
 from proposers.trees.fixed import FixedTree
 from proposers.trees.sampled import SampledTokens
 
@@ -60,6 +58,10 @@ class ScoredDrafter:
         ids, log_p = self.sampler.pick(logits, ranks, places)
         return score(ids, log_p, scores, level, self.token_map, self.calibration, True)
 
+    def lay_out_q(self, chosen: Tensor, candidates: int) -> Tensor | None:
+        """`Tree.q` for the tree of the root and the candidates `chosen` [B, C]; None if its tokens are not sampled."""
+        return None if self.sampler is None else self.sampler.lay_out_q(chosen, candidates, self.token_map)
+
 
 @fused
 def score_best(
@@ -96,63 +98,6 @@ def score(
 def keep_order(log_p: Tensor) -> Tensor:
     """Limit each rank's score to that of the rank before it. Calibration may have reversed their order."""
     return log_p.cummin(dim=2).values
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
-
-    scores: the log-probabilities that whole paths are right.
-    ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
-    right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
-    """
-
-    roots: Tensor  # [B] long
-    tokens: Tensor  # [B, M] long
-    parents: Tensor  # [B, M] long
-    scores: Tensor  # [B, M] float32
-    levels: int
-    drafter: ScoredDrafter
-    ordered: bool = False
-    right: Tensor | None = None  # [levels]
-
-    def expect_accepted(self, nodes: int) -> list[float]:
-        """The tokens that trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows."""
-        return self.read_figures(nodes)[0]
-
-    def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
-        """`expect_accepted`, and `right`. Synchronizes a GPU."""
-        figures = read(expect_nodes(self.scores, self.ordered, nodes, self.right)).tolist()
-        levels = 0 if self.right is None else len(self.right)
-        return figures[: len(figures) - levels], figures[len(figures) - levels :]
-
-    def tree(self, nodes: int) -> Tree:
-        """The tree of the best `nodes` nodes, root included. Sampled trees carry `q`."""
-        sampler = self.drafter.sampler
-        if sampler is None:
-            return self._pick_tree(self.tokens, nodes)
-        numbers = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        tree = self._pick_tree(numbers, nodes)
-        chosen = tree.tokens[:, 1:]  # [B, N - 1]: the candidates that became nodes
-        tokens = torch.cat([self.roots[:, None], self.tokens.gather(1, chosen)], dim=1)
-        q = sampler.lay_out_q(chosen, self.tokens.shape[1], self.drafter.token_map)
-        return replace(tree, tokens=tokens, q=q)
-
-    def _pick_tree(self, tokens: Tensor, nodes: int) -> Tree:
-        candidates = tokens, self.parents, self.scores
-        if self.ordered:  # no others are left to choose from
-            candidates = tokens[:, : nodes - 1], self.parents[:, : nodes - 1], self.scores[:, : nodes - 1]
-        tree = choose_best(self.roots, *candidates, nodes)
-        return replace(tree, height=min(tree.height, self.levels))
-
-
-@fused
-def expect_nodes(scores: Tensor, ordered: bool, nodes: int, right: Tensor | None) -> Tensor:
-    """`Candidates.read_figures` as one tensor, from its members."""
-    best = scores if ordered else scores.topk(min(nodes - 1, scores.shape[1]), dim=1).values
-    accepted = best[:, : nodes - 1].exp().sum(dim=0).cumsum(dim=0)
-    expected = torch.cat([best.new_zeros(1), accepted]) / len(scores)
-    return expected if right is None else torch.cat([expected, right])
 
 
 def search(
@@ -202,7 +147,7 @@ def search(
     right = None if waits or budget is None else expect_right(best, is_sampled)
     tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     parents = places.repeat_interleave(longer.shape[2], dim=1)
-    return Candidates(roots, tokens, parents, scores, len(found), drafter, right=right)
+    return Candidates(roots, tokens, parents, scores, len(found), drafter.lay_out_q, right=right)
 
 
 @fused
@@ -211,7 +156,7 @@ def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -
 
     tokens, longer [B, W, R]: as `ScoredDrafter.next_tokens` returns them. first_place: of the level's first candidate.
     """
-    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `choose_best`
+    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `candidates.rank`
     index = order.indices[:, :width]
     return order.values[:, :width], index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
 
@@ -261,4 +206,5 @@ def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candida
         if depth + 1 < len(tree.levels):
             drafter.inner.extend(level.followed_parents.expand_as(tokens), tokens)
     tokens, scores = (torch.cat(parts, dim=1)[:, tree.order] for parts in zip(*found, strict=True))
-    return Candidates(roots, tokens, tree.parents.expand_as(tokens), scores, len(tree.levels), drafter, ordered=True)
+    parents, levels = tree.parents.expand_as(tokens), len(tree.levels)
+    return Candidates(roots, tokens, parents, scores, levels, drafter.lay_out_q, ordered=True)

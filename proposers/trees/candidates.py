@@ -1,0 +1,135 @@
+"""A head's candidates for nodes, and the trees of the best of them.
+
+Shapes: B rows, M candidates, C chosen ones, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from decode import Tree
+from decode.gpu.fusion import fused
+from decode.gpu.transfer import read
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
+
+    scores: the log-probabilities that whole paths are right.
+    lay_out_q: `Tree.q` [B, C + 1, V] by the chosen candidates [B, C] and the number of all; None: the tree has none.
+    ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
+    right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
+    """
+
+    roots: Tensor  # [B] long
+    tokens: Tensor  # [B, M] long
+    parents: Tensor  # [B, M] long
+    scores: Tensor  # [B, M] float32
+    levels: int
+    lay_out_q: Callable[[Tensor, int], Tensor | None]
+    ordered: bool = False
+    right: Tensor | None = None  # [levels]
+
+    @cached_property
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        """Scores [B, M] and whose they are. The first n are the best tree of n nodes and its root."""
+        if self.ordered:
+            return self.scores, torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return rank(self.scores)
+
+    def tree(self, nodes: int) -> Tree:
+        """The tree of the best `nodes` nodes, root included, the best ones first."""
+        scores, chosen = (part[:, : nodes - 1] for part in self.ranked)
+        tree = make_tree(self.roots, self.tokens, self.parents, chosen, scores)
+        q = self.lay_out_q(chosen, self.tokens.shape[1])
+        return replace(tree, height=min(tree.height, self.levels), q=q)
+
+    def figures(self, nodes: int) -> Tensor:
+        """What `read_figures` reads."""
+        return _expect(self.ranked[0][:, : nodes - 1], self.right)
+
+    def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
+        """What trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows, and `right`.
+
+        Synchronizes a GPU.
+        """
+        return _read(self.figures(nodes), min(nodes, self.tokens.shape[1] + 1))
+
+
+@dataclass(frozen=True)
+class BestTree:
+    """What a graph leaves of candidates: the largest tree, whose first n nodes are the tree of n, and `figures`."""
+
+    largest: Tree
+    figures: Tensor
+    levels: int
+
+    @classmethod
+    def of(cls, candidates: Candidates, nodes: int) -> BestTree:
+        """For trees of up to `nodes` nodes."""
+        return cls(candidates.tree(nodes), candidates.figures(nodes), candidates.levels)
+
+    def tree(self, nodes: int) -> Tree:
+        """As `Candidates.tree`."""
+        return self.largest.first(nodes)
+
+    def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
+        """As `Candidates.read_figures`."""
+        return _read(self.figures, min(nodes, self.largest.width))
+
+
+def rank(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [B, M] from the best to the worst, and the candidates that have them.
+
+    A score is a path's log-probability, so no child scores above its parent. Ties go to the earlier candidate, hence to
+    the parent: each candidate comes after its parent. float32 keeps half precision from rounding more ties into
+    existence.
+    """
+    ranked = torch.sort(scores.float(), dim=1, descending=True, stable=True)
+    return ranked.values, ranked.indices
+
+
+def make_tree(roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor) -> Tree:
+    """The tree of the candidates `chosen` [B, C], in this order. Each must come after its parent.
+
+    roots [B]; tokens, parents [B, M]: as in `Candidates`. scores [B, C]: those of the chosen ones.
+    """
+    drafted, above, scores = _join_nodes(roots, tokens, parents, chosen, scores)
+    sizes = torch.full_like(roots, chosen.shape[1] + 1)
+    return Tree(drafted, above, sizes, height=chosen.shape[1], scores=scores)
+
+
+@fused
+def _join_nodes(
+    roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and scores [B, C + 1] of `make_tree`."""
+    places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device)
+    node = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)  # last: the root's
+    node.scatter_(1, chosen, places.expand_as(chosen))
+    above = node.gather(1, parents.gather(1, chosen) % node.shape[1])
+    return (
+        torch.cat([roots[:, None], tokens.gather(1, chosen)], dim=1),
+        nn.functional.pad(above, (1, 0), value=-1),
+        nn.functional.pad(scores, (1, 0)),
+    )
+
+
+@fused
+def _expect(scores: Tensor, right: Tensor | None) -> Tensor:
+    """`Candidates.figures`, from the scores [B, C] of the best candidates."""
+    accepted = scores.exp().sum(dim=0).cumsum(dim=0)
+    expected = torch.cat([scores.new_zeros(1), accepted]) / len(scores)
+    return expected if right is None else torch.cat([expected, right])
+
+
+def _read(figures: Tensor, sizes: int) -> tuple[list[float], list[float]]:
+    """Figures in their two parts, the first of which are for so many sizes."""
+    numbers = read(figures).tolist()
+    return numbers[:sizes], numbers[sizes:]
