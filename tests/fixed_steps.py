@@ -89,7 +89,8 @@ def watch_method(method: str) -> dict[str, Any]:
         list_steps(method, "graphs", count=10)
     return {
         "compared": max(len(bucket.steps) for bucket in buckets.values()) - 1,
-        "memory": min(count_memory(bucket.steps[0]) for bucket in buckets.values()),
+        "memory": max(count_memory(bucket.steps[0]) for bucket in buckets.values()),
+        "kinds": len(buckets),
         "differences": [line for bucket in buckets.values() for line in compare(bucket)][:9],
         "host": [line for bucket in buckets.values() for line in bucket.host][:9],
     }

@@ -66,6 +66,12 @@ def test_cost_never_falls_and_is_linear_between_measures() -> None:
     assert [CostCurve([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
 
 
+def test_padding_costs_what_the_next_power_of_two_does() -> None:
+    cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 4.0, 8.0])
+    assert [cost.padded(nodes) for nodes in (1, 2, 3, 4, 5, 7, 8)] == [1.0, 1.5, 2.0, 2.0, 4.0, 4.0, 4.0]
+    assert cost.padded is cost.padded  # proposers start anew where they see another curve
+
+
 def test_curves_blend_linearly_in_seconds() -> None:
     short, long = CostCurve([1, 2], [2.0, 4.0]), CostCurve([1, 2, 4], [6.0, 8.0, 10.0])
     middle = short.blend(long, 0.25)

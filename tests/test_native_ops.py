@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,13 @@ def test_empty_inputs_and_packing(dtype: torch.dtype) -> None:
         assert packed(torch.empty(*shape, 7, dtype=dtype)).shape == (*shape, 5)
     assert torch.equal(unpack(pack(linear.weight), 5, 7), linear.weight)
     assert torch.equal(packed.dense_weight(), linear.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 128, 70), (7, 64)])  # whole panels, and parts of them
+def test_several_weights_are_packed_as_one(dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    weights = [torch.randn(size, 9).to(dtype) for size in sizes]
+    assert torch.equal(pack(*weights), pack(torch.cat(weights)))
 
 
 def test_inputs_that_the_linear_op_cannot_take_are_errors() -> None:

@@ -45,15 +45,29 @@ def can_run(inputs: Tensor) -> bool:
     return inputs.device.type == "cpu" and inputs.dtype in DTYPES and not has_gradient
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] in panels of P outputs: float32 [panels, K, P], bfloat16 [panels, K / 2, P, 2]; zeros fill up."""
-    panel, pair = torch.ops.draftless.panel_size(), 2 if weight.dtype == torch.bfloat16 else 1
-    outputs, inputs = weight.shape
-    padded = weight.detach()
-    if inputs % pair or outputs % panel:  # padding by nothing would copy the weight
-        padded = nn.functional.pad(padded, (0, -inputs % pair, 0, -outputs % panel))
-    panels = padded.view(-1, panel, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
-    return panels if pair == 2 else panels.squeeze(3)
+def pack(*weights: Tensor) -> Tensor:
+    """Weights [N, K], one below the other, in panels of P outputs.
+
+    float32: [panels, K, P], bfloat16: [panels, K / 2, P, 2]; zeros fill up.
+    """
+    panel, pair = torch.ops.draftless.panel_size(), 2 if weights[0].dtype == torch.bfloat16 else 1
+    if any(len(weight) % panel for weight in weights[:-1]):  # panels would hold outputs of two weights
+        weights = (torch.cat(weights),)
+    outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+    packed = weights[0].new_empty(-(-outputs // panel), -(-inputs // pair), panel, pair)
+    begin = 0
+    for weight in weights:
+        panels = _to_panels(weight, panel, pair)
+        packed[begin : begin + len(panels)] = panels
+        begin += len(panels)
+    return packed if pair == 2 else packed.squeeze(3)
+
+
+def _to_panels(weight: Tensor, panel: int, pair: int) -> Tensor:
+    """A weight [N, K] as [panels, K / pair, panel, pair]: a view, if no zeros are needed."""
+    if len(weight) % panel or weight.shape[1] % pair:  # padding by nothing would copy the weight
+        weight = nn.functional.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % panel))
+    return weight.view(-1, panel, weight.shape[1] // pair, pair).transpose(1, 2)
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:

@@ -37,7 +37,8 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` on weights that are packed once. What the op does not take goes through the unpacked weight.
+    """One `nn.Linear`, or several as one, on weights that are packed once. What the op does not take goes through the
+    unpacked weight.
 
     float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory. The
     arithmetic stays float32, and the outputs the same bits.
@@ -45,15 +46,15 @@ class PackedLinear(nn.Module):
     Raises RuntimeError if the op computes something else than the layer.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.dtype = linear.weight.dtype
-        self.packed = nn.Buffer(pack(_halve(linear.weight.detach())), persistent=False)
+        self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
+        self.dtype, bias = linears[0].weight.dtype, _join_biases(linears)
+        self.packed = nn.Buffer(pack(*_halve([linear.weight.detach() for linear in linears])), persistent=False)
         self._layout = self.dtype, self.packed.dtype
-        self.bias = None if linear.bias is None else nn.Buffer(linear.bias.detach(), persistent=False)
+        self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
-        self._check(linear)
+        self._check(linears)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.dtype != self.dtype or self._layout != (self.dtype, self.packed.dtype) or not can_run(inputs):
@@ -72,20 +73,22 @@ class PackedLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
-    def _check(self, linear: nn.Linear) -> None:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(7, self.in_features, generator=generator).to(linear.weight.dtype)
-        found, expected = self(inputs).float(), linear(inputs).float()
-        if not float((found - expected).abs().max()) <= TOLERANCE[linear.weight.dtype] * float(expected.abs().max()):
+    def _check(self, linears: Sequence[nn.Linear]) -> None:
+        inputs = torch.randn(7, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        found, expected = self(inputs).float(), torch.cat([linear(inputs) for linear in linears], dim=1).float()
+        if not float((found - expected).abs().max()) <= TOLERANCE[self.dtype] * float(expected.abs().max()):
             raise RuntimeError("the linear op does not compute what the layer does")
 
 
-def _halve(weight: Tensor) -> Tensor:
-    """A weight [N, K] in bfloat16 if that holds it exactly, else the weight itself."""
-    if weight.dtype == torch.float32 and torch.equal(weight[:1].bfloat16().float(), weight[:1]):  # tells most others
-        halves = weight.bfloat16()
-        return halves if torch.equal(halves.float(), weight) else weight
-    return weight
+def _halve(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Weights in bfloat16 if that holds all of them exactly, else the weights themselves."""
+    firsts = [weight[:1] for weight in weights]  # these tell most others
+    is_half = weights[0].dtype == torch.float32 and all(map(_is_half, firsts)) and all(map(_is_half, weights))
+    return [weight.bfloat16() for weight in weights] if is_half else weights
+
+
+def _is_half(weight: Tensor) -> bool:
+    return torch.equal(weight.bfloat16().float(), weight)
 
 
 class OneDnnLinear(nn.Module):
@@ -109,9 +112,9 @@ class OneDnnLinear(nn.Module):
         return self.packed.to_dense().detach()
 
 
-def pack_linear(linear: nn.Linear) -> PackedLinear | OneDnnLinear:
-    """The packed form of a layer."""
-    return PackedLinear(linear) if load_native_ops() is None else OneDnnLinear(linear)
+def pack_linear(*linears: nn.Linear) -> PackedLinear | OneDnnLinear:
+    """The packed form of a layer, or of several as one."""
+    return PackedLinear(*linears) if load_native_ops() is None else OneDnnLinear(join_linears(*linears))
 
 
 def pack_layers(module: nn.Module) -> None:
@@ -126,18 +129,23 @@ def pack_layers(module: nn.Module) -> None:
                 setattr(parent, name, pack_linear(child))
 
 
+def join_linears(*linears: nn.Linear) -> nn.Linear:
+    """One layer with the outputs of all, concatenated."""
+    return make_linear(torch.cat([linear.weight for linear in linears]), _join_biases(linears))
+
+
 def merge_layers(
-    module: nn.Module, can_merge: Callable[[Any], bool], make: Callable[[nn.Linear], nn.Module] = lambda layer: layer
+    module: nn.Module, can_merge: Callable[[Any], bool], join: Callable[..., nn.Module] = join_linears
 ) -> None:
     """Merge the layers of a module that are called with the same tensor, in place.
 
-    can_merge: whether a layer may be merged. make: from the merged weights to the layer that is called.
+    can_merge: whether a layer may be merged. join: from such layers to the one that is called.
     """
     for parent in list(module.modules()):
         for names in MERGED:
             linears: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(map(can_merge, linears)) and len({linear.in_features for linear in linears}) == 1:
-                merged = MergedLinear(linears, make)
+            if all(map(can_merge, linears)) and len({(each.in_features, each.weight.dtype) for each in linears}) == 1:
+                merged = MergedLinear(linears, join)
                 for index, name in enumerate(names):
                     setattr(parent, name, MergedPart(merged, index))
 
@@ -145,9 +153,9 @@ def merge_layers(
 class MergedLinear(nn.Module):
     """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
 
-    def __init__(self, linears: Sequence[nn.Linear], make: Callable[[nn.Linear], nn.Module]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], join: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.layer = make(_merge(linears))
+        self.layer = join(*linears)
         self.sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
         self.eval()
@@ -178,14 +186,13 @@ class MergedPart(nn.Module):
 PACKED = PackedLinear, OneDnnLinear, MergedPart
 
 
-def _merge(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of all, concatenated."""
-    weight = torch.cat([linear.weight for linear in linears])
+def _join_biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+    """The layers' biases, concatenated: zeros for a layer without one, None if no layer has one."""
     if all(linear.bias is None for linear in linears):
-        return make_linear(weight, None)
+        return None
     zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
     pairs = zip(linears, zeros, strict=True)
-    return make_linear(weight, torch.cat([zero if linear.bias is None else linear.bias for linear, zero in pairs]))
+    return torch.cat([zero if linear.bias is None else linear.bias.detach() for linear, zero in pairs])
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
