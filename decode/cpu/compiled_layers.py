@@ -200,7 +200,7 @@ def _obtain_kernel(
             return None
 
         def build(into: Any) -> None:
-            print_notice("compiling a kernel for models of this kind, once; it takes some 15 seconds")
+            print_notice("compiling a kernel for models of this kind, once; it takes some 10 seconds")
             compile_kernel(layer, call, dimensions, into)
 
         try:
