@@ -6,14 +6,13 @@ Shapes: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from decode import Target
-from decode.cpu.acceleration import has_graphs
 from decode.gpu.fixed_cache import round_up
-from decode.gpu.graph import Captured, GraphPool
+from decode.gpu.graph import Captured, GraphPool, make_pool
 from proposers.trees.candidates import BestTree
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
@@ -24,17 +23,17 @@ FEWEST = 8  # tokens of an input; fewer take as long
 class DraftGraphs:
     """A graph for each shape of inputs and each kind of draft.
 
-    They hold for one target and for one piece of the memory that drafting writes to.
+    They hold for one model, one number of rows, and one piece of the memory that drafting writes to.
     """
 
     def __init__(self) -> None:
-        self._holds_for: tuple[Target | None, Tensor | None] = None, None
+        self._holds_for: tuple[Any, int, Tensor | None] = None, 0, None
         self._captured: dict[Hashable, Captured[BestTree]] = {}
         self._pool: GraphPool | None = None
 
     def run(
         self,
-        target: Target,
+        model: nn.Module,
         written: Tensor | None,
         kind: Hashable,
         draft: Callable[[Mapping[str, Tensor]], BestTree],
@@ -42,11 +41,12 @@ class DraftGraphs:
     ) -> BestTree:
         """What `draft` makes of the inputs. The next draft overwrites it.
 
-        written: the head's keys, if it has a cache. kind: all that a draft depends on apart from tensors.
+        written: what a draft writes to, besides its results. kind: all that a draft depends on apart from tensors.
         """
-        if self._holds_for[0] is not target or self._holds_for[1] is not written:
-            self._holds_for, self._captured = (target, written), {}
-            self._pool = GraphPool(target.device) if has_graphs(target.model) else None
+        holds_for = ref(model), len(inputs["roots"]), written
+        if self._holds_for[:2] != holds_for[:2] or self._holds_for[2] is not written:
+            self._holds_for, self._captured = holds_for, {}
+            self._pool = make_pool(inputs["roots"].device)
         shapes = {name: pad_shape(name, tensor) for name, tensor in inputs.items()}
         key = kind, *shapes.items()
         if key not in self._captured:

@@ -58,6 +58,10 @@ class EagleProposer(HeadProposer):
     def is_fixed(self, inputs: Inputs) -> bool:
         return "features" in inputs
 
+    @property
+    def written(self) -> Tensor | None:
+        return self._history.cache.keys
+
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter | FixedEagleDrafter:
         if "states" in inputs:
             return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))

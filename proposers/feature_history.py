@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
+from decode.gpu.fixed_cache import MOST_KEPT
 from decode.gpu.transfer import Upload, copy_packed
 from heads import LayerCache
 from proposers.packed_head import attend_like_target
@@ -33,7 +34,8 @@ class FeatureHistory:
         """Begin a batch. A GPU's cache of as many rows stays where it is, because graphs write to it."""
         self._unread = []
         keys = self.cache.keys
-        if keys is not None and device.type == "cuda" and (len(keys), keys.device) == (rows, device):
+        fits = keys is not None and (len(keys), keys.device) == (rows, device) and keys.shape[2] <= MOST_KEPT
+        if fits and device.type == "cuda":
             self.cache.restart()
         else:
             self.cache = LayerCache(rows, attend_like_target)

@@ -187,13 +187,14 @@ class HeadProposer(ABC):
             inputs["seeds"] = find_seeds(step)
         if self.paths is None and self._adapts_depth and step.target.device.type != "cpu":
             levels = self.draft_budget.choose_depth(levels)
+        # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
         search = partial(self._search, step.target, levels, most, sampling)
         if not has_graphs(step.target.model) or not self.is_fixed(inputs):
             return search(inputs)
-        written = self._history.cache.keys if self.reads_all_features else None
         kind = levels, most, sampling
-        return self._graphs.run(step.target, written, kind, lambda buffers: BestTree.of(search(buffers), most), inputs)
+        written, model = self.written, step.target.model
+        return self._graphs.run(model, written, kind, lambda buffers: BestTree.of(search(buffers), most), inputs)
 
     @property
     def _adapts_depth(self) -> bool:
@@ -230,8 +231,13 @@ class HeadProposer(ABC):
         """The head's drafter for a step, from `read_step` and the "roots" [B]."""
 
     def is_fixed(self, inputs: Inputs) -> bool:
-        """Whether drafting from these inputs has the same shapes and memory in all steps, so that it can be a graph."""
-        return True
+        """Whether drafting from these inputs can be a graph: tensor operations only, the same ones in each step."""
+        return False
+
+    @property
+    def written(self) -> Tensor | None:
+        """What drafting writes to, apart from its results: the keys of a cache, for example."""
+        return None
 
 
 def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:

@@ -28,6 +28,9 @@ class HydraProposer(HeadProposer):
 
         return {"last": self._history.read(self.dtype, read) if self.reads_all_features else pick_last_features(step)}
 
+    def is_fixed(self, inputs: Inputs) -> bool:
+        return True
+
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
         return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))
 

@@ -26,6 +26,9 @@ class MedusaProposer(HeadProposer):
     def read_step(self, step: Step) -> Inputs:
         return {"last": pick_last_features(step)}
 
+    def is_fixed(self, inputs: Inputs) -> bool:
+        return True
+
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
         return MedusaDrafter(self.head, inputs["last"].to(self.dtype))
 

@@ -7,7 +7,7 @@ captured with it, gives wrong tokens here as it does on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -54,6 +54,12 @@ def record_graph(graph: RecordedGraph, *settings: Any, **more: Any) -> Iterator[
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
     """Make graphs usable on the pretended device."""
-    fakes = {"CUDAGraph": RecordedGraph, "graph": record_graph, "graph_pool_handle": int, "Stream": lambda device: None}
+    fakes = {
+        "CUDAGraph": RecordedGraph,
+        "graph": record_graph,
+        "graph_pool_handle": int,
+        "Stream": lambda device: None,
+        "stream": nullcontext,
+    }
     with patch.multiple("torch.cuda", **fakes):
         yield

@@ -69,6 +69,10 @@ def test_cost_never_falls_and_is_linear_between_measures() -> None:
 def test_padding_costs_what_the_next_power_of_two_does() -> None:
     cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 4.0, 8.0])
     assert [cost.padded(nodes) for nodes in (1, 2, 3, 4, 5, 7, 8)] == [1.0, 1.5, 2.0, 2.0, 4.0, 4.0, 4.0]
+    assert cost.padded(9) == cost.padded(16) == cost(16)
+    longer = CostCurve([1, 4, 8], [6.0, 8.0, 10.0])
+    twice, once = cost.padded.blend(longer.padded, 0.5).padded, cost.blend(longer, 0.5).padded
+    assert [twice(nodes) for nodes in range(1, 9)] == [once(nodes) for nodes in range(1, 9)]
     assert cost.padded is cost.padded  # proposers start anew where they see another curve
 
 

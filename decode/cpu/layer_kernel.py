@@ -27,7 +27,7 @@ from decode.cpu.layer_call import LayerCall, rebuild_call
 Kernel = Callable[[list[Tensor]], list[Tensor]]
 OPTIONS: dict[str, Any] = {  # Inductor's
     "cpp.dynamic_threads": True,  # the number of threads may differ from process to process
-    "cpp.vec_isa_ok": True,  # the native ops were compiled for this CPU; trying each instruction set takes seconds
+    "cpp.vec_isa_ok": True,  # the native ops were compiled for this CPU; trying its vectors takes seconds
     "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls the loops
 }
 # Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input.

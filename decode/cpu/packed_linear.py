@@ -82,13 +82,14 @@ class PackedLinear(nn.Module):
 
 def _halve(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Weights in bfloat16 if that holds all of them exactly, else the weights themselves."""
-    firsts = [weight[:1] for weight in weights]  # these tell most others
-    is_half = weights[0].dtype == torch.float32 and all(map(_is_half, firsts)) and all(map(_is_half, weights))
-    return [weight.bfloat16() for weight in weights] if is_half else weights
+    if weights[0].dtype != torch.float32 or not all(_holds(each[:1].bfloat16(), each[:1]) for each in weights):
+        return weights  # the first outputs tell most of these
+    halves = [weight.bfloat16() for weight in weights]
+    return halves if all(map(_holds, halves, weights)) else weights
 
 
-def _is_half(weight: Tensor) -> bool:
-    return torch.equal(weight.bfloat16().float(), weight)
+def _holds(half: Tensor, weight: Tensor) -> bool:
+    return torch.equal(half.float(), weight)
 
 
 class OneDnnLinear(nn.Module):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from decode.kv_cache import TreeCache
 
+MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next batch, whose attention would see them all
+
 
 class FixedCache(TreeCache):
     """A `TreeCache` with more rows than needed, whose slots are chosen on the device. Attention sees all of them."""

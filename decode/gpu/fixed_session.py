@@ -19,8 +19,8 @@ from torch import Tensor
 
 from decode.accept import pack
 from decode.gpu.at_once import accept_at_once, choose_stream
-from decode.gpu.fixed_cache import FixedCache, round_up
-from decode.gpu.graph import Captured, GraphPool
+from decode.gpu.fixed_cache import MOST_KEPT, FixedCache, round_up
+from decode.gpu.graph import Captured, make_pool
 from decode.models.stock_model import StockModel
 from decode.noise import KEY_NAMES
 from decode.sampling import Sampling
@@ -31,11 +31,14 @@ OPTIONAL = ("q", "sampled", "wrong")  # tensors that only some trees have
 
 
 class StepMemory:
-    """What the graphs of a batch's steps read and write, and these graphs."""
+    """What the graphs of a batch's steps read and write, and these graphs.
+
+    Checks have a pool of their own, so that no step overwrites a checked tree.
+    """
 
     def __init__(self, device: torch.device, batch: int) -> None:
-        self.cache = FixedCache(batch)
-        self.pool = GraphPool(device) if device.type == "cuda" else None
+        self.cache, self._device = FixedCache(batch), device
+        self.pool, self.check_pool = make_pool(device), make_pool(device)
         self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
         self._steps: dict[Hashable, Captured[Verdict]] = {}
         self._allocated = (0, 0)  # rows and slots, for which the steps were made
@@ -44,12 +47,14 @@ class StepMemory:
         """The graphs of steps on so many rows and the slots that are allocated now."""
         if self._allocated != (rows, self.cache.capacity):
             self._steps.clear()
+            self.pool = make_pool(self._device)  # torch refuses one whose graphs are all gone
             self._allocated = rows, self.cache.capacity
         return self._steps
 
     def has(self, rows: int) -> bool:
-        """Whether it is allocated for so many rows."""
-        return self._allocated[0] == rows
+        """Whether it is allocated for so many rows, and not for a text much longer than most."""
+        layers = [layer for layer in self.cache.layers if layer.is_initialized]
+        return self.cache.capacity <= MOST_KEPT and all(len(layer.keys) == rows for layer in layers)
 
 
 class FixedSession(Session):
@@ -97,7 +102,7 @@ class FixedSession(Session):
         key = tree.tokens.shape, tree.height, tree.is_chain, nodes
         checks = self.memory.checks
         if key not in checks:
-            checks[key] = Captured(self.memory.pool, {name: tensor.clone() for name, tensor in inputs.items()})
+            checks[key] = Captured(self.memory.check_pool, {name: tensor.clone() for name, tensor in inputs.items()})
         compute = partial(self.compute_check, height=tree.height, is_chain=tree.is_chain, nodes=nodes)
         return tree.with_tensors(checks[key].run(compute, inputs))
 
@@ -160,15 +165,18 @@ class FixedSessions:
     """Opens the sessions of one target. If it can, each takes the memory and the graphs of the last one that ended."""
 
     def __init__(self) -> None:
-        self._idle: tuple[Hashable, StepMemory] | None = None
+        self._idle: list[tuple[Hashable, StepMemory]] = []  # one at most, but for threads that end at the same time
 
     def open(self, target: StockModel, batch: int, layers: Sequence[int], sampling: Sampling) -> FixedSession:
         kind = tuple(layers), replace(sampling, processors=(), seed=0)
-        idle, self._idle = self._idle, None
-        fits = idle is not None and idle[0] == kind and idle[1].has(round_up(batch))
-        session = FixedSession(target, batch, layers, sampling, idle[1] if idle and fits else None)
+        try:
+            known, memory = self._idle.pop()  # at once: other threads may use the same target
+        except IndexError:
+            known, memory = None, None
+        fits = memory is not None and known == kind and memory.has(round_up(batch))
+        session = FixedSession(target, batch, layers, sampling, memory if fits else None)
         finalize(session, self._take_back, kind, session.memory).atexit = False
         return session
 
     def _take_back(self, kind: Hashable, memory: StepMemory) -> None:
-        self._idle = kind, memory
+        self._idle[:] = [(kind, memory)]

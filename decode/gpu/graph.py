@@ -23,6 +23,11 @@ class GraphPool:
         self.stream = torch.cuda.Stream(device)
 
 
+def make_pool(device: torch.device) -> GraphPool | None:
+    """A pool for a device's graphs; None if it has none."""
+    return GraphPool(device) if device.type == "cuda" else None
+
+
 class Captured(Generic[Result]):
     """Calls of a function with tensors of one shape: buffers for these, and a graph that reads the buffers.
 
@@ -34,7 +39,9 @@ class Captured(Generic[Result]):
         self._captured: tuple[torch.cuda.CUDAGraph, Result] | None = None
 
     def run(self, function: Callable[[Mapping[str, Tensor]], Result], inputs: Mapping[str, Tensor]) -> Result:
-        """The function's result for the inputs, which may be smaller than their buffers. The next call overwrites it.
+        """The function's result for the inputs, which may be smaller than their buffers.
+
+        The next call overwrites it, and so may any graph of the same pool.
 
         The function must be the same each time, and all other tensors that it uses must stay where they are. It runs
         as it is at first, so that libraries allocate what they keep. The second call captures the graph.
@@ -57,7 +64,11 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads may go on using the GPU meanwhile.
-        with torch.cuda.graph(graph, pool.memory, pool.stream, capture_error_mode="thread_local"):
+        # A capture that fails to begin would leave its stream as the current one.
+        with (
+            torch.cuda.stream(pool.stream),
+            torch.cuda.graph(graph, pool.memory, pool.stream, capture_error_mode="thread_local"),
+        ):
             result = function()
     except RuntimeError as error:  # nothing was computed
         _failed = True

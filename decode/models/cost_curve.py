@@ -46,16 +46,19 @@ class CostCurve:
 
     @cached_property
     def padded(self) -> CostCurve:
-        """The curve of passes whose nodes are padded to a power of two: its sizes are where the cost rises."""
-        powers = [1 << exponent for exponent in range(max(self.sizes).bit_length())]
-        sizes = sorted({*powers, *(power + 1 for power in powers)})
-        return CostCurve(sizes, [self.seconds[0] * self(round_up(size)) for size in sizes])
+        """The curve of passes whose nodes are padded to a power of two."""
+        return _PaddedCurve(self.sizes, self.seconds)
 
     def blend(self, other: CostCurve, share: float) -> CostCurve:
         """The curve between this one (share 0) and another (share 1), linear in seconds."""
         sizes = max(self.sizes, other.sizes, key=len)
         pairs = [(self.seconds[0] * self(size), other.seconds[0] * other(size)) for size in sizes]
         return CostCurve(sizes, [first + share * (second - first) for first, second in pairs])
+
+
+class _PaddedCurve(CostCurve):
+    def __call__(self, nodes: int) -> float:
+        return super().__call__(round_up(nodes))
 
 
 def measured_batches(batch: int) -> list[int]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,12 +44,12 @@ LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
 class SampledTokens:
     """Samples the next tokens of one step's paths, at the run's temperature, top-k, top-p and min-p.
 
-    A row's samples depend on its seed, not on the other rows. seeds [B]: those of `find_seeds`.
+    A row's samples depend on its seed, not on the other rows. sampling has no processors,
+    which need a text. seeds [B]: those of `find_seeds`.
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, seeds: Tensor) -> None:
-        # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
-        self.sampling, self.vocabulary = replace(sampling, processors=()), vocabulary
+        self.sampling, self.vocabulary = sampling, vocabulary
         self._seeds, self._used = seeds, 0
         # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
         self._samples: list[tuple[Tensor, Tensor]] = []
