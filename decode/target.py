@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -66,7 +67,7 @@ class Target(TimedModel):
         loaded = load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate)
         return cls(*loaded, deterministic=deterministic)
 
-    @property
+    @cached_property  # the loop asks three times a step, and finding out takes half a millisecond
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return is_compiled(self.model)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import LayerCache
-from proposers.draft_graphs import Inputs, pad_tokens
 from proposers.feature_history import CHUNK, expand_last
-from proposers.fixed_eagle import FixedEagleDrafter
+from proposers.gpu.draft_graphs import Inputs, pad_tokens
+from proposers.gpu.fixed_eagle import FixedEagleDrafter
 from proposers.head_proposer import HeadProposer
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2

@@ -24,8 +24,8 @@ from decode.cpu.acceleration import has_graphs
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.draft_graphs import DraftGraphs, Inputs
 from proposers.feature_history import FeatureHistory, numbers_of
+from proposers.gpu.draft_graphs import DraftGraphs, Inputs
 from proposers.packed_head import PackedOutput, pack_head
 from proposers.trees.candidates import BestTree, Candidates
 from proposers.trees.fixed import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from decode import Step, Target
-from proposers.draft_graphs import Inputs
 from proposers.feature_history import pick_last_features
+from proposers.gpu.draft_graphs import Inputs
 from proposers.head_proposer import HeadProposer
 
 

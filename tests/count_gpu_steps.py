@@ -103,7 +103,7 @@ def is_grouped(event: Event) -> bool:
 def count_method(method: str) -> dict[str, int]:
     """The largest counts of a steady step.
 
-    "fused": launches of our own with compiled steps. "graphs": all launches with graphs.
+    "fused": launches of our own with compiled steps. "graphs": all launches of steps that capture no graph.
     """
     counts, fused = (
         [count_events(events) for events in list_steps(method, accelerate)[STEADY:]]

@@ -27,7 +27,7 @@ from tests.test_lossless import Adversary
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
-GRAPH_CASES = {"plain", "ngram", "hydra", "eagle", "eagle3 adaptive", "garbage", "wrong root"}
+GRAPH_CASES = {"plain", "ngram", "hydra", "eagle", "eagle3", "eagle3 adaptive", "garbage", "wrong root"}
 REUSING = {"plain", "ngram", "medusa", "eagle3"}
 LIMITS = {"max_new_tokens": 16, "stop_ids": range(0, VOCABULARY, 23)}  # rows finish at different times
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from decode import Target
+from decode import Target, generate, target
 from decode.accept import pack
 from decode.cpu.packed_linear import MergedPart, merge_layers
 from decode.gpu import fusion
@@ -21,7 +21,7 @@ from decode.gpu.fusion import fused, fusing
 from heads import LayerCache
 from proposers.eagle import EagleDrafter
 from proposers.feature_history import pick_last
-from proposers.fixed_eagle import FixedEagleDrafter
+from proposers.gpu.fixed_eagle import FixedEagleDrafter
 from proposers.packed_head import attend_like_target
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
@@ -119,3 +119,11 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
                     grown.extend(parents, tokens)
                 paths = WIDTH
             assert caches.pop().lengths == caches[0].lengths
+
+
+def test_a_step_does_not_look_through_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its layers are compiled is found out once: on a CPU that takes half a millisecond."""
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(target, "is_compiled", lambda model: bool(asked.append(model)))
+    generate(Target(tiny("llama")), [[3, 4]], max_new_tokens=8)
+    assert len(asked) <= 1

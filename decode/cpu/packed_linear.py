@@ -37,8 +37,7 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """One `nn.Linear`, or several as one, on weights that are packed once. What the op does not take goes through the
-    unpacked weight.
+    """`nn.Linear`, or several as one, on packed weights. What the op does not take goes through the unpacked weight.
 
     float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory. The
     arithmetic stays float32, and the outputs the same bits.

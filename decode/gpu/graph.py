@@ -41,10 +41,9 @@ class Captured(Generic[Result]):
     def run(self, function: Callable[[Mapping[str, Tensor]], Result], inputs: Mapping[str, Tensor]) -> Result:
         """The function's result for the inputs, which may be smaller than their buffers.
 
-        The next call overwrites it, and so may any graph of the same pool.
-
-        The function must be the same each time, and all other tensors that it uses must stay where they are. It runs
-        as it is at first, so that libraries allocate what they keep. The second call captures the graph.
+        The next call overwrites it, and so may any graph of the same pool. The function must be the same each time, and
+        all other tensors that it uses must stay where they are. It runs as it is at first, so that libraries allocate
+        what they keep. The second call captures the graph.
         """
         for name, tensor in inputs.items():
             self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
@@ -64,9 +63,8 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads may go on using the GPU meanwhile.
-        # A capture that fails to begin would leave its stream as the current one.
         with (
-            torch.cuda.stream(pool.stream),
+            torch.cuda.stream(pool.stream),  # a capture that fails to begin leaves its stream as the current one
             torch.cuda.graph(graph, pool.memory, pool.stream, capture_error_mode="thread_local"),
         ):
             result = function()

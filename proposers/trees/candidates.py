@@ -130,6 +130,6 @@ def _expect(scores: Tensor, right: Tensor | None) -> Tensor:
 
 
 def _read(figures: Tensor, sizes: int) -> tuple[list[float], list[float]]:
-    """Figures in their two parts, the first of which are for so many sizes."""
+    """The figures of the first `sizes` sizes, and those after them."""
     numbers = read(figures).tolist()
     return numbers[:sizes], numbers[sizes:]

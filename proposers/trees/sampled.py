@@ -44,8 +44,8 @@ LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
 class SampledTokens:
     """Samples the next tokens of one step's paths, at the run's temperature, top-k, top-p and min-p.
 
-    A row's samples depend on its seed, not on the other rows. sampling has no processors,
-    which need a text. seeds [B]: those of `find_seeds`.
+    A row's samples depend on its seed, not on the other rows. sampling: without processors, which need a text.
+    seeds [B]: those of `find_seeds`.
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, seeds: Tensor) -> None:

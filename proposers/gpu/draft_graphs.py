@@ -23,7 +23,7 @@ FEWEST = 8  # tokens of an input; fewer take as long
 class DraftGraphs:
     """A graph for each shape of inputs and each kind of draft.
 
-    They hold for one model, one number of rows, and one piece of the memory that drafting writes to.
+    They are valid for one model, one number of rows and one KV cache of the head.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class DraftGraphs:
     ) -> BestTree:
         """What `draft` makes of the inputs. The next draft overwrites it.
 
-        written: what a draft writes to, besides its results. kind: all that a draft depends on apart from tensors.
+        written: the keys that a draft writes to, if it does. kind: all that a draft depends on apart from tensors.
         """
         holds_for = ref(model), len(inputs["roots"]), written
         if self._holds_for[:2] != holds_for[:2] or self._holds_for[2] is not written:
