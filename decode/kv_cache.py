@@ -1,7 +1,7 @@
 """The KV cache for verifying trees: preallocated, compacted in place, with its own length for each row.
 
-Shapes: B rows, H key-value heads, S slots, N nodes, T path nodes, D head size. The slot of a committed token is
-its position. The nodes being verified follow: node i of row b is in slot lengths[b] + i.
+Shapes: L layers, B rows, H key-value heads, S slots, N nodes, T path nodes, D head size. The slot of a committed token
+is its position. The nodes being verified follow: node i of row b is in slot lengths[b] + i.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from decode.gpu.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
+TOGETHER = 8  # layers that share tensors; with more of them, growing would need more memory
 
 
 class TreeCache(Cache):
     """A transformers `Cache` whose layers write to the slots that `reserve` chose. Attention sees the used slots."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, layers: int = 1) -> None:
+        """layers: of the model."""
         # A reference cycle would keep the memory of an unused cache until the garbage collector runs.
         cache: Any = proxy(self)
         self._make_layer = partial(TreeCacheLayer, cache)
         super().__init__(layer_class_to_replicate=self._make_layer)
+        self.blocks: list[Block] = []
+        self._count = layers
         self.lengths = [0] * batch  # committed tokens of each row, on the host
         self.capacity = 0  # slots that are allocated
         self.used = 0  # slots that attention sees
@@ -45,7 +49,7 @@ class TreeCache(Cache):
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        self.capacity = self._choose_capacity(self.used)
+        self.grow(self.used)
         self.used = end if exact else self.used
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
@@ -73,11 +77,11 @@ class TreeCache(Cache):
     def move(self, moves: Tensor) -> None:
         """Copy slots as planned, in all layers."""
         on_device: dict[torch.device, Tensor] = {}
-        for layer in self.layers:
-            if layer.is_initialized:  # layers that share another layer's keys have none of their own
-                if layer.device not in on_device:
-                    on_device[layer.device] = moves.to(layer.device)
-                layer.move(*on_device[layer.device])
+        for block in self.blocks:
+            device = block.keys.device
+            if device not in on_device:
+                on_device[device] = moves.to(device)
+            block.move(*on_device[device])
 
     def commit(self, counts: Sequence[int]) -> None:
         """Count each row's first counts[b] nodes, which are in place, as committed."""
@@ -86,7 +90,7 @@ class TreeCache(Cache):
     def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
         """A layer's keys and values in all slots; None before its first write."""
         layer = self.layers[number] if number < len(self.layers) else None
-        return layer.allocated() if layer is not None and layer.is_initialized else None
+        return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget each row's committed tokens beyond its length."""
@@ -97,16 +101,16 @@ class TreeCache(Cache):
         unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
         moved = torch.tensor(rows[unmoved:], dtype=torch.long)
         on_device: dict[torch.device, Tensor] = {}
-        for layer in self.layers:
-            if layer.is_initialized:
-                if layer.device not in on_device:
-                    on_device[layer.device] = copy_packed({"rows": moved}, layer.device)["rows"]
-                layer.select(unmoved, on_device[layer.device])
+        for block in self.blocks:
+            device = block.keys.device
+            if device not in on_device:
+                on_device[device] = copy_packed({"rows": moved}, device)["rows"]
+            block.select(unmoved, on_device[device], max(self.lengths), self.round_rows(len(rows)))
         self.lengths = [self.lengths[row] for row in rows]
 
     def replace(self, rows: Sequence[int], other: TreeCache) -> None:
         """Replace these rows by the rows of another cache, in order."""
-        self.capacity = self._choose_capacity(max(other.lengths))
+        self.grow(max(other.lengths))
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self._make_layer())
@@ -119,10 +123,80 @@ class TreeCache(Cache):
         """How many rows are allocated for so many."""
         return rows
 
-    def _choose_capacity(self, slots: int) -> int:
-        if slots <= self.capacity:
-            return self.capacity
-        return -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
+    def grow(self, slots: int) -> None:
+        """Allocate so many slots of each row, and some more."""
+        if slots > self.capacity:
+            self.capacity = -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
+            for block in self.blocks:
+                block.grow(self.capacity)
+
+    def add(self, layer: TreeCacheLayer, keys: Tensor, values: Tensor) -> None:
+        """Allocate a layer, for keys and values such as these [B, H, N, D]."""
+        block = next((block for block in self.blocks if block.has_room_for(keys, values)), None)
+        if block is None:
+            left = self._count - sum(len(block.layers) for block in self.blocks)
+            shape = max(1, min(left, TOGETHER)), self.round_rows(len(self.lengths)), self.capacity
+            block = Block(*(_allocate(states, *shape) for states in (keys, values)))
+            self.blocks.append(block)
+        block.add(layer)
+
+
+class Block:
+    """Keys and values of several layers, [L, B, H, S, D] each. Tokens and rows move in all these layers at once."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.layers: list[TreeCacheLayer] = []
+        self.hold(keys, values)
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Keep these tensors, and give each layer its part of them."""
+        self.keys, self.values = keys, values
+        for layer, *states in zip(self.layers, keys, values, strict=False):  # some parts may be free
+            layer.keys, layer.values = states
+
+    def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether another layer can be added whose keys and values are such as these [B, H, N, D]."""
+        pairs = (keys, self.keys), (values, self.values)
+        return len(self.layers) < len(self.keys) and all(_kind(new) == _kind(held) for new, held in pairs)
+
+    def add(self, layer: TreeCacheLayer) -> None:
+        self.layers.append(layer)
+        self.hold(self.keys, self.values)
+
+    def grow(self, slots: int) -> None:
+        self.hold(*(nn.functional.pad(states, (0, 0, 0, slots - states.shape[3])) for states in self._both()))
+
+    def clear(self) -> None:
+        for states in self._both():
+            states.zero_()
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
+        row = torch.arange(source.shape[0], device=source.device)[:, None]
+        for states in self._both():
+            states[:, row, :, destination] = states[:, row, :, source]
+
+    def select(self, unmoved: int, moved: Tensor, slots: int, rows: int) -> None:
+        """Go on with the first `unmoved` rows and the rows `moved`, whose first slots are moved up in place.
+
+        Copying all rows would cost more than a forward pass. rows: how many are allocated from now on.
+        """
+        if len(moved):
+            for states in self._both():
+                states[:, unmoved : unmoved + len(moved), :, :slots] = states[:, moved, :, :slots]
+        self.hold(self.keys[:, :rows], self.values[:, :rows])
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+
+def _allocate(like: Tensor, layers: int, rows: int, slots: int) -> Tensor:
+    return like.new_zeros(layers, rows, like.shape[1], slots, like.shape[3])
+
+
+def _kind(states: Tensor) -> tuple[Any, ...]:
+    """What is the same in all layers of a block."""
+    return states.shape[-3], states.shape[-1], states.dtype, states.device
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -137,47 +211,22 @@ class TreeCacheLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows = self.cache.round_rows(len(self.cache.lengths))
-        self.keys, self.values = (
-            states.new_zeros(rows, states.shape[1], self.cache.capacity, states.shape[3])
-            for states in (key_states, value_states)
-        )
+        self.cache.add(self, key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new nodes, [B, H, N, D] each, and return all used slots."""
-        self._allocate(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         self._write(self.keys, key_states)
         self._write(self.values, value_states)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
-    def allocated(self) -> tuple[Tensor, Tensor]:
-        """The keys and values in all slots, grown to the cache's capacity."""
-        self._grow()
-        return self.keys, self.values
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
-        row = torch.arange(source.shape[0], device=self.device)[:, None]
-        for states in (self.keys, self.values):
-            states[row, :, destination] = states[row, :, source]
-
-    def select(self, unmoved: int, moved: Tensor) -> None:
-        """Go on with the first `unmoved` rows and the rows `moved`, which are moved up in place.
-
-        Copying all rows would cost more than a forward pass.
-        """
-        slots, count = slice(0, max(self.cache.lengths)), unmoved + len(moved)
-        for states in (self.keys, self.values):
-            if len(moved):
-                states[unmoved:count, :, slots] = states[moved, :, slots]
-        rows = self.cache.round_rows(count)
-        self.keys, self.values = self.keys[:rows], self.values[:rows]
-
     def replace(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
         """Copy the committed slots of another layer's rows to these rows, in order."""
-        self._allocate(other.keys, other.values)
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
         index, slots = torch.tensor(rows, device=self.device), slice(0, max(other.cache.lengths))
         self.keys[index, :, slots] = other.keys[:, :, slots]
         self.values[index, :, slots] = other.values[:, :, slots]
@@ -190,18 +239,6 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._grow()
-
-    def _grow(self) -> None:
-        missing = self.cache.capacity - self.keys.shape[2]
-        if missing > 0:
-            self.keys, self.values = (
-                nn.functional.pad(states, (0, 0, 0, missing)) for states in (self.keys, self.values)
-            )
 
     def _write(self, states: Tensor, new: Tensor) -> None:
         slots = self.cache.slots

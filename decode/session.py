@@ -57,7 +57,7 @@ class Session:
     def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
         self.layers = tuple(layers)
-        self.cache = TreeCache(batch)
+        self.cache = TreeCache(batch, target.config.num_hidden_layers)
         self._moves: Tensor | None = None  # of the nodes kept last; they are made with the next forward pass
         self._upload: Upload | None = None
 

@@ -94,16 +94,16 @@ class Step(nn.Module):
         super().__init__()
         self.model = session.target.model
         self.compute = session.compute
-        self.layers = session.cache.layers  # no modules
+        self.blocks = session.cache.blocks  # no modules
 
     def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:
-        for layer, states in zip(self.layers, cache, strict=True):
-            layer.keys, layer.values = states
+        for block, states in zip(self.blocks, cache, strict=True):
+            block.hold(*states)
         return vars(self.compute(buffers))
 
 
 def copy_cache(session: FixedSession) -> list[tuple[Tensor, Tensor]]:
-    return [(layer.keys.clone(), layer.values.clone()) for layer in session.cache.layers]
+    return [(block.keys.clone(), block.values.clone()) for block in session.cache.blocks]
 
 
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
@@ -132,8 +132,8 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
     values = tree_leaves([node.meta.get("val") for node in exported.graph.nodes])
     sizes: list[Any] = [size for value in values if isinstance(value, Tensor) for size in value.shape]
     assert len(sizes) > 100 and all(type(size) is int for size in sizes)
-    for layer, states in zip(session.cache.layers, cache, strict=True):
-        layer.keys, layer.values = states
+    for block, states in zip(session.cache.blocks, cache, strict=True):
+        block.hold(*states)
     for width in (3, 7):
         tree, buffers = begin_step(width)
         result = exported.module()(buffers, copy_cache(session))

@@ -19,20 +19,16 @@ class FixedCache(TreeCache):
     def restart(self, batch: int) -> None:
         """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
         self.lengths = [0] * batch
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys.zero_()
-                layer.values.zero_()
+        for block in self.blocks:
+            block.clear()
 
     def round_rows(self, rows: int) -> int:
         return round_up(rows)
 
     def make_room(self, nodes: int) -> None:
         """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more."""
-        self.capacity = self._choose_capacity(max(self.lengths) + nodes)
+        self.grow(max(self.lengths) + nodes)
         self.used = self.capacity
-        for number in range(len(self.layers)):
-            self.allocated(number)
 
     def place(self, lengths: Tensor, nodes: int) -> None:
         """Reserve the slots of so many nodes after the committed tokens, `lengths` [B]."""

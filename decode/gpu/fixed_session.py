@@ -36,9 +36,9 @@ class StepMemory:
     Checks have a pool of their own, so that no step overwrites a checked tree.
     """
 
-    def __init__(self, device: torch.device, batch: int) -> None:
-        self.cache, self._device = FixedCache(batch), device
-        self.pool, self.check_pool = make_pool(device), make_pool(device)
+    def __init__(self, target: StockModel, batch: int) -> None:
+        self.cache, self._device = FixedCache(batch, target.config.num_hidden_layers), target.device
+        self.pool, self.check_pool = make_pool(target.device), make_pool(target.device)
         self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
         self._steps: dict[Hashable, Captured[Verdict]] = {}
         self._allocated = (0, 0)  # rows and slots, for which the steps were made
@@ -53,8 +53,7 @@ class StepMemory:
 
     def has(self, rows: int) -> bool:
         """Whether it is allocated for so many rows, and not for a text much longer than most."""
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
-        return self.cache.capacity <= MOST_KEPT and all(len(layer.keys) == rows for layer in layers)
+        return self.cache.capacity <= MOST_KEPT and all(block.keys.shape[1] == rows for block in self.cache.blocks)
 
 
 class FixedSession(Session):
@@ -75,7 +74,7 @@ class FixedSession(Session):
         memory: StepMemory | None = None,
     ) -> None:
         super().__init__(target, batch, layers)
-        self.sampling, self.memory = sampling, memory or StepMemory(target.device, batch)
+        self.sampling, self.memory = sampling, memory or StepMemory(target, batch)
         self.cache = self.memory.cache
         self.cache.restart(batch)
 
