@@ -134,7 +134,7 @@ class TreeCache(Cache):
         """Allocate a layer, for keys and values such as these [B, H, N, D]."""
         block = next((block for block in self.blocks if block.has_room_for(keys, values)), None)
         if block is None:
-            left = self._count - sum(len(block.layers) for block in self.blocks)
+            left = self._count - sum(len(block.keys) for block in self.blocks)
             shape = max(1, min(left, TOGETHER)), self.round_rows(len(self.lengths)), self.capacity
             block = Block(*(_allocate(states, *shape) for states in (keys, values)))
             self.blocks.append(block)

@@ -134,7 +134,7 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
         tree, verdict = _prefill(session, requests, fuse and partial(fuse, run.target))
         drafted = tree
     while True:
-        with seconds.measure("accept"), fusing(run.target.compiled):
+        with seconds.measure("accept"), fusing(run.target.fuses_steps):
             texts = {request.request_id: request.sequence for request in requests}
             if verdict.packed is None:
                 accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
@@ -157,10 +157,10 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             requests = [requests[row] for row in kept]
         upload = _begin_upload(run, session, requests, accepted, is_prefill)
         step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
-        with seconds.measure("proposer"), fusing(run.target.compiled):
+        with seconds.measure("proposer"), fusing(run.target.fuses_steps):
             drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
         is_prefill = False
-        with seconds.measure("target"), fusing(run.target.compiled):
+        with seconds.measure("target"), fusing(run.target.fuses_steps):
             tree = session.place(_prepare(run, session, drafted, step, upload))
             verdict = session.verify(tree)
 
@@ -235,7 +235,7 @@ def _make_step(
     """What the proposer sees of a verified tree, for the rows that go on."""
     features = verdict.features
     if features is not None and not is_prefill:
-        features = features.take_along_dim(upload["path"][:, :, None], dim=1)
+        features = features.gather(1, upload["path"][:, :, None].expand(-1, -1, features.shape[2]))
     return Step(
         is_prefill=is_prefill,
         request_ids=[request.request_id for request in requests],

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from decode.cpu.acceleration import accelerated_copy, has_graphs, is_compiled
+from decode.cpu.acceleration import accelerated_copy, has_fused_steps, has_graphs, is_compiled
 from decode.cpu.grouped_attention import ATTENTION
 from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
@@ -47,6 +47,7 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
+        self.fuses_steps = has_fused_steps(self.model)
         self_test(self)
 
     @classmethod
@@ -67,7 +68,7 @@ class Target(TimedModel):
         loaded = load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate)
         return cls(*loaded, deterministic=deterministic)
 
-    @cached_property  # the loop asks three times a step, and finding out takes half a millisecond
+    @cached_property  # every pass asks, and finding out takes half a millisecond
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return is_compiled(self.model)

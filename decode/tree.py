@@ -195,7 +195,9 @@ class Tree:
 def find_ancestors(parents: Tensor, height: int) -> Tensor:
     """`Tree.ancestors` for parents [B, N], if no node is deeper than `height`."""
     nodes = torch.arange(parents.shape[1], device=parents.device)
-    ancestors = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    for _ in range(max(height - 1, 0).bit_length()):  # squaring doubles the number of levels covered
-        ancestors = (ancestors @ ancestors).clamp_(max=1)
-    return ancestors > 0
+    above = torch.where(parents < 0, nodes, parents)  # the root and padding stay where they are
+    ancestors = (above[:, :, None] == nodes) | (nodes[:, None] == nodes)
+    for _ in range(height.bit_length() - 1):  # each round doubles the number of levels above that are covered
+        above = above.gather(1, above)
+        ancestors = ancestors | ancestors.gather(1, above[:, :, None].expand_as(ancestors))
+    return ancestors

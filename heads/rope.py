@@ -84,9 +84,17 @@ def rotate(states: Tensor, table: RotaryTable) -> Tensor:
     return torch.addcmul(states * cosines, states.roll(states.shape[-1] // 2, dims=-1), sines)
 
 
+@torch.compiler.assume_constant_result  # torch.compile would compute them anew each time
+def _find_frequencies(
+    scaling: RopeScaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, float]:
+    """`_compute_frequencies`, once."""
+    return _compute_frequencies(scaling, theta, size, dtype, device)
+
+
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)  # cached tensors must also work in training
-def _find_frequencies(
+def _compute_frequencies(
     scaling: RopeScaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, float]:
     """Each element's frequency [D], and the factor that multiplies queries and keys.

@@ -1,8 +1,9 @@
 """How many kernels torch.compile makes of a function, by asking inductor. Needs no GPU and no compiler.
 
-The function is traced on the CPU and scheduled by inductor, which stops before it generates code. Each group of
-operations that it fuses counts as one launch, as does each library call (matrix products, attention, sorting). A GPU's
-inductor may split large reductions in two, and may fuse more.
+The function is traced on the CPU and scheduled by the rules of inductor's Triton backend, which stops before it
+generates code. Each group of operations that it fuses counts as one launch, as does each library call (matrix products,
+attention, top-k, sorting many numbers). On a GPU, inductor also joins the parts of a concatenation, and may split large
+reductions in two.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import ir, scheduler
+from torch._inductor import config, ir, scheduler
 
 compile_function = torch.compile  # a pretended device replaces it
 
@@ -39,7 +40,7 @@ def list_kernels(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     def compile_it() -> None:  # in a thread of its own, where no dispatch mode is active
         torch._dynamo.reset()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), config.patch(cpu_backend="triton"):  # of this thread only
                 compile_function(function, fullgraph=True)(*args, **kwargs)
         except Exception as failure:
             failures.append(failure)

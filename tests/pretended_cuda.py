@@ -319,14 +319,16 @@ def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
     """`torch.compile`: the function as it is, noted as the kernels that inductor would make of it."""
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        if _state.log is None:  # asking inductor takes a second
+            with fusing(False):
+                return function(*args, **kwargs)
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
         key = repr((function, shapes))
         if key not in _kernels:
             _kernels[key] = list_kernels(function, *copy.deepcopy((args, kwargs)))
         with record() as log, fusing(False):
             result = function(*args, **kwargs)
-        if _state.log is not None:
-            _state.log += [event for event in log if event.kind != LAUNCH]
+        _state.log += [event for event in log if event.kind != LAUNCH]
         for name in _kernels[key]:
             note(LAUNCH, f"fused {name}")
         return result

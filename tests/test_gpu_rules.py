@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -154,6 +155,16 @@ def is_valid(tree: Tree, row: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_a_tree_deeper_than_its_height_is_marked() -> None:
+    """In the rows that are. Noise is laid out by depth, so no depth may exceed the height."""
+    for depth, height in product(range(1, 9), range(1, 9)):
+        chain = Tree.chain([[0] * (depth + 1), [0, 1]])
+        tree = Tree(chain.tokens, chain.parents, chain.sizes, height)
+        checked = check_on_device(tree, torch.tensor([0, 0]), 12, VOCABULARY)
+        assert checked.wrong is not None and checked.wrong.tolist() == [depth > height, False]
+        assert int(checked.depth.max()) <= height
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 0], [-1, -1, 1]])

@@ -220,6 +220,24 @@ def test_a_growing_cache_keeps_its_contents() -> None:
         assert keys.shape[2] % 64 == 0 and keys[0, 0, : begin + 100, 0].tolist() == list(range(begin + 100))
 
 
+def test_layers_of_one_shape_share_tensors() -> None:
+    """At most 8 of them, and a layer of another shape has tensors of its own. All are moved, grown and selected."""
+    cache = TreeCache(batch=2, layers=11)
+    heads = [3 if number in (5, 7) else 1 for number in range(11)]
+    cache.reserve(0, 4, torch.device("cpu"))
+    new = torch.arange(8.0).view(2, 1, 4, 1)
+    for number, count in enumerate(heads):
+        cache.update(new.expand(-1, count, -1, 2) + 100 * number, new.expand(-1, count, -1, 1) - number, number)
+    assert [len(block.keys) for block in cache.blocks] == [8, 3, 1]
+    cache.keep(torch.tensor([[0, 3], [0, 2]]), [2, 2])
+    cache.reserve(0, 400, torch.device("cpu"))
+    cache.select([1])
+    for number, (layer, count) in enumerate(zip(cache.layers, heads, strict=True)):
+        assert layer.keys.shape == (1, count, cache.capacity, 2) and layer.values.shape == (1, count, cache.capacity, 1)
+        for states, first in ((layer.keys, 100 * number), (layer.values, -number)):
+            assert states[0, -1, :2, -1].tolist() == [4 + first, 6 + first]
+
+
 def test_a_tree_may_be_verified_level_by_level() -> None:
     target = Target(tiny("gemma3_text"))
     whole, grown = target.open(2), target.open(2)

@@ -26,8 +26,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
     On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
-    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`), "graphs" makes them
-    CUDA graphs (`decode.gpu.fixed_session`).
+    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`), and "graphs" makes
+    CUDA graphs of these steps (`decode.gpu.fixed_session`).
     mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
     decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
     changes nothing.
@@ -42,7 +42,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
-        model.has_fused_steps = mode == "compiled"
+        model.has_fused_steps = mode in ("compiled", "graphs")
         model.has_graphs = mode == "graphs" and not _has_hooks(model)
         return model
     linears = [module for module in model.modules() if can_pack(module)]
@@ -105,8 +105,13 @@ def _has_hooks(model: PreTrainedModel) -> bool:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether decoder layers run compiled kernels; on a GPU, whether the steps around them do."""
-    return bool(compiled_layers(model)) or getattr(model, "has_fused_steps", False)
+    """Whether decoder layers run compiled kernels."""
+    return bool(compiled_layers(model))
+
+
+def has_fused_steps(model: PreTrainedModel) -> bool:
+    """Whether all of a step but the model's forward pass runs fused kernels on a GPU."""
+    return getattr(model, "has_fused_steps", False)
 
 
 def has_graphs(model: PreTrainedModel) -> bool:

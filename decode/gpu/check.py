@@ -47,7 +47,7 @@ def _mend(
     tokens = torch.where(node > 0, given.clamp(0, vocabulary - 1), roots[:, None])
     parents = torch.where(real, node - 1 if is_chain else given_parents.clamp(min=0).minimum(node - 1), -1)
     ancestors = find_ancestors(parents, height) if ancestors is None else ancestors
-    depth = ancestors.sum(dim=2) - 1
+    depth = (ancestors.sum(dim=2) - 1).clamp(max=height)
     too_deep = depth != depth.gather(1, parents.clamp(min=0)) + 1
     wrong = (real & (node > 0) & ((tokens != given) | too_deep)) | (parents != given_parents)
     return {

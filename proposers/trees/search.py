@@ -52,11 +52,19 @@ class ScoredDrafter:
 
         scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
         """
+        return score_tokens(*self._pick(level, ranks, places), ranks, scores, level, self.token_map, self.calibration)
+
+    def next_paths(
+        self, level: int, ranks: int, scores: Tensor, places: Tensor, first_place: int, width: int
+    ) -> tuple[Tensor, ...]:
+        """`next_tokens`, and what `choose_paths` makes of them."""
+        drafted = self._pick(level, ranks, places)
+        return rank_paths(*drafted, ranks, scores, level, self.token_map, self.calibration, first_place, width)
+
+    def _pick(self, level: int, ranks: int, places: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The logits after the paths, and the sampled ids with their log-probabilities, if tokens are sampled."""
         logits = self.inner.logits(level)
-        if self.sampler is None:
-            return score_best(logits, scores, ranks, level, self.token_map, self.calibration)
-        ids, log_p = self.sampler.pick(logits, ranks, places)
-        return score(ids, log_p, scores, level, self.token_map, self.calibration, True)
+        return logits, None if self.sampler is None else self.sampler.pick(logits, ranks, places)
 
     def lay_out_q(self, chosen: Tensor, candidates: int) -> Tensor | None:
         """`Tree.q` for the tree of the root and the candidates `chosen` [B, C]; None if its tokens are not sampled."""
@@ -64,35 +72,40 @@ class ScoredDrafter:
 
 
 @fused
-def score_best(
+def score_tokens(
     logits: Tensor,
-    scores: Tensor,
+    sampled: tuple[Tensor, Tensor] | None,
     ranks: int,
-    level: int,
-    token_map: Tensor | None,
-    calibration: Calibration | None,
-) -> tuple[Tensor, Tensor]:
-    """The most likely next tokens by logits [B, W, D], as in `ScoredDrafter.next_tokens`."""
-    return score(*top_tokens(logits, ranks), scores, level, token_map, calibration)
-
-
-@fused
-def score(
-    ids: Tensor,
-    log_p: Tensor,
     scores: Tensor,
     level: int,
     token_map: Tensor | None,
     calibration: Calibration | None,
-    is_sampled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens from draft ids [B, W, R], and the scores of the longer paths from the ids' log-probabilities."""
+    """`ScoredDrafter.next_tokens`: the most likely by logits [B, W, D], or those that `SampledTokens.pick` sampled."""
+    ids, log_p = top_tokens(logits, ranks) if sampled is None else sampled  # [B, W, R]
     path = scores[:, :, None]
     if calibration is not None:
         log_p = calibration.log_probabilities(level, log_p, path)
-        log_p = keep_order(log_p) if is_sampled else log_p
+        log_p = log_p if sampled is None else keep_order(log_p)
     longer = path + log_p
     return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
+
+
+@fused
+def rank_paths(
+    logits: Tensor,
+    sampled: tuple[Tensor, Tensor] | None,
+    ranks: int,
+    scores: Tensor,
+    level: int,
+    token_map: Tensor | None,
+    calibration: Calibration | None,
+    first_place: int,
+    width: int,
+) -> tuple[Tensor, ...]:
+    """`ScoredDrafter.next_paths`, as one fused function."""
+    tokens, longer = score_tokens(logits, sampled, ranks, scores, level, token_map, calibration)
+    return tokens, longer, *choose_paths(tokens, longer, first_place, width)
 
 
 def keep_order(log_p: Tensor) -> Tensor:
@@ -126,13 +139,12 @@ def search(
     is_sampled = drafter.sampler is not None
     narrow = waits and not is_sampled  # samples may not depend on the other rows, as the number of useful paths does
     while True:
-        tokens, longer = drafter.next_tokens(len(found), ranks, scores, places)  # [B, W, R]
         first_place = sum(part.shape[1] for part, _, _ in found)
+        tokens, longer, scores, *chosen = drafter.next_paths(len(found), ranks, scores, places, first_place, width)
         found.append((tokens.flatten(1), longer.flatten(1), places))
         is_last = len(found) == levels
         if is_last and budget is None:
             break
-        scores, *chosen = choose_paths(tokens, longer, first_place, width)
         best.append(scores)
         if is_last or (budget is not None and waits and not budget.is_worth_a_level(_expect_right(best, is_sampled))):
             break
@@ -150,7 +162,6 @@ def search(
     return Candidates(roots, tokens, parents, scores, len(found), drafter.lay_out_q, right=right)
 
 
-@fused
 def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best candidates of a level, [B, width] each: scores, the indices of their paths, tokens, and places.
 

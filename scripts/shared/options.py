@@ -26,7 +26,7 @@ from scripts.shared.command import at_least
 TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
-compiled makes steps run fused kernels, graphs makes them CUDA graphs (both untimed). off changes nothing (default:
+compiled makes steps run fused kernels, graphs also makes them CUDA graphs (both untimed). off changes nothing (default:
 %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the fastest pretrained head that fits the model (default: %(default)s)"""
