@@ -141,6 +141,8 @@ def make_requests(
     ids = range(len(prompts)) if request_ids is None else request_ids
     if not len(prompts) == len(ids) == len(set(ids)):
         raise ValueError(f"{len(prompts)} prompts need as many different request_ids; {len(set(ids))} are given")
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 63:
+        raise ValueError(f"request_ids are numbers from 0 to 2^63 - 1; given are {min(ids)} to {max(ids)}")
     requests = []
     for request_id, prompt in zip(ids, prompts, strict=True):
         tokens = encode(prompt, target.tokenizer, chat)

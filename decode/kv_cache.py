@@ -19,20 +19,19 @@ from decode.gpu.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
-TOGETHER = 8  # layers that share tensors; with more of them, growing would need more memory
+TOGETHER = 8  # layers that share tensors; with more of them, growing and moving rows would need more memory
 
 
 class TreeCache(Cache):
     """A transformers `Cache` whose layers write to the slots that `reserve` chose. Attention sees the used slots."""
 
-    def __init__(self, batch: int, layers: int = 1) -> None:
-        """layers: of the model."""
+    def __init__(self, batch: int, layer_count: int = 1) -> None:
         # A reference cycle would keep the memory of an unused cache until the garbage collector runs.
         cache: Any = proxy(self)
         self._make_layer = partial(TreeCacheLayer, cache)
         super().__init__(layer_class_to_replicate=self._make_layer)
         self.blocks: list[Block] = []
-        self._count = layers
+        self._layer_count = layer_count
         self.lengths = [0] * batch  # committed tokens of each row, on the host
         self.capacity = 0  # slots that are allocated
         self.used = 0  # slots that attention sees
@@ -125,16 +124,19 @@ class TreeCache(Cache):
 
     def grow(self, slots: int) -> None:
         """Allocate so many slots of each row, and some more."""
+        for block in self.blocks:
+            block.trim()  # all layers have been written to
         if slots > self.capacity:
-            self.capacity = -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
+            capacity = -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
             for block in self.blocks:
-                block.grow(self.capacity)
+                block.grow(capacity)
+            self.capacity = capacity
 
     def add(self, layer: TreeCacheLayer, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer, for keys and values such as these [B, H, N, D]."""
         block = next((block for block in self.blocks if block.has_room_for(keys, values)), None)
         if block is None:
-            left = self._count - sum(len(block.keys) for block in self.blocks)
+            left = self._layer_count - sum(len(block.keys) for block in self.blocks)
             shape = max(1, min(left, TOGETHER)), self.round_rows(len(self.lengths)), self.capacity
             block = Block(*(_allocate(states, *shape) for states in (keys, values)))
             self.blocks.append(block)
@@ -151,7 +153,7 @@ class Block:
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Keep these tensors, and give each layer its part of them."""
         self.keys, self.values = keys, values
-        for layer, *states in zip(self.layers, keys, values, strict=False):  # some parts may be free
+        for layer, *states in zip(self.layers, keys, values, strict=False):  # parts may be free at first
             layer.keys, layer.values = states
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
@@ -163,8 +165,16 @@ class Block:
         self.layers.append(layer)
         self.hold(self.keys, self.values)
 
+    def trim(self) -> None:
+        """Free the parts that no layer has taken: other layers have another shape, or use another layer's keys."""
+        count = len(self.layers)
+        if count < len(self.keys):
+            self.hold(self.keys[:count].clone(), self.values[:count].clone())
+
     def grow(self, slots: int) -> None:
-        self.hold(*(nn.functional.pad(states, (0, 0, 0, slots - states.shape[3])) for states in self._both()))
+        missing = 0, 0, 0, slots - self.keys.shape[3]
+        self.hold(nn.functional.pad(self.keys, missing), self.values)  # one after the other takes less memory
+        self.hold(self.keys, nn.functional.pad(self.values, missing))
 
     def clear(self) -> None:
         for states in self._both():

@@ -18,6 +18,7 @@ from decode.gpu.fusion import fusing
 from decode.gpu.step_numbers import list_numbers
 from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
+from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import PlainProposer, Proposer, Step, Use
 from decode.sampling import AnswerProcessor, Sampling
@@ -77,8 +78,8 @@ def stream(
     _refuse_unknown(unknown)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch size is {batch_size}; it must be at least 1")
-    if nodes < 1:
-        raise ValueError(f"nodes is {nodes}; a tree has at least its root")
+    if not 1 <= nodes <= MAX_TREE_SLOTS:
+        raise ValueError(f"nodes is {nodes}; a tree has its root and at most {MAX_TREE_SLOTS} nodes")
     special, stop = find_special(stop, target.tokenizer)
     ends = special | (target.stop_ids if stop_ids is None else frozenset(stop_ids))
     limits = Limits(max_new_tokens, ends, stop, criterion)

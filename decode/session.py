@@ -204,7 +204,7 @@ class Session:
         self.cache.crop(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in ascending order."""
+        """Go on with these rows only, in ascending order. Nodes that were not kept are lost."""
         self._move_now()
         self.cache.select(rows)
 

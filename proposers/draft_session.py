@@ -26,9 +26,10 @@ class DraftSession:
         if step.is_prefill:
             self._session = self.draft.open(len(step.request_ids))
         else:
-            if len(step.kept) < len(self._session.lengths):
+            accepted, rows = self._find_accepted(step), range(len(self._session.lengths))
+            self._session.keep([accepted.get(row, []) for row in rows])  # before rows move
+            if len(step.kept) < len(rows):
                 self._session.select(step.kept)
-            self._session.keep(self._find_accepted(step))
         self._levels = []
 
     def start(self, step: Step) -> Tensor:
@@ -46,14 +47,14 @@ class DraftSession:
         self._levels.append((tokens, first + parents if self._levels else torch.full_like(parents, -1)))
         return self._session.verify(self._make_tree(), start=begin).logits
 
-    def _find_accepted(self, step: Step) -> list[list[int]]:
-        """The accepted nodes of each row's tree."""
+    def _find_accepted(self, step: Step) -> dict[int, list[int]]:
+        """The accepted nodes of the trees of the rows that go on."""
         if not self._levels:
-            return [[] for _ in step.kept]
+            return {}
         tree = self._make_tree()
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         rows = zip(step.kept, step.committed, strict=True)
-        return [_find_path(tokens[row], parents[row], text[1:]) for row, text in rows]
+        return {row: _find_path(tokens[row], parents[row], text[1:]) for row, text in rows}
 
     def _make_tree(self) -> Tree:
         """The paths as a tree without its root."""

@@ -70,8 +70,8 @@ class EagleProposer(HeadProposer):
 
     @property
     def _most_drafted(self) -> int:
-        """The tokens that a draft has at most."""
-        return self.depth * self.width if self.paths is None else len(self.paths)
+        """The tokens that a draft has at most: of a fixed tree, or of the levels that a merged tree takes."""
+        return max(self.depth * self.width, len(self.paths or ()))
 
 
 class EagleDrafter:

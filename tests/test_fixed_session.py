@@ -56,7 +56,7 @@ def add_noise(session: FixedSession) -> dict[int, list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])  # gpt2 looks positions up
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_results_are_those_of_a_session(kind: str, sampling: Sampling) -> None:
     """While trees change in size, rows leave, and the cache grows past its first 256 slots."""

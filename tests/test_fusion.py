@@ -50,6 +50,24 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     assert capsys.readouterr().err.count("no compiler") == 1
 
 
+def test_a_function_with_too_many_variants_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone: others stay compiled."""
+    compiled, limit = [], torch._dynamo.exc.FailOnRecompileLimitHit
+
+    def compile_it(function: Any, **_: Any) -> Any:
+        compiled.append(function)
+        return function if function is torch.sub else lambda *_: (_ for _ in ()).throw(limit("too many"))
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(fusion, "_failed", False)
+    add, subtract = fused(torch.add), fused(torch.sub)
+    with fusing(True):
+        assert [add(torch.ones(1), 1).tolist() for _ in range(2)] == [[2], [2]]
+        assert subtract(torch.ones(1), 1).tolist() == [0]
+    assert compiled == [torch.add, torch.sub]
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(getattr(function, "__wrapped__"), fullgraph=True)  # noqa: B009
 

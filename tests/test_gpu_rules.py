@@ -60,7 +60,9 @@ def draft_tree(seed: int, all_sampled: bool, chains: bool) -> Tree:
 @pytest.mark.parametrize("sharpness", [0.5, 4.0])
 @pytest.mark.parametrize("all_sampled", [True, False])
 @pytest.mark.parametrize("chains", [True, False])
-def test_sampled_trees_are_judged_as_row_by_row(chains: bool, all_sampled: bool, sharpness: float) -> None:
+def test_sampled_trees_are_judged_as_row_by_row(
+    chains: bool, all_sampled: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = set()
     for seed in range(150):
         tree = draft_tree(seed, all_sampled, chains)
@@ -71,6 +73,7 @@ def test_sampled_trees_are_judged_as_row_by_row(chains: bool, all_sampled: bool,
         sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
         expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
         keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
+        monkeypatch.setattr("decode.gpu.judge.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
         on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
         assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
         assert bonus.tolist() == expected.bonus, seed

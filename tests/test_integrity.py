@@ -76,6 +76,16 @@ def test_logits_that_are_no_numbers_stop_the_run(
         )
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_they_stop_the_run_where_only_the_most_likely_tokens_are_sorted(
+    target: Target, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr("decode.cpu.fast_top_p.TOP", 8)
+    spoil_logits(target, monkeypatch, step=5, value=value)
+    with pytest.raises(FloatingPointError, match="request 1: the model's logits"):
+        generate(target, PROMPTS, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
+
+
 def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
     """The second thread is refused while the first drafts, and the first one's text stays the same."""
     drafting, refused = threading.Event(), threading.Event()

@@ -161,6 +161,22 @@ def test_a_draft_model_is_right_about_itself(target: Target) -> None:
     assert tree.tokens == answer.tokens and tree.stats.tau > 3  # the most likely path is not always the greedy one
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_draft_model_stays_right_when_another_row_ends(target: Target, width: int) -> None:
+    """Its KV cache keeps each row's own tokens."""
+    proposer = DraftProposer(target, width=width, length=4)
+    alone = generate(target, [[5, 6, 7]], proposer, max_new_tokens=41, stop_ids=[])[0]
+    together = generate(
+        target,
+        [[9, 8, 6, 5], [5, 6, 7]],
+        proposer,
+        max_new_tokens=41,
+        stop_ids=[],
+        criterion=lambda request_id, tokens: request_id == 0 and len(tokens) > 9,
+    )
+    assert len(together[0].tokens) < 20 and together[1].stats.accepted_by_depth == alone.stats.accepted_by_depth
+
+
 def test_a_sampled_draft_of_itself_is_always_accepted(target: Target) -> None:
     proposer = DraftProposer(target, sampled=True, length=4)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)

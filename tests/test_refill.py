@@ -75,6 +75,12 @@ def test_each_prompt_needs_its_own_request_id(request_ids: list[int]) -> None:
         generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
 
 
+@pytest.mark.parametrize("request_ids", [[-1, 2], [0, 1 << 63]])
+def test_request_ids_that_cannot_key_noise_are_refused(request_ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="request_ids are numbers from 0"):
+        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_in_groups_of_similar_length(kind: str) -> None:
     target = Target(tiny(kind))

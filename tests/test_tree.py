@@ -222,7 +222,7 @@ def test_a_growing_cache_keeps_its_contents() -> None:
 
 def test_layers_of_one_shape_share_tensors() -> None:
     """At most 8 of them, and a layer of another shape has tensors of its own. All are moved, grown and selected."""
-    cache = TreeCache(batch=2, layers=11)
+    cache = TreeCache(batch=2, layer_count=11)
     heads = [3 if number in (5, 7) else 1 for number in range(11)]
     cache.reserve(0, 4, torch.device("cpu"))
     new = torch.arange(8.0).view(2, 1, 4, 1)
@@ -231,6 +231,7 @@ def test_layers_of_one_shape_share_tensors() -> None:
     assert [len(block.keys) for block in cache.blocks] == [8, 3, 1]
     cache.keep(torch.tensor([[0, 3], [0, 2]]), [2, 2])
     cache.reserve(0, 400, torch.device("cpu"))
+    assert [len(block.keys) for block in cache.blocks] == [8, 2, 1]  # what no layer took is freed
     cache.select([1])
     for number, (layer, count) in enumerate(zip(cache.layers, heads, strict=True)):
         assert layer.keys.shape == (1, count, cache.capacity, 2) and layer.values.shape == (1, count, cache.capacity, 1)

@@ -86,14 +86,14 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
     """`accelerate` on a copy: modules are copied, tensors are shared, the given model stays as it is.
 
     Returns the model itself for "off", if it is accelerated already, and if accelerate's hooks spread it over devices.
-    Raises ValueError if such a model is to be compiled.
+    Raises ValueError if such a model is to be compiled or to have graphs.
     """
     check_mode(mode)
     if mode == "off":
         return model
     if _has_hooks(model) or any(isinstance(module, PACKED) for module in model.modules()):
-        if mode == "compiled":
-            raise ValueError("a model that is packed already or spread over devices cannot be compiled")
+        if mode in ("compiled", "graphs"):
+            raise ValueError(f"a model that is packed already or spread over devices cannot have accelerate={mode!r}")
         return model
     tensors = [*model.parameters(), *model.buffers()]
     return accelerate(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}), mode)

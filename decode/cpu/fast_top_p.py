@@ -22,9 +22,9 @@ class FastTopP(TopPLogitsWarper):
             return super().__call__(input_ids, scores)
         top, tokens = scores.softmax(dim=-1).topk(TOP, dim=-1)
         inside = top.cumsum(dim=-1) - top < self.top_p  # the more likely tokens do not suffice
-        count = inside.sum(dim=-1, keepdim=True)
+        count = inside.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN is not inside
         boundary = top.gather(-1, torch.cat([count - 1, count.clamp(max=TOP - 1)], dim=-1))
-        unsure = boundary[:, 0] == boundary[:, 1]  # a tie, or all are inside
+        unsure = (boundary[:, 0] == boundary[:, 1]) | top[:, 0].isnan()  # a tie, or all are inside
         result = torch.full_like(scores, -torch.inf)
         result.scatter_(-1, tokens, scores.gather(-1, tokens).masked_fill(~inside, -torch.inf))
         if bool(unsure.any()):

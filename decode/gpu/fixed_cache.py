@@ -16,6 +16,7 @@ MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next b
 class FixedCache(TreeCache):
     """A `TreeCache` with more rows than needed, whose slots are chosen on the device. Attention sees all of them."""
 
+    @torch.inference_mode()  # the cache was made in it
     def restart(self, batch: int) -> None:
         """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
         self.lengths = [0] * batch

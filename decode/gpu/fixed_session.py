@@ -47,7 +47,9 @@ class StepMemory:
         """The graphs of steps on so many rows and the slots that are allocated now."""
         if self._allocated != (rows, self.cache.capacity):
             self._steps.clear()
-            self.pool = make_pool(self._device)  # torch refuses one whose graphs are all gone
+            self.checks.clear()  # of other numbers of rows
+            # torch refuses a pool whose graphs are all gone.
+            self.pool, self.check_pool = make_pool(self._device), make_pool(self._device)
             self._allocated = rows, self.cache.capacity
         return self._steps
 
@@ -146,8 +148,10 @@ class FixedSession(Session):
 
 def make_buffer(name: str, like: Tensor, rows: int, nodes: int) -> Tensor:
     """A buffer for an input of a step, filled with trees of one node each."""
-    shape = (rows, nodes, nodes if name == "ancestors" else like.shape[-1])[: like.ndim]
-    return like.new_full(shape, int(name == "sizes"))
+    if name == "ancestors":
+        return torch.eye(nodes, dtype=like.dtype, device=like.device).repeat(rows, 1, 1)
+    shape = (rows, nodes, like.shape[-1])[: like.ndim]
+    return like.new_full(shape, {"sizes": 1, "parents": -1}.get(name, 0))
 
 
 def make_tree(buffers: Mapping[str, Tensor]) -> Tree:

@@ -1,13 +1,14 @@
 """Fused kernels: all of a step but the model's forward pass, compiled by torch.compile on a GPU.
 
 Each function that is marked with `fused` becomes a few kernels instead of one for every operation. It is compiled when
-it is first called, and runs as it is on a CPU, outside `fusing`, and where it cannot be compiled.
+it is first called, and runs as it is on a CPU, outside `fusing`, and where it cannot be compiled or has too many
+variants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -20,6 +21,7 @@ from decode.models.user_cache import print_notice
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+VARIANTS = 64  # of a function, for different shapes, heads and levels; torch's own limit of 8 is too low
 _is_fusing: ContextVar[bool] = ContextVar("is_fusing", default=False)
 _failed = False  # in this process: a compiler is missing, for example
 
@@ -29,7 +31,8 @@ def fusing(wanted: bool) -> Iterator[None]:
     """Run functions marked with `fused` compiled, if `wanted`."""
     token = _is_fusing.set(wanted)
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS) if wanted else nullcontext():
+            yield
     finally:
         _is_fusing.reset(token)
 
@@ -46,9 +49,12 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         compiled = compiled or torch.compile(function, fullgraph=True)
         try:
             return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # before anything was computed
+        # Both come before anything is computed.
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            compiled = function
+        except torch._dynamo.exc.TorchDynamoException as error:
             _give_up(error)
-            return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 

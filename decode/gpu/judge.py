@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decode.gpu.draw import MOST
 from decode.gpu.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN, Sampling
@@ -35,8 +36,25 @@ def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Te
     """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where logits are NaN or infinite.
 
     logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
-    bonus token. Without logits processors.
+    bonus token. Without logits processors. Large batches are judged in parts, to save memory.
     """
+    size = max(1, MOST // (tree.width * logits.shape[2]))  # rows
+    if tree.batch <= size:
+        return _judge_part(tree, logits, sampling, keys)
+    parts = zip(_split(tree, size), logits.split(size), keys.split(size), strict=True)
+    judged = [_judge_part(part, part_logits, sampling, part_keys) for part, part_logits, part_keys in parts]
+    on_path, bonus = (torch.cat(part) for part in zip(*judged, strict=True))
+    return on_path, bonus
+
+
+def _split(tree: Tree, size: int) -> list[Tree]:
+    """The trees of so many rows at a time."""
+    tensors = {name: tensor.split(size) for name, tensor in tree.tensors().items()}
+    return [tree.with_tensors(dict(zip(tensors, part, strict=True))) for part in zip(*tensors.values(), strict=True)]
+
+
+def _judge_part(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """`judge_sampled_trees` for a part of the batch."""
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
     broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
     nodes, order = Nodes(*(getattr(tree, name) for name in Nodes._fields)), None

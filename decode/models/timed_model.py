@@ -51,7 +51,7 @@ class TimedModel(StockModel):
                 self._cost_curves[key] = self._find_curve(rows, context)
             else:
                 share = (context - contexts[0]) / (contexts[1] - contexts[0])
-                shortest, longest = (self.cost_curve(rows, each) for each in contexts)
+                shortest, longest = (TimedModel.cost_curve(self, rows, each) for each in contexts)
                 self._cost_curves[key] = shortest.blend(longest, share)
         return self._cost_curves[key]
 
@@ -72,4 +72,4 @@ class TimedModel(StockModel):
                     raise
             else:
                 save_curve(file, curve)
-        return curve or self.cost_curve(rows if context > CONTEXTS[0] else rows // 4)
+        return curve or TimedModel.cost_curve(self, rows if context > CONTEXTS[0] else rows // 4)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class AnswerStore:
             raise ValueError(f"capacity is {capacity}; a store keeps at least {2 * GRAM} tokens")
         self.capacity = capacity
         self._buckets = 2 * capacity
-        self._lock = Lock()
+        self._lock = RLock()
         self._clear()
 
     def __len__(self) -> int:
@@ -66,8 +66,8 @@ class AnswerStore:
         if len(tail) < GRAM:
             return found
         backwards = tail[: -LONGEST - 1 : -1]
-        tokens, capacity = self._tokens, self.capacity
         with self._lock:
+            tokens, capacity = self._tokens, self.capacity
             first, place = max(0, self._end - capacity), self._newest[self._bucket(tail[-GRAM:])]
             while place >= first and len(found) < OCCURRENCES:
                 token, length = tokens[place % capacity], 0
@@ -87,22 +87,24 @@ class AnswerStore:
             if self._is_kept(place) and self._end - place > self.capacity // 2:
                 self._append(self._take(place))
 
-    def answers(self) -> Iterator[list[int]]:
+    def answers(self) -> list[list[int]]:
         """The kept answers, least recently used first."""
+        answers: list[list[int]] = []
         answer: list[int] = []
-        for place in range(max(0, self._end - self.capacity), self._end):
-            token = self._token(place)
-            if token != END:
-                answer.append(token)
-            elif answer:
-                yield answer
-                answer = []
+        with self._lock:
+            for place in range(max(0, self._end - self.capacity), self._end):
+                token = self._token(place)
+                if token != END:
+                    answer.append(token)
+                elif answer:
+                    answers.append(answer)
+                    answer = []
+        return answers
 
     def save(self, file: Path | str) -> None:
         """Write the answers to a file. Until it is complete, the file keeps what it had."""
         file = Path(file)
-        with self._lock:
-            tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
+        tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
         aside = file.with_name(f"{file.name}.partial")
         save_file({"tokens": tokens}, aside, {"answer_store": VERSION, "sha256": _checksum(tokens)})
         aside.replace(file)

@@ -16,7 +16,7 @@ class StoredSource(Source):
     """Continues each node as earlier answers continued, and keeps the answers of its own streams in the store.
 
     An answer is kept when its request leaves the batch, the last ones of a stream when the next stream begins or
-    `keep_answers` is called.
+    `keep_answers` is called. Of a stream that was closed early, they are as far as they got.
     """
 
     def __init__(self, store: AnswerStore) -> None:
