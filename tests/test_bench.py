@@ -344,6 +344,14 @@ def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     return records
 
 
+def test_accepted_tokens_are_summed_over_different_sources() -> None:
+    """A run that was continued may have chosen another head."""
+    records = make_records({"none": [1.0, 1.0]})
+    for record, accepted in zip(records, ({"suffix": 3, "eagle": 2}, {"suffix": 4, "hydra": 1}), strict=True):
+        record["turns"][0]["methods"]["none"]["accepted"] = accepted
+    assert make_rows(records, [], ["none"])[-1]["accepted"] == {"suffix": 7, "eagle": 2, "hydra": 1}
+
+
 def test_intervals_are_bootstrapped_over_questions() -> None:
     records = make_records({"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20})
     rows = {

@@ -66,6 +66,7 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
     straight = [pair for *pair, loop in zip(counts, steps, loops, strict=True) if not loop]
     trimmed = [pair for turn in turns for pair in turn.get("trimmed") or []]
     accepted = [turn["accepted"] for turn in turns if turn.get("accepted")]
+    sources = dict.fromkeys(name for entry in accepted for name in entry)  # a continued run may take another head
     nodes = [sum(turn["nodes"]) for turn in turns if turn["nodes"] is not None]
     parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
     total = sum(sum(part.values()) for part in parts)
@@ -82,7 +83,7 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
         "tokens_per_second": _divide(tokens, seconds),
         "mean_of_speeds": fmean(count / time for count, time in measured),
         "parts": {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None,
-        "accepted": {name: sum(entry[name] for entry in accepted) for name in accepted[0]} if accepted else None,
+        "accepted": {name: sum(entry.get(name, 0) for entry in accepted) for name in sources} or None,
         "identical": fmean(same) if same else None,
     }
 
