@@ -153,8 +153,9 @@ class Block:
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Keep these tensors, and give each layer its part of them."""
         self.keys, self.values = keys, values
-        for layer, *states in zip(self.layers, keys, values, strict=False):  # parts may be free at first
-            layer.keys, layer.values = states
+        with torch.enable_grad():  # torch refuses to write with gradients to views that were made without
+            for place, layer in enumerate(self.layers):
+                layer.keys, layer.values = keys[place], values[place]
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
         """Whether another layer can be added whose keys and values are such as these [B, H, N, D]."""
