@@ -177,30 +177,25 @@ def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | N
         fitting.append(_make_head_proposer(head, folder, target))
     if len(fitting) < 2:
         return fitting[0] if fitting else None
-    speeds = [expect_speed(target, proposer, proposer.calibration) for proposer in fitting]
-    close = [proposer for proposer, speed in zip(fitting, speeds, strict=True) if speed >= CLOSE * max(speeds)]
-    if len(close) == 1 or max(speeds) == 0:
-        return close[0]
-    return min(close, key=lambda proposer: time_step(target, fix_size(target, proposer, proposer.calibration)))
+    tried = [try_head(target, proposer, proposer.calibration) for proposer in fitting]
+    enough = CLOSE * max(speed for speed, _ in tried)
+    steps = [seconds if speed >= enough else inf for speed, seconds in tried]
+    return fitting[steps.index(min(steps))]
 
 
-def expect_speed(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> float:
-    """Tokens per second to be expected for one text with the best tree on average; 0 without a calibration."""
+def try_head(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> tuple[float, float]:
+    """Tokens per second to be expected for one text with the best tree on average, and the seconds of its step.
+
+    0 and infinitely many without a calibration.
+    """
     if calibration is None:
-        return 0.0
-    trial = fix_size(target, proposer, calibration)
-    return calibration.expect_tau(trial.nodes or 1)[-1] / time_step(target, trial)
-
-
-def fix_size(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> HeadProposer:
-    """The proposer with nothing learned, for the tree that is best on average; without a calibration, for any trees."""
+        return 0.0, inf
+    cost = target.cost_curve()
+    nodes, tau = max(enumerate(calibration.expect_tau(COMPARED), start=1), key=lambda tree: tree[1] / cost(tree[0]))
     trial = proposer.renew()
-    if calibration is not None:
-        cost = target.cost_curve()
-        taus = enumerate(calibration.expect_tau(COMPARED), start=1)
-        trial.nodes, _ = max(taus, key=lambda tree: tree[1] / cost(tree[0]))
-        trial.paths = calibration.best_tree(trial.nodes)
-    return trial
+    trial.nodes, trial.paths = nodes, calibration.best_tree(nodes)
+    seconds = time_step(target, trial)
+    return tau / seconds, seconds
 
 
 def time_step(target: Target, proposer: HeadProposer) -> float:

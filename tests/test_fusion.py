@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +49,29 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     with fusing(True):
         assert [fused(torch.add)(torch.ones(1), 1).tolist() for _ in range(2)] == [[2], [2]]
     assert capsys.readouterr().err.count("no compiler") == 1
+
+
+@pytest.mark.parametrize("variants", [12, 70])  # torch's own limit is 8
+def test_a_function_may_have_many_variants(monkeypatch: pytest.MonkeyPatch, variants: int) -> None:
+    """Beyond the limit it runs as it is."""
+    traced: list[int] = []
+
+    def trace(module: Any, _: Any) -> Any:
+        traced.append(len(traced))
+        return module
+
+    @fused
+    def take(tensor: torch.Tensor, rows: tuple[int, ...], row: int) -> torch.Tensor:
+        return tensor + rows[row]  # as a calibration's levels: a program for each
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=trace))
+    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(fusion, "_failed", False)
+    rows = tuple(range(variants))
+    with fusing(True):
+        assert [int(take(torch.zeros(1), rows, row)) for row in rows] == [*rows]
+    assert len(traced) == min(variants, fusion.VARIANTS) and not fusion._failed
 
 
 def test_a_function_with_too_many_variants_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,13 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         return model
     if mode == "graphs" and model.device.type != "cuda":
         raise ValueError(f"CUDA graphs need a CUDA device, and the model is on the {model.device.type}; choose auto")
+    if mode == "graphs" and _has_hooks(model):
+        raise ValueError("a model that accelerate spreads over devices cannot have CUDA graphs; choose auto")
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
         model.has_fused_steps = mode in ("compiled", "graphs")
-        model.has_graphs = mode == "graphs" and not _has_hooks(model)
+        model.has_graphs = mode == "graphs"
         return model
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":

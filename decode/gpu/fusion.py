@@ -8,7 +8,7 @@ variants.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -31,8 +31,7 @@ def fusing(wanted: bool) -> Iterator[None]:
     """Run functions marked with `fused` compiled, if `wanted`."""
     token = _is_fusing.set(wanted)
     try:
-        with torch._dynamo.config.patch(recompile_limit=VARIANTS) if wanted else nullcontext():
-            yield
+        yield
     finally:
         _is_fusing.reset(token)
 
@@ -48,7 +47,11 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return function(*args, **kwargs)
         compiled = compiled or torch.compile(function, fullgraph=True)
         try:
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # setting the limit for each call would take longer
+                with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+                    return compiled(*args, **kwargs)
         # Both come before anything is computed.
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             compiled = function
