@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.gpu.fusion import fused
 from decode.gpu.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
@@ -183,9 +184,7 @@ class Block:
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
-        row = torch.arange(source.shape[0], device=source.device)[:, None]
-        for states in self._both():
-            states[:, row, :, destination] = states[:, row, :, source]
+        move_slots(self.keys, self.values, source, destination)
 
     def select(self, unmoved: int, moved: Tensor, slots: int, rows: int) -> None:
         """Go on with the first `unmoved` rows and the rows `moved`, whose first slots are moved up in place.
@@ -199,6 +198,14 @@ class Block:
 
     def _both(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
+
+
+@fused
+def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
+    """`Block.move`."""
+    row = torch.arange(len(source), device=source.device)[:, None]
+    for states in (keys, values):
+        states[:, row, :, destination] = states[:, row, :, source]
 
 
 def _allocate(like: Tensor, layers: int, rows: int, slots: int) -> Tensor:

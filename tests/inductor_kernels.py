@@ -2,8 +2,7 @@
 
 The function is traced on the CPU and scheduled by the rules of inductor's Triton backend, which stops before it
 generates code. Each group of operations that it fuses counts as one launch, as does each library call (matrix products,
-attention, top-k, sorting many numbers). On a GPU, inductor also joins the parts of a concatenation, and may split large
-reductions in two.
+attention, top-k, sorting many numbers). On a GPU, inductor may also split large reductions in two.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import config, ir, scheduler
+from torch._inductor import config, ir, lowering, scheduler
 
 compile_function = torch.compile  # a pretended device replaces it
+CAT = torch.ops.aten.cat.default
+lower_cat = lowering.lowerings[CAT]
 
 
 class _ScheduledError(Exception):
@@ -46,13 +47,28 @@ def list_kernels(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
             failures.append(failure)
 
     original = scheduler.Scheduler._init
-    with patch.object(scheduler.Scheduler, "_init", schedule):
+    cat = patch.dict(lowering.lowerings, {CAT: lower_cat_for_gpu})
+    with cat, patch.object(scheduler.Scheduler, "_init", schedule):
         thread = Thread(target=compile_it)
         thread.start()
         thread.join()
     if not found and failures:
         raise failures[0]
     return found[0] if found else []
+
+
+class _SeenOnGpu(ir.TensorBox):
+    """A tensor that says once that it is on a GPU."""
+
+    def get_device(self) -> torch.device | None:
+        device = super().get_device() if hasattr(self, "asked") else torch.device("cuda")
+        self.asked = True
+        return device
+
+
+def lower_cat_for_gpu(inputs: Sequence[ir.TensorBox], dim: int = 0) -> ir.TensorBox:
+    """Inductor's lowering of a concatenation, which first asks for the device. On a CPU it fuses none."""
+    return lower_cat([_SeenOnGpu(inputs[0].data), *inputs[1:]], dim)
 
 
 def is_launch(node: Any) -> bool:

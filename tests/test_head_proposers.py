@@ -18,7 +18,7 @@ from proposers.draft_budget import DraftBudget
 from proposers.packed_head import attend_like_target
 from proposers.trees.candidates import Candidates
 from proposers.trees.fixed import PUBLISHED, check_tree, cut_tree
-from proposers.trees.search import RANKS, ScoredDrafter, search
+from proposers.trees.search import RANKS, ScoredDrafter, expect_right, search
 from tests.drafting import Paths, Recorder, fix_cost, list_paths, make_head
 from tests.models import tiny
 
@@ -174,6 +174,13 @@ def test_expected_acceptance_is_that_of_the_best_trees() -> None:
         tree = candidates.tree(nodes)
         expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
         assert accepted[nodes - 1] == pytest.approx(expected / 2, rel=1e-5)
+
+
+def test_right_levels_are_those_with_a_right_path() -> None:
+    """Levels may have different numbers of paths. Of sampled trees only the first level counts."""
+    best = [torch.tensor([[0.5], [0.7]]).log(), torch.tensor([[0.3, 0.1], [0.2, 0.2]]).log()]
+    assert expect_right(best, sampled=False).tolist() == pytest.approx([0.6, 0.4])
+    assert expect_right(best, sampled=True).tolist() == pytest.approx([0.6, (0.5**2 + 0.7**2) / 2])
 
 
 # ---- the heads' tokens and scores ----

@@ -1,6 +1,6 @@
 """EAGLE drafting at fixed shapes, for a GPU: a few fused kernels a level, and nothing that the host must wait for.
 
-Shapes: B rows, T tokens, W paths, N drafted tokens at most, S slots that are allocated, H hidden size, D draft
+Shapes: B rows, T tokens, W paths, S slots that are allocated, H hidden size, D draft
 vocabulary, R queries that share a key.
 """
 
@@ -47,9 +47,15 @@ class FixedEagleDrafter:
         self.cache = cache.allocated()
         end = self.cache[0].shape[2]
         self.slots = torch.arange(end - drafted, end, device=inputs["features"].device)
-        features, following = inputs["features"], inputs["following"]
-        self.paths, self.own, self.table = read_features(
-            head, embed, *self.cache, features, following, inputs["counts"], inputs["lengths"], self.slots, levels
+        self.paths, self.table = read_features(
+            head,
+            embed,
+            *self.cache,
+            inputs["features"],
+            inputs["following"],
+            inputs["counts"],
+            inputs["lengths"],
+            levels,
         )
         self.head, self.embed = head, embed
         self.level = self.drafted = 0
@@ -58,10 +64,10 @@ class FixedEagleDrafter:
         return self.paths.logits
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        new = slice(self.drafted, self.drafted + parents.shape[1])
-        table, slots, own = self.table.part(self.level, self.level + 1), self.slots[new], self.own[new]
-        self.paths = extend_paths(self.head, self.embed, *self.cache, self.paths, table, slots, own, parents, tokens)
-        self.level, self.drafted = self.level + 1, new.stop
+        end = self.drafted + parents.shape[1]
+        table, slots = self.table.part(self.level, self.level + 1), self.slots[self.drafted : end]
+        self.paths = extend_paths(self.head, self.embed, *self.cache, self.paths, table, slots, parents, tokens)
+        self.level, self.drafted = self.level + 1, end
 
 
 @fused
@@ -74,13 +80,12 @@ def read_features(
     following: Tensor,
     counts: Tensor,
     lengths: Tensor,
-    drafted: Tensor,
     levels: int,
-) -> tuple[Paths, Tensor, RotaryTable]:
+) -> tuple[Paths, RotaryTable]:
     """Read the target's fused features [B, T, H] and the tokens [B, T] after them, `counts` [B] in each row.
 
-    lengths [B]: tokens that were read before. drafted [N]: slots of draft tokens. Returns the only path of the first
-    level, each draft token's own slot as [N, S] bool, and the rotary table of the positions of all levels.
+    lengths [B]: tokens that were read before. Returns the only path of the first level, and the rotary table of the
+    positions of all levels.
     """
     dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
     slot = torch.arange(keys.shape[2], device=device)
@@ -93,7 +98,7 @@ def read_features(
     last = pick_last(states, counts)[:, None]
     shared = layer.num_attention_heads // layer.num_key_value_heads
     mask = hide(slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
-    return Paths(last, mask, head.logits(last)), slot == drafted[:, None], table.part(count, count + levels)
+    return Paths(last, mask, head.logits(last)), table.part(count, count + levels)
 
 
 @fused
@@ -105,15 +110,15 @@ def extend_paths(
     before: Paths,
     table: RotaryTable,
     slots: Tensor,
-    own: Tensor,
     parents: Tensor,
     tokens: Tensor,
 ) -> Paths:
     """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to `slots` [W].
 
-    table: of the next position. own [W, S]: the new tokens' slots.
+    table: of the next position.
     """
     shared, size = before.mask.shape[1], before.mask.shape[3]
+    own = torch.arange(size, device=parents.device) == slots[:, None]
     mask = before.mask.gather(2, parents[:, None, :, None].expand(-1, shared, -1, size)).masked_fill(own, 0)
     states = before.states.gather(1, expand_last(parents, before.states))
     context = FixedSlots(keys, values, slots, attend)

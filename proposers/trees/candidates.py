@@ -116,7 +116,7 @@ def _join_nodes(
     above = node.gather(1, parents.gather(1, chosen) % node.shape[1])
     return (
         torch.cat([roots[:, None], tokens.gather(1, chosen)], dim=1),
-        nn.functional.pad(above, (1, 0), value=-1),
+        torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
         nn.functional.pad(scores, (1, 0)),
     )
 

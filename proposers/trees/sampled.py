@@ -61,30 +61,29 @@ class SampledTokens:
         """
         ranks = min(ranks, logits.shape[2])
         if logits.device.type == "cuda":
-            indices = self._take(places.shape[1] * logits.shape[2], logits.device)
-            ids, log_q, q = sample_at_once(logits, [*self.sampling.warpers], self._seeds, indices, places, ranks)
+            begin = self._take(places.shape[1] * logits.shape[2])
+            ids, log_q, q = sample_at_once(logits, [*self.sampling.warpers], self._seeds, begin, places, ranks)
             self._samples.append((places, q))
             return ids, log_q
         q, log_q = rank_probabilities(self.sampling.probabilities(logits.flatten(0, 1)), logits, places, ranks)
         self._samples.append((places, q))
-        indices = self._take(places.shape[1] * ranks * 2, q.device)  # two for each sample
+        begin = self._take(places.shape[1] * ranks * 2)  # two for each sample
+        indices = torch.arange(begin, self._used, device=q.device)
         uniforms = stream_uniforms(self._seeds, indices).view(-1, ranks, 2)  # [P, R, 2]
         ids = sample_without_replacement(q.flatten(0, 1), uniforms)
         return ids.unflatten(0, places.shape), log_q
 
-    def _take(self, count: int, device: torch.device) -> Tensor:
-        """The indices of so many random numbers of each row that were not used yet."""
+    def _take(self, count: int) -> int:
+        """The index of the first of so many random numbers of each row that were not used yet."""
         self._used += count
-        return torch.arange(self._used - count, self._used, device=device)
+        return self._used - count
 
     def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
         """q [B, N, V] of each node's children; zero after nodes whose path was not followed.
 
         chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
         """
-        # Fused, each part would be copied by a kernel of its own.
-        owners, q = (torch.cat(parts, dim=1) for parts in zip(*self._samples, strict=True))
-        return _lay_out_q(owners, q, chosen, candidates, token_map, self.vocabulary)
+        return _lay_out_q(self._samples, chosen, candidates, token_map, self.vocabulary)
 
 
 def find_seeds(step: Step) -> Tensor:
@@ -97,9 +96,17 @@ def find_seeds(step: Step) -> Tensor:
 
 @fused
 def _lay_out_q(
-    owners: Tensor, q: Tensor, chosen: Tensor, candidates: int, token_map: Tensor | None, vocabulary: int
+    samples: Sequence[tuple[Tensor, Tensor]],
+    chosen: Tensor,
+    candidates: int,
+    token_map: Tensor | None,
+    vocabulary: int,
 ) -> Tensor:
-    """`SampledTokens.lay_out_q`: q [B, P, D] after the paths whose last candidates are `owners` [B, P]."""
+    """`SampledTokens.lay_out_q`.
+
+    samples: of each level, the paths' last candidates [B, W], and q [B, W, D] after them.
+    """
+    owners, q = (torch.cat(parts, dim=1) for parts in zip(*samples, strict=True))
     batch, nodes, device = chosen.shape[0], chosen.shape[1] + 1, chosen.device
     place = torch.full((batch, candidates + 1), nodes, device=device)  # candidate -> its node
     place.scatter_(1, chosen, torch.arange(1, nodes, device=device).expand_as(chosen))
@@ -120,13 +127,14 @@ def rank_probabilities(p: Tensor, logits: Tensor, places: Tensor, ranks: int) ->
 
 @fused
 def sample_at_once(
-    logits: Tensor, warpers: Sequence[LogitsProcessor], seeds: Tensor, indices: Tensor, places: Tensor, ranks: int
+    logits: Tensor, warpers: Sequence[LogitsProcessor], seeds: Tensor, begin: int, places: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`SampledTokens.pick` in few launches: draft ids and log-probabilities, [B, W, R] each, and q [B, W, D].
 
-    indices [W x D]: of each row's random numbers. Logits that are NaN or infinite give tokens that are not accepted.
+    begin: the index of each row's first random number. Tokens after NaN or infinite logits are not accepted.
     """
     q, log_q = rank_probabilities(warp(upcast_half(logits).flatten(0, 1), warpers), logits, places, ranks)
+    indices = torch.arange(begin, begin + q[0].numel(), device=q.device)
     noise = make_exponential(seeds, indices).view(q.shape)
     return sample_by_gumbel(q, noise, ranks), log_q, q
 

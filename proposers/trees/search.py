@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.gpu.fusion import fused
 from heads.vocabulary import top_tokens
@@ -131,8 +131,7 @@ def search(
     A GPU would wait for each of these decisions. There all levels are drafted with `width` paths, and the budget
     chooses the next step's levels from `Candidates.right`.
     """
-    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
-    places = torch.full_like(roots[:, None], -1)  # [B, W]
+    scores, places = begin_paths(roots)
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
     best: list[Tensor] = []  # of each level: the scores of the paths that could be followed further
     waits = roots.device.type == "cpu"
@@ -156,10 +155,14 @@ def search(
             scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
-    right = None if waits or budget is None else expect_right(best, is_sampled)
-    tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    parents = places.repeat_interleave(longer.shape[2], dim=1)
+    wants_right = not waits and budget is not None
+    tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None, is_sampled)
     return Candidates(roots, tokens, parents, scores, len(found), drafter.lay_out_q, right=right)
+
+
+def begin_paths(roots: Tensor) -> tuple[Tensor, Tensor]:
+    """The only path before the first level is the root: its score and its place, [B, 1] each."""
+    return torch.zeros_like(roots[:, None], dtype=torch.float32), torch.full_like(roots[:, None], -1)
 
 
 def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,12 +175,24 @@ def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -
     return order.values[:, :width], index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
 
 
+@fused
+def join_levels(
+    found: Sequence[tuple[Tensor, Tensor, Tensor]], ranks: int, best: Sequence[Tensor] | None, sampled: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Tokens, parents and scores [B, M] of all levels' candidates, and `expect_right(best, sampled)`.
+
+    found: of each level, tokens and scores [B, W R] of its candidates, and the places [B, W] of their parents.
+    """
+    tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    parents = places.repeat_interleave(ranks, dim=1)
+    return tokens, parents, scores, None if best is None else expect_right(best, sampled)
+
+
 def _expect_right(best: list[Tensor], sampled: bool) -> float:
     """`expect_right` for the last level."""
     return float(expect_right(best[:1] * len(best) if sampled else best[-1:], sampled)[-1])
 
 
-@fused
 def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
     """By level: the probability that one of the paths with the scores best[level] [B, W] is right, averaged over rows.
 
@@ -188,7 +203,9 @@ def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
         first = best[0].logsumexp(dim=1).clamp(max=0)  # [B]
         levels = torch.arange(1, len(best) + 1, device=first.device)
         return (first * levels[:, None]).exp().mean(dim=1)
-    return torch.stack([scores.exp().sum() / len(scores) for scores in best])
+    width = max(scores.shape[1] for scores in best)
+    padded = [nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf) for scores in best]
+    return torch.stack(padded).exp().sum(dim=(1, 2)) / len(best[0])
 
 
 def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: float) -> int:
@@ -206,8 +223,7 @@ def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: flo
 
 def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
     """The tokens at the ranks that a fixed tree names, whatever their scores. roots [B]."""
-    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # [B, W]
-    places = torch.full_like(roots[:, None], -1)  # [B, W]
+    scores, places = begin_paths(roots)
     found: list[tuple[Tensor, Tensor]] = []
     for depth, level in enumerate(tree.levels):
         ranked, longer = drafter.next_tokens(depth, level.ranks_needed, scores, places)  # [B, W, R]
