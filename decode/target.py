@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.cpu.acceleration import accelerated_copy, has_fused_steps, has_graphs, is_compiled
-from decode.cpu.grouped_attention import ATTENTION
 from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
+from decode.models.grouped_attention import ATTENTION
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.timed_model import TimedModel

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decode.cpu.grouped_attention import attend_grouped
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
+from decode.models.grouped_attention import attend_grouped
 from heads.vocabulary import VocabularyHead
 
 

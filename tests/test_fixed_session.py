@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
 from decode.accept import accept, unpack
+from decode.gpu import graph
 from decode.gpu.fixed_cache import round_up
 from decode.gpu.fixed_session import FixedSession, make_buffer
 from decode.noise import KEY_NAMES, TEXT, row_keys
 from tests.models import tiny
+from tests.recorded_graphs import recorded_graphs
 from tests.trees import tree_of_rows
 
 LAYERS = (1, -1)
@@ -144,6 +146,25 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
         accepted = unpack(expected.packed)
         assert unpack(result["packed"]) == accepted
         session.keep(accepted.path)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured once. Other graphs are tried if it was memory that this one lacked."""
+    monkeypatch.setattr(graph, "_failed", False)
+    calls = []
+
+    def compute(buffers: Mapping[str, Tensor]) -> Tensor:
+        calls.append(buffers)
+        if len(calls) == 2:
+            raise error("not now")
+        return buffers["x"] + 1
+
+    with recorded_graphs():
+        captured = graph.Captured(graph.make_pool(torch.device("cuda")), {"x": torch.zeros(1)})
+        assert [float(captured.run(compute, {"x": torch.tensor([x])})) for x in (1.0, 2.0, 3.0)] == [2, 3, 4]
+    assert len(calls) == 4
+    assert graph._failed == (error is RuntimeError)
 
 
 def test_graphs_need_a_gpu() -> None:

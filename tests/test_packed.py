@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Target, generate
-from decode.cpu import acceleration, grouped_attention, packed_linear
+from decode.cpu import acceleration, packed_linear
 from decode.cpu.acceleration import accelerate, accelerated_copy
-from decode.cpu.grouped_attention import grouped_sdpa
 from decode.cpu.packed_linear import (
     PACKED,
     MergedLinear,
@@ -22,6 +21,8 @@ from decode.cpu.packed_linear import (
     can_pack,
     pack_linear,
 )
+from decode.models import grouped_attention
+from decode.models.grouped_attention import grouped_sdpa
 from proposers import MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import needs_compiler, tiny

@@ -15,8 +15,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Sampling, Target, Tree, generate
-from decode.cpu.grouped_attention import attend_grouped, attend_stacked
 from decode.masks import AttentionWindow, tree_masks
+from decode.models.grouped_attention import attend_grouped, attend_stacked
 from heads.layer_cache import attend
 from proposers import NGramProposer
 from tests.models import needs_compiler, tiny

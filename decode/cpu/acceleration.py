@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
-from decode.cpu.grouped_attention import ATTENTION
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
+from decode.models.grouped_attention import ATTENTION
 from decode.models.user_cache import print_notice
 
 MODES = ("auto", "packed", "compiled", "graphs", "off")

@@ -49,6 +49,7 @@ class Captured(Generic[Result]):
             self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
         if self._captured is None and self._is_warm and self._pool is not None and not _failed:
             self._captured = _capture(partial(function, self.buffers), self._pool)
+            self._pool = None  # one attempt is enough
         self._is_warm = True
         if self._captured is None:
             return function(self.buffers)
@@ -58,7 +59,10 @@ class Captured(Generic[Result]):
 
 
 def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cuda.CUDAGraph, Result] | None:
-    """The function's graph, and the result that a replay will fill. None if it cannot be captured."""
+    """The function's graph, and the result that a replay will fill. None if it cannot be captured.
+
+    A lack of memory concerns this function alone. Other errors come from the model's code, so no graph is tried again.
+    """
     global _failed
     graph = torch.cuda.CUDAGraph()
     try:
@@ -69,7 +73,7 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
         ):
             result = function()
     except RuntimeError as error:  # nothing was computed
-        _failed = True
+        _failed = _failed or not isinstance(error, torch.OutOfMemoryError)
         print_notice(f"no CUDA graphs ({str(error).splitlines()[0]}): decoding goes on without them")
         return None
     return graph, result

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode.cpu.grouped_attention import attend_stacked
 from decode.gpu.fusion import fused
+from decode.models.grouped_attention import attend_stacked
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
 from proposers.feature_history import expand_last, pick_last

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from decode.cpu.native_ops import can_run, load_native_ops
-from decode.gpu.mask_repeat import repeat_mask
 
 ATTENTION = "draftless_grouped_sdpa"
+_REPEATED = WeakTensorKeyDictionary()  # a mask -> the same mask, repeated; forgotten with the mask
 
 
 def grouped_sdpa(
@@ -48,6 +49,16 @@ def attend_stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         mask = repeat_mask(mask, heads // key.shape[1])  # [B, 1, heads / groups * N, S]
     output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
+
+
+def repeat_mask(mask: Tensor, times: int) -> Tensor:
+    """A mask [B, 1, N, S] as [B, 1, times x N, S], for stacked queries: on a GPU once a step, not once a layer."""
+    if mask.device.type == "cpu" or torch.compiler.is_compiling():  # without a dictionary
+        return mask.repeat(1, 1, times, 1)
+    repeated = _REPEATED.get(mask)
+    if repeated is None or repeated.shape[2] != times * mask.shape[2]:
+        repeated = _REPEATED[mask] = mask.repeat(1, 1, times, 1)
+    return repeated
 
 
 AttentionInterface.register(ATTENTION, grouped_sdpa)
