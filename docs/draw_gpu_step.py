@@ -1,4 +1,4 @@
-"""Draws pictures/gpu-step.svg: what host and device do in a step, from launches counted on the pretended device.
+"""Draws pictures/gpu-step.svg: what host and device do in a step, from launches counted on the simulated device.
 
 python docs/draw_gpu_step.py
 """
@@ -17,8 +17,8 @@ import torch  # noqa: E402
 
 from scripts.shared.plot import COLOURS, GREYS, INK, save_figure  # noqa: E402
 from tests.count_gpu_steps import CAPTURED, list_steps  # noqa: E402
-from tests.pretended_cuda import LAUNCH, UPLOAD, WAIT, Event, pretend  # noqa: E402
 from tests.recorded_graphs import GRAPH, recorded_graphs  # noqa: E402
+from tests.simulated_cuda import LAUNCH, UPLOAD, WAIT, Event, simulate  # noqa: E402
 
 METHODS = {"ngram sampling": "n-grams, batch 8, sampling", "eagle3": "EAGLE-3, 60 nodes, batch 1"}
 FORMS = {"auto": "launch by launch", "graphs": 'accelerate="graphs"'}
@@ -78,7 +78,7 @@ def check(events: list[Event]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with pretend(), recorded_graphs():
+    with simulate(), recorded_graphs():
         steps = {(name, form): list_steps(name, form, CAPTURED)[-1] for name in METHODS for form in FORMS}
     with save_figure(DOCS / "pictures" / "gpu-step.svg", 9, 6, 11) as figure:
         panes = figure.subplots(len(steps), sharex=True)

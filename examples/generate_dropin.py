@@ -1,4 +1,4 @@
-"""Speculative decoding inside transformers' `model.generate`: one more argument, the same tokens.
+"""Speculative decoding inside transformers' `model.generate`: two more arguments, the same tokens.
 
 python examples/generate_dropin.py [MODEL]
 """

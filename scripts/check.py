@@ -46,8 +46,8 @@ needs a Python of its own (docs/serving-and-check.md has a recipe for a CPU). --
 {SOURCES}"""
 
 
-EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.21 to
-0.32 loads, and check the copy. It drafts the same tokens and is larger"""
+EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.32
+serves (older versions were not tried), and check the copy. It drafts the same tokens and is larger"""
 ENGINE_PYTHON_HELP = "for --serve: a Python that can import vLLM (default: the one that runs this)"
 
 

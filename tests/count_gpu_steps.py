@@ -2,7 +2,7 @@
 
     python -m tests.count_gpu_steps [METHOD ...] [--lines] [--json]
 
-The model is a Llama of 4 layers with grouped queries, on the pretended device of `tests.pretended_cuda`. It is
+The model is a Llama of 4 layers with grouped queries, on the simulated device of `tests.simulated_cuda`. It is
 accelerated as by the commands' default.
 """
 
@@ -23,8 +23,8 @@ from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny
-from tests.pretended_cuda import LAUNCH, PAGEABLE, UPLOAD, WAIT, Event, pretend, record, to_cuda, watch_target
 from tests.recorded_graphs import recorded_graphs
+from tests.simulated_cuda import LAUNCH, PAGEABLE, UPLOAD, WAIT, Event, record, simulate, to_cuda, watch_target
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
 STEADY = 3  # the first steps allocate
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with pretend(), recorded_graphs():
+    with simulate(), recorded_graphs():
         counts = {method: count_method(method) for method in options.methods or METHODS}
         lines = {method: list_lines(list_steps(method, "compiled")[-1]) for method in counts} if options.lines else {}
     if options.json:

@@ -1,4 +1,4 @@
-"""What steps of fixed shape launch, on the pretended device: prints where two of one bucket differ, as JSON.
+"""What steps of fixed shape launch, on the simulated device: prints where two of one bucket differ, as JSON.
 
     python -m tests.fixed_steps
 
@@ -22,8 +22,8 @@ import torch
 
 from decode.gpu.graph import Captured
 from tests.count_gpu_steps import METHODS, list_steps
-from tests.pretended_cuda import LAUNCH, CudaTensor, Event, pretend, record
 from tests.recorded_graphs import recorded_graphs
+from tests.simulated_cuda import LAUNCH, CudaTensor, Event, record, simulate
 
 Launch = tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, int] | None, ...]]  # op, shapes, memory
 
@@ -98,5 +98,5 @@ def watch_method(method: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with pretend(), recorded_graphs():
+    with simulate(), recorded_graphs():
         print(json.dumps({method: watch_method(method) for method in METHODS}))

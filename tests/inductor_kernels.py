@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch._inductor import config, ir, lowering, scheduler
 
-compile_function = torch.compile  # a pretended device replaces it
+compile_function = torch.compile  # a simulated device replaces it
 CAT = torch.ops.aten.cat.default
 lower_cat = lowering.lowerings[CAT]
 

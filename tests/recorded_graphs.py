@@ -1,4 +1,4 @@
-"""CUDA graphs on the pretended device: they record ops, and a replay runs them again on the same tensors.
+"""CUDA graphs on the simulated device: they record ops, and a replay runs them again on the same tensors.
 
 A replay computes with what was captured. So a number of the host that a step would need anew each time, but that was
 captured with it, gives wrong tokens here as it does on a GPU.
@@ -14,7 +14,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.pretended_cuda import LAUNCH, MAKES_NOTHING, Call, capture, is_view, is_written, note
+from tests.simulated_cuda import LAUNCH, MAKES_NOTHING, Call, capture, is_view, is_written, note
 
 GRAPH = "graph of"  # a number of launches: the op that a log has for a replay
 
@@ -53,7 +53,7 @@ def record_graph(graph: RecordedGraph, *settings: Any, **more: Any) -> Iterator[
 
 @contextmanager
 def recorded_graphs() -> Iterator[None]:
-    """Make graphs usable on the pretended device."""
+    """Make graphs usable on the simulated device."""
     fakes = {
         "CUDAGraph": RecordedGraph,
         "graph": record_graph,

@@ -1,4 +1,4 @@
-"""On a pretended GPU: a step waits once and copies once; texts and errors are the CPU's; graphs serve all steps."""
+"""On a simulated GPU: a step waits once and copies once; texts and errors are the CPU's; graphs serve all steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUDGETS = {
 
 
 def run(module: str, *options: str) -> Any:
-    """What a program that pretends to have a GPU prints. It changes torch, so it runs in a process of its own."""
+    """What a program with a simulated GPU prints. It changes torch, so it runs in a process of its own."""
     command = [sys.executable, "-m", module, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_the_counter_counts() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--graphs"]])
 def test_texts_and_errors_are_the_cpus(options: list[str]) -> None:
-    assert run("tests.pretended_texts", *options) == []
+    assert run("tests.simulated_texts", *options) == []
 
 
 def test_all_steps_of_a_bucket_launch_the_same() -> None:

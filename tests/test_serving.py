@@ -1,4 +1,4 @@
-"""`--serve` with a pretended vLLM: its table, findings and errors; and with a real one where there is one."""
+"""`--serve` with a fake vLLM: its table, findings and errors; and with a real one where there is one."""
 
 from __future__ import annotations
 

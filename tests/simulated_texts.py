@@ -1,6 +1,6 @@
-"""Texts on the pretended GPU compared with the CPU's: prints the cases that differ, as JSON. Needs no GPU.
+"""Texts on the simulated GPU compared with the CPU's: prints the cases that differ, as JSON. Needs no GPU.
 
-python -m tests.pretended_texts [--graphs]
+python -m tests.simulated_texts [--graphs]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
-from tests.pretended_cuda import pretend, to_cuda
 from tests.recorded_graphs import recorded_graphs
+from tests.simulated_cuda import simulate, to_cuda
 from tests.test_lossless import Adversary
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="steps are graphs; fewer proposers")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with pretend(), recorded_graphs():
+    with simulate(), recorded_graphs():
         if options.graphs:
             faults = [*list_differences("graphs", GRAPH_CASES), *list_accepted_faults("graphs"), *list_recaptured()]
             faults += list_graph_faults()

@@ -1,6 +1,6 @@
-"""A pretended CUDA device: its tensors say "cuda", are computed on the CPU, and log what a GPU's host would do.
+"""A simulated CUDA device: its tensors say "cuda", are computed on the CPU, and log what a GPU's host would do.
 
-    with pretend():            # from now on, device="cuda" works
+    with simulate():            # from now on, device="cuda" works
         to_cuda(model)         # weights, in place
         ...
         with record() as log:  # waits, copies and launches of this part, each with the lines that caused it
@@ -166,8 +166,8 @@ class CudaTensor(Tensor):
         return memo.setdefault(id(self), self.held.clone())
 
 
-class PretendedCuda(TorchDispatchMode):
-    """Sends ops that make a tensor on the GPU to the pretended device."""
+class SimulatedCuda(TorchDispatchMode):
+    """Sends ops that make a tensor on the GPU to the simulated device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
@@ -192,7 +192,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name not in HAS_KERNEL and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CompositeImplicitAutograd"
     ):
-        with PretendedCuda():
+        with SimulatedCuda():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -287,7 +287,7 @@ def unwrap(value: Any) -> Any:
 
 
 def to_cuda(module: nn.Module) -> nn.Module:
-    """Move a module's weights to the pretended device, in place. Tied weights stay tied."""
+    """Move a module's weights to the simulated device, in place. Tied weights stay tied."""
     moved: dict[int, CudaTensor] = {}
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
@@ -337,7 +337,7 @@ def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 
 
 @contextmanager
-def pretend() -> Iterator[None]:
+def simulate() -> Iterator[None]:
     """Make the device "cuda" usable without a GPU, until the end of the process."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -349,5 +349,5 @@ def pretend() -> Iterator[None]:
     torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=wait)
     torch.tensor = _make_tensor
     torch.compile = _compile
-    with PretendedCuda():
+    with SimulatedCuda():
         yield
