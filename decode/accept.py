@@ -92,7 +92,7 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: U
     if sampling.processors:
         prefixes = [torch.tensor(text, device=device) for text in texts.values()]
     seeds = find_keys(TEXT, tree, sampling, texts, upload)
-    for level in range(min(tree.height + 1, tree.width)):
+    for level in range(min(tree.height + 1, tree.width, seeds.shape[1])):  # nodes beyond the budget are padding
         on_path[row, node] |= alive
         drawn = draw(logits[row, node], sampling, prefixes, [*texts], seeds[:, level])
         bonus = torch.where(alive, drawn, bonus)

@@ -118,7 +118,7 @@ def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator
         while waiting:
             requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
             # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
-            refills = waiting if isinstance(run.proposer, PlainProposer) else deque[Request]()
+            refills = waiting if type(run.proposer) is PlainProposer else deque[Request]()
             yield from _decode(run, use, requests, refills)
     finally:
         use.end()

@@ -31,7 +31,7 @@ def accept_typically(
     threshold = (DELTA * torch.exp(torch.special.entr(p).sum(dim=-1).neg())).clamp(max=EPSILON)  # [B, N]
     parents = tree.parents.clamp(min=0)
     p_node = p.flatten(1).gather(1, parents * logits.shape[2] + tree.tokens)  # [B, N]
-    wrong = (p_node <= threshold.gather(1, parents)) | ~tree.real
+    wrong = ~(p_node > threshold.gather(1, parents)) | ~tree.real  # NaN is wrong
     wrong[:, 0], p_node[:, 0] = False, 1.0
     reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)
     log_p = (tree.ancestors * p_node.clamp(min=1e-300).log()[:, None]).sum(dim=2)

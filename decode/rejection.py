@@ -90,16 +90,18 @@ def _order_children(tree: SampledTree) -> list[list[int]]:
 def _propose_children(tree: SampledTree, node: int, children: list[int], like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The children in order, each with its draft probabilities [V] given that the ones before it were rejected.
 
-    A sampled token without remaining probability is skipped: its siblings used up the support of q.
+    A sampled token without remaining probability is skipped: its siblings used up the support of q. So are all where q
+    is NaN or infinite: `min(1, NaN)` would accept them.
     """
     q: Tensor | None = None
     for child in children:
         token = tree.tokens[child]
         if tree.sampled[child]:
             q = tree.q(node) if q is None else q
-            if q[token] <= 0:
+            total = q.sum()
+            if not (q[token] > 0 and total.isfinite()):
                 continue
-            q = q / q.sum()  # a copy: the proposer's tensor is not changed
+            q = q / total  # a copy: the proposer's tensor is not changed
             yield child, q
             q[token] = 0
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from operator import index
 from typing import Any, TypeAlias
 
@@ -15,8 +16,9 @@ BROKEN = "\ufffd"  # tokenizers decode an incomplete character to this
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; a single prompt becomes a list of one."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
+    """A list of prompts; a single prompt becomes a list of one. Token ids may be in a tensor or an array."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
     return [prompts] if single else prompts  # type: ignore[list-item, return-value]
 
 
@@ -26,13 +28,13 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, chat: bool | None) -> li
     chat: whether to wrap text in the tokenizer's chat template; None does so if there is one. Raises ValueError for an
     empty prompt, another kind of prompt, or text without a tokenizer.
     """
-    if len(prompt) == 0:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-        try:
+    try:
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
             return [index(token) for token in prompt]  # type: ignore[arg-type]
-        except TypeError:
-            raise ValueError(f"a prompt is text, chat messages or token ids, not a list of {prompt[0]!r}") from None
+    except TypeError:
+        raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r}") from None
     if tokenizer is None:
         raise ValueError("this target has no tokenizer; give prompts as token ids, or Target(model, tokenizer)")
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

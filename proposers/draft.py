@@ -127,8 +127,8 @@ class DraftProposer:
         tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(levels):
             prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
-            qs.append(sampling.probabilities(logits, prefixes, step.request_ids))
-            sampled = inverse_cdf(qs[-1], noise[:, level])
+            qs.append(sampling.probabilities(logits, prefixes, step.request_ids).nan_to_num(nan=0.0))
+            sampled = inverse_cdf(qs[-1], noise[:, level]).clamp(max=logits.shape[1] - 1)  # all are 0 after NaN
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:
                 logits = self._session.extend(torch.zeros_like(roots), sampled[:, None])[:, 0]

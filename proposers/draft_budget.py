@@ -39,7 +39,7 @@ def grow_while_worth(tokens: Sequence[float], times: Sequence[float], rate: floa
     """
     for index in range(len(tokens) - 1):
         slope = min((time - times[index]) / more for more, time in enumerate(times[index + 1 :], start=1))
-        if tokens[index + 1] - tokens[index] <= rate * slope:
+        if not tokens[index + 1] - tokens[index] > rate * slope:  # so that NaN is not worth it
             return index
     return len(tokens) - 1
 

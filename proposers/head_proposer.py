@@ -76,6 +76,8 @@ class HeadProposer(ABC):
         self.depth = heads if depth is None else depth
         if self.depth < 1 or self.width < 1:
             raise ValueError(f"depth {self.depth} and width {self.width} must be at least 1")
+        if self.levels is None and self.depth > heads:
+            raise ValueError(f"depth is {self.depth}; this head drafts {heads} levels")
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes is {nodes}; a tree has at least its root")
         if calibration is not None and self.levels is None and len(calibration.acceptance) != heads:

@@ -92,6 +92,8 @@ def load_proposer(
     others = {"head": head, "draft_model": draft_model, "store": store}
     given = {*options} | {key for key, value in others.items() if value is not None}
     if isinstance(name, Path) or name not in OPTIONS:
+        if head is not None and Path(name).is_dir():
+            raise ValueError(f"both {str(name)!r} and head name a head's folder; give one")
         if head is not None or not Path(name).is_dir():
             known = ", ".join(OPTIONS)
             raise ValueError(f"unknown proposer {str(name)!r}; choose from {known} or name a head's folder")
@@ -100,7 +102,7 @@ def load_proposer(
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(name, PRETRAINED / name if head is None else Path(head), target, given, **options)
     if name == "draft":
-        return _load_draft_proposer(target, draft_model, depth, width or 1, sampled)
+        return _load_draft_proposer(target, draft_model, depth, 1 if width is None else width, sampled)
     if name in TRAINING_FREE:
         settings = {"store": store, "nodes": nodes}
         return TRAINING_FREE[name](**{key: value for key, value in settings.items() if value is not None})

@@ -23,6 +23,7 @@ from tests.drafting import make_head
 from tests.models import VOCABULARY, tiny
 from tests.recorded_graphs import recorded_graphs
 from tests.simulated_cuda import simulate, to_cuda
+from tests.test_broken_drafts import PaddedTrees
 from tests.test_lossless import Adversary
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -109,8 +110,11 @@ def list_differences(accelerate: str, names: Container[str] | None = None) -> It
                     yield f"{kind}, {name}, {settings}, batch {batch_size}"
 
 
-def decode(target: Target, proposer: Proposer | None, sampling: Sampling, batch_size: int = 1) -> list[list[int]]:
-    answers = generate(target, PROMPTS, proposer, sampling=sampling, batch_size=batch_size, **LIMITS)
+def decode(
+    target: Target, proposer: Proposer | None, sampling: Sampling, batch_size: int = 1, nodes: int = 64
+) -> list[list[int]]:
+    settings = {"sampling": sampling, "batch_size": batch_size, "nodes": nodes, **LIMITS}
+    answers = generate(target, PROMPTS, proposer, **settings)
     return [answer.tokens for answer in answers]
 
 
@@ -163,6 +167,8 @@ def list_graph_faults() -> Iterator[str]:
     processed = Sampling(processors=[RepetitionPenaltyLogitsProcessor(1.5)])
     if decode(target, NGramProposer(length=4), processed) != decode(other, None, processed):
         yield "logits processors"
+    if decode(target, PaddedTrees(), processed, nodes=3) != decode(other, None, processed):
+        yield "trees that are padded beyond the budget"
     with target.model.register_forward_pre_hook(wait):
         if decode(target, None, Sampling()) != decode(other, None, Sampling()):
             yield "a model that waits for the device"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from decode.models.user_cache import print_notice
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 VARIANTS = 64  # of a function, for different shapes, heads and levels; torch's own limit of 8 is too low
+# Older torch takes no limit, and warns where its own is reached.
+LIMIT: dict[str, Any] = {name: VARIANTS for name in ["recompile_limit"] if name in signature(torch.compile).parameters}
 _is_fusing: ContextVar[bool] = ContextVar("is_fusing", default=False)
 _failed = False  # in this process: a compiler is missing, for example
 
@@ -45,7 +48,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         nonlocal compiled
         if torch.compiler.is_compiling() or not _is_fusing.get() or _failed or not _is_on_gpu(args):
             return function(*args, **kwargs)
-        compiled = compiled or torch.compile(function, fullgraph=True)
+        compiled = compiled or torch.compile(function, fullgraph=True, **LIMIT)
         try:
             try:
                 return compiled(*args, **kwargs)

@@ -73,7 +73,9 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
         ):
             result = function()
     except RuntimeError as error:  # nothing was computed
-        _failed = _failed or not isinstance(error, torch.OutOfMemoryError)
-        print_notice(f"no CUDA graphs ({str(error).splitlines()[0]}): decoding goes on without them")
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        _failed = _failed or not is_memory
+        what = "no CUDA graph of this shape" if is_memory else "no CUDA graphs"
+        print_notice(f"{what} ({str(error).splitlines()[0]}): decoding goes on without")
         return None
     return graph, result

@@ -33,7 +33,7 @@ class Nodes(NamedTuple):
 
 
 def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where logits are NaN or infinite.
+    """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where any node's logits are NaN or infinite.
 
     logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
     bonus token. Without logits processors. Large batches are judged in parts, to save memory.

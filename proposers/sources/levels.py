@@ -131,7 +131,10 @@ class DraftSource:
 
 
 def name_likely(level: int, tokens: Tensor, p: Tensor) -> list[list[list[Continuation]]]:
-    """The continuations of each row's paths, from their tokens and probabilities [B, W, R], the most likely first."""
+    """The continuations of each row's paths, from their tokens and probabilities [B, W, R], the most likely first.
+
+    NaN counts as 0.
+    """
     return [
         [
             [
@@ -140,5 +143,5 @@ def name_likely(level: int, tokens: Tensor, p: Tensor) -> list[list[list[Continu
             ]
             for path in zip(*row, strict=True)
         ]
-        for row in zip(tokens.tolist(), p.tolist(), strict=True)
+        for row in zip(tokens.tolist(), p.nan_to_num(nan=0.0).tolist(), strict=True)
     ]

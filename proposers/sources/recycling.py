@@ -127,7 +127,8 @@ class Recycled(dict[tuple[int, ...], Predictions]):
 def predict(logits: Tensor) -> list[list[Predictions]]:
     """The predictions of each row and node, from logits [B, N, V]."""
     ids, values = top_logits(logits, RANKS)
-    shares = (values.float().softmax(dim=-1) * SHARES).int().clamp(max=SHARES - 1)
+    shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
+    shares = (shares * SHARES).int().clamp(max=SHARES - 1)
     rows = zip(ids.tolist(), shares.tolist(), strict=True)
     return [[Predictions(tuple(a), tuple(b)) for a, b in zip(*row, strict=True)] for row in rows]
 

@@ -119,9 +119,12 @@ def _lay_out_q(
 
 
 def rank_probabilities(p: Tensor, logits: Tensor, places: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """q [B, W, D] of all paths, and its highest log-probabilities, from p [B W, D] as computed from the logits."""
+    """q [B, W, D] of all paths, and its highest log-probabilities, from p [B W, D] as computed from the logits.
+
+    q is NaN after logits that are NaN or infinite: no token is accepted there.
+    """
     q = p.view(logits.shape)
-    log_q = q.topk(ranks, dim=2).values.log().clamp(min=LEAST, max=0).float()
+    log_q = q.topk(ranks, dim=2).values.log().nan_to_num(nan=LEAST).clamp(min=LEAST, max=0).float()
     return q.expand(-1, places.shape[1], -1), log_q
 
 

@@ -87,7 +87,7 @@ def score_tokens(
     if calibration is not None:
         log_p = calibration.log_probabilities(level, log_p, path)
         log_p = log_p if sampled is None else keep_order(log_p)
-    longer = path + log_p
+    longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
     return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
 
 
