@@ -145,6 +145,8 @@ def test_a_name_gives_its_proposer(monkeypatch: pytest.MonkeyPatch, target: Targ
         assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
     assert load_proposer("eagle3", target, head=heads / "eagle3", tree="static").paths is not None
     assert load_proposer(str(heads / "hydra"), target).head.kind == "hydra"  # a folder in the place of a name
+    with pytest.raises(ValueError, match="hydra' and head name a head's folder; give one"):
+        load_proposer(str(heads / "hydra"), target, head=heads / "eagle3")
 
 
 def test_a_draft_model_is_given_loaded_or_cut_from_the_target(
@@ -158,6 +160,8 @@ def test_a_draft_model_is_given_loaded_or_cut_from_the_target(
     assert loaded.draft.dtype == target.dtype and loaded.sampled
     with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
         load_proposer("draft", target, draft_model=Target(tiny("llama", vocab_size=50)))
+    with pytest.raises(ValueError, match="width"):
+        load_proposer("draft", target, draft_model=target, width=0)
 
 
 def test_auto_takes_the_best_pretrained_head_if_any_fits(

@@ -19,12 +19,14 @@ from decode.gpu import fusion
 from decode.gpu.at_once import choose_greedily, find_path
 from decode.gpu.check import _mend
 from decode.gpu.fusion import fused, fusing
+from decode.kv_cache import move_slots
 from heads import LayerCache
 from proposers.eagle import EagleDrafter
 from proposers.feature_history import pick_last
 from proposers.gpu.fixed_eagle import FixedEagleDrafter
 from proposers.packed_head import attend_like_target
 from tests.drafting import make_head
+from tests.inductor_kernels import list_kernels
 from tests.models import VOCABULARY, tiny
 from tests.test_tree import random_tree
 
@@ -118,6 +120,12 @@ def test_compiled_rules_are_exact() -> None:
         assert all(map(torch.equal, found, find_path(chosen, *nodes)))
         last = parts["tokens"], parts["sizes"], parts["wrong"], *found
         assert torch.equal(packed(*last), pack(*last))
+
+
+def test_moving_slots_reads_all_before_it_writes() -> None:
+    """As one kernel it would read slots that it has already overwritten: sources and destinations overlap."""
+    states, slots = torch.zeros(2, 3, 2, 64, 8), torch.tensor([[1, 3], [2, 3], [5, 9]])
+    assert len(list_kernels(getattr(move_slots, "__wrapped__"), (states, states + 1, slots, slots - 1), {})) == 2  # noqa: B009
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -411,6 +411,7 @@ def test_trees_are_ordered_and_cut() -> None:
         ({"tree": "oak"}, "no tree 'oak'; choose from dynamic, calibrated, static, mc_sim_7b_63"),
         ({"tree": "calibrated"}, r"was not calibrated; run scripts/calibrate\.py"),
         ({"nodes": 0}, "nodes is 0"),
+        ({"depth": 10}, "depth is 10; this head drafts 3 levels"),
     ],
 )
 def test_bad_settings_are_refused(target: Target, settings: dict[str, Any], message: str) -> None:

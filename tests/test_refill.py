@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import Answer, Sampling, Target, Tree, generate
+from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.accept import draw
 from decode.kv_cache import TreeCache
 from decode.noise import gumbel_max
@@ -59,6 +59,24 @@ def test_with_a_proposer_batches_follow_one_another() -> None:
     target = Target(tiny("llama"))
     expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
     assert read(generate(target, PROMPTS, NGramProposer(), batch_size=4, **SETTINGS)) == expected
+
+
+class CountingProposer(PlainProposer):
+    """Sees the prefill of every request."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.known |= {*step.request_ids} if step.is_prefill else set()
+        assert self.known >= {*step.request_ids}
+        return super().propose(step, budget)
+
+
+def test_a_proposer_that_extends_plain_decoding_sees_all_prompts() -> None:
+    proposer = CountingProposer()
+    generate(Target(tiny("llama")), PROMPTS, proposer, batch_size=4, **SETTINGS)
+    assert len(proposer.known) > len(PROMPTS) / 2  # the others end with their first token
 
 
 def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.answer import Chunk, Limits, Request
-from decode.text import BROKEN, TextStream, encode, find_special
+from decode.text import BROKEN, TextStream, as_list, encode, find_special
 
 TEXT = (
     "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "
@@ -354,6 +356,14 @@ def test_a_chat_template_wraps_text(tokenizer: PreTrainedTokenizerFast) -> None:
     assert encode([5, 6], chat, True) == [5, 6]
 
 
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_token_ids_may_be_in_tensors_and_arrays(make: Callable[[list[Any]], Any]) -> None:
+    for prompts in ([5, 6, 7], [[5, 6], [7, 8]]):
+        assert as_list(make(prompts)) == as_list(prompts)
+    assert [encode(each, None, None) for each in as_list([make([5, 6]), make([7])])] == [[5, 6], [7]]
+    assert as_list([*np.array([5, 6])]) == [[5, 6]]
+
+
 REFUSED: dict[str, tuple[Any, Any, bool | None, str]] = {
     "no text": ("", build_tokenizer, None, "the prompt is empty"),
     "no text to wrap": ("", lambda: build_tokenizer(template=TEMPLATE), None, "the prompt is empty"),
@@ -364,6 +374,7 @@ REFUSED: dict[str, tuple[Any, Any, bool | None, str]] = {
     "an empty template": ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
     "a list of texts": (["ab", "c"], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
     "fractions": ([1.5, 2.0], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
+    "a number": (5, build_tokenizer, None, "a prompt is text, chat messages or token ids, not 5"),
 }
 
 
