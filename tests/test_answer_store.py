@@ -156,6 +156,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
     file = tmp_path / "answers"
     AnswerStore(100).save(file)

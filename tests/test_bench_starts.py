@@ -29,6 +29,7 @@ def file(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     return file
 
 
+@pytest.mark.slow
 def test_each_kind_of_start_is_measured(file: Path) -> None:
     report = json.loads(file.read_text())
     assert list(report) == ["settings", "machine", "starts"]
@@ -42,6 +43,7 @@ def test_each_kind_of_start_is_measured(file: Path) -> None:
     assert "/" not in json.dumps(report["settings"])
 
 
+@pytest.mark.slow
 def test_report_is_shown_again(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--from", str(file)])
     assert capsys.readouterr().out.strip() == format_starts(json.loads(file.read_text()))

@@ -388,6 +388,7 @@ def long_run(folder: Path, tmp_path: Path) -> list[str]:
     return ["--model", "endless", "--prompt-file", str(file), "--max-new-tokens", "200", "--batch-size", "2"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_whole_lines(folder: Path, long_run: list[str]) -> None:
     with start(folder, *long_run, "--json") as process:
         assert process.stdout is not None
@@ -408,6 +409,7 @@ def test_an_interrupt_during_the_imports_prints_nothing(folder: Path, long_run: 
     assert process.returncode in (130, -signal.SIGINT) and err == ""
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
     with start(folder, *long_run) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -177,6 +177,7 @@ def test_missing_pip_is_explained(cache, tmp_path, monkeypatch):
         module.download(tmp_path)
 
 
+@pytest.mark.slow
 def test_looking_for_pip_leaves_setuptools_importable():
     """torch's compilers import setuptools; see `is_installed`."""
     code = "from decode.models.default_model import is_installed; assert is_installed('pip'); import setuptools"

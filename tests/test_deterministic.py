@@ -76,6 +76,7 @@ def test_the_best_head_is_chosen_without_a_clock(monkeypatch: pytest.MonkeyPatch
     assert load.time_step(target, heads["medusa"]) < load.time_step(target, heads["eagle3"])
 
 
+@pytest.mark.slow
 def test_two_ranks_draft_the_same_trees(tmp_path: Path) -> None:
     """Otherwise their collective operations fail."""
     command = [sys.executable, "-m", "tests.two_ranks"]

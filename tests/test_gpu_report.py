@@ -30,6 +30,7 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.mark.slow
 def test_one_command_writes_a_page_and_its_json(folder: Path) -> None:
     found: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
     assert list(found) == ["settings", "machine", "tests", "models", "missing"]
@@ -46,6 +47,7 @@ def test_one_command_writes_a_page_and_its_json(folder: Path) -> None:
         assert model["steps"][0]["tau"] == 1.0 and model["steps"][0]["launches"] is None
 
 
+@pytest.mark.slow
 def test_the_page_has_every_table(folder: Path) -> None:
     page = (folder / "gpu.md").read_text()
     assert "No GPU: this only shows that the command works." in page

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 # At most so many waits, copies to the device, and launches in a step: of our own, as it is and with fused kernels, and

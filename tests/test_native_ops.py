@@ -315,6 +315,7 @@ kill -9 $PPID
 """
 
 
+@pytest.mark.slow
 def test_two_processes_build_one_library_after_a_killed_build(tmp_path: Path) -> None:
     """The compiler kills the process for which it first links. Then a damaged library lies in its place."""
     compiler = tmp_path / "compiler"

@@ -186,6 +186,7 @@ def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], plan: 
         )
 
 
+@pytest.mark.slow
 def test_nothing_goes_on_after_a_timeout(
     serve: Serve, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

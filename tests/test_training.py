@@ -138,7 +138,8 @@ def test_a_finished_training_is_left_alone(
     assert run.err == ""
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, 30])
 def test_killed_at_any_moment(place: Path, uninterrupted: Path, tmp_path: Path, kills: int) -> None:
     """While features are cached, in training, and while any file is written."""
     options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
@@ -169,6 +170,7 @@ def test_killed_at_any_time(place: Path, uninterrupted: Path, tmp_path: Path) ->
     assert_same(tmp_path / "out", uninterrupted / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,6 +188,7 @@ def test_two_processes_match_one(place: Path, tmp_path: Path, options: list[str]
     assert_close(tmp_path / "one", tmp_path / "two", rel=1e-4 if ADAMW in options else 1e-2)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_resumes(place: Path, uninterrupted: Path, tmp_path: Path) -> None:
     options = [ADAMW, *SHORT, "--cache", str(uninterrupted / "cache")]
     assert train_together(place, tmp_path / "out", *options, stop=5) == [128 + signal.SIGTERM] * 2

@@ -101,6 +101,7 @@ def test_nodes_attend_to_their_paths(way: str, softcap: float | None, seed: int)
     assert torch.allclose(found[tree.real], expected[tree.real], atol=1e-5 if way == "op" else 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])  # gemma2: windows and a softcap
 def test_flex_attention_gives_the_same_tokens(kind: str) -> None:
     prompts, answers = [[5, 6, 7, 8] * 4, [9, 3]], []
