@@ -92,6 +92,7 @@ def test_wrong_options_are_refused(options: list[str], message: str, capsys: pyt
     assert message in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"starts": [{}]}, {"starts": 5}, {"machine": {}}, {"settings": {}}])
 def test_a_damaged_report_is_refused(
     file: Path, change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -260,6 +260,7 @@ def test_the_sources_of_the_ops_are_part_of_the_package() -> None:
     assert sources == {file for pattern in patterns for file in folder.glob(pattern)}
 
 
+@pytest.mark.slow
 def test_importing_the_library_does_not_import_the_compiler() -> None:
     code = "import decode, sys; sys.exit('torch._inductor.compile_fx' in sys.modules)"
     root = Path(__file__).parents[1]

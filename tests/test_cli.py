@@ -420,6 +420,7 @@ def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
     assert all(" prompt tokens, " in line for line in err.splitlines())
 
 
+@pytest.mark.slow
 def test_a_process_fails_in_one_line(folder: Path) -> None:
     with start(folder, "--model", "recurrent", "--prompt", "x") as process:
         refuse(Run(process.wait(timeout=60), *process.communicate()), "cannot branch into a tree")

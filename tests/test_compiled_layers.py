@@ -124,6 +124,7 @@ def test_compiled_layers_share_the_models_tensors(exported: list[str]) -> None:
         assert any(tensor.data_ptr() == shared.data_ptr() for tensor in second._tensors)
 
 
+@pytest.mark.slow
 def test_layers_alike_share_a_kernel_and_others_do_not(exported: list[str]) -> None:
     def kernels(kind: str, **changes: Any) -> set[str]:
         exported.clear()

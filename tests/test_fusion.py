@@ -53,6 +53,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     assert capsys.readouterr().err.count("no compiler") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variants", [12, 70])  # torch's own limit is 8
 def test_a_function_may_have_many_variants(monkeypatch: pytest.MonkeyPatch, variants: int) -> None:
     """Beyond the limit it runs as it is."""
@@ -98,6 +99,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(getattr(function, "__wrapped__"), fullgraph=True)  # noqa: B009
 
 
+@pytest.mark.slow
 def test_compiled_rules_are_exact() -> None:
     """Integers and choices, the same from inductor as from torch."""
     torch._dynamo.reset()

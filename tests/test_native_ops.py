@@ -275,6 +275,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return dict(zip(scenarios, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "reason"),
     [
