@@ -149,8 +149,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(counts))
         return
-    columns = ["waits", "copies to the device", "pageable", "own launches", "the target's", "repeated K or V"]
-    columns += ["fused", "all with graphs"]
+    columns = ["synchronizations", "copies to the device", "pageable", "own launches", "the target's"]
+    columns += ["repeated K or V", "fused", "all with graphs"]
     print(f"| a step of | {' | '.join(columns)} |")
     print(f"|---|{'--:|' * len(columns)}")
     for method, each in counts.items():

@@ -1,6 +1,6 @@
 """A simulated CUDA device: its tensors say "cuda", are computed on the CPU, and log what a GPU's host would do.
 
-    with simulate():            # from now on, device="cuda" works
+    with simulate():           # from now on, device="cuda" works
         to_cuda(model)         # weights, in place
         ...
         with record() as log:  # waits, copies and launches of this part, each with the lines that caused it

@@ -99,7 +99,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(getattr(function, "__wrapped__"), fullgraph=True)  # noqa: B009
 
 
-@pytest.mark.slow
 def test_compiled_rules_are_exact() -> None:
     """Integers and choices, the same from inductor as from torch."""
     torch._dynamo.reset()

@@ -23,7 +23,7 @@ from decode.models.user_cache import print_notice
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 VARIANTS = 64  # of a function, for different shapes, heads and levels; torch's own limit of 8 is too low
-# Older torch takes no limit, and warns where its own is reached.
+# Older torch takes no limit: there a function runs as it is from its ninth variant on.
 LIMIT: dict[str, Any] = {name: VARIANTS for name in ["recompile_limit"] if name in signature(torch.compile).parameters}
 _is_fusing: ContextVar[bool] = ContextVar("is_fusing", default=False)
 _failed = False  # in this process: a compiler is missing, for example
@@ -50,11 +50,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return function(*args, **kwargs)
         compiled = compiled or torch.compile(function, fullgraph=True, **LIMIT)
         try:
-            try:
-                return compiled(*args, **kwargs)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # setting the limit for each call would take longer
-                with torch._dynamo.config.patch(recompile_limit=VARIANTS):
-                    return compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         # Both come before anything is computed.
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             compiled = function

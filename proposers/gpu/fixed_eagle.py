@@ -46,7 +46,7 @@ class FixedEagleDrafter:
     ) -> None:
         self.cache = cache.allocated()
         end = self.cache[0].shape[2]
-        self.slots = torch.arange(end - drafted, end, device=inputs["features"].device)
+        self.slot = torch.arange(end, device=inputs["features"].device)  # [S]
         self.paths, self.table = read_features(
             head,
             embed,
@@ -55,19 +55,22 @@ class FixedEagleDrafter:
             inputs["following"],
             inputs["counts"],
             inputs["lengths"],
+            self.slot,
             levels,
         )
         self.head, self.embed = head, embed
-        self.level = self.drafted = 0
+        self.level, self.begin = 0, end - drafted  # the first slot of the next level
 
     def logits(self, level: int) -> Tensor:
         return self.paths.logits
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        end = self.drafted + parents.shape[1]
-        table, slots = self.table.part(self.level, self.level + 1), self.slots[self.drafted : end]
-        self.paths = extend_paths(self.head, self.embed, *self.cache, self.paths, table, slots, parents, tokens)
-        self.level, self.drafted = self.level + 1, end
+        end = self.begin + parents.shape[1]
+        table, new = self.table.part(self.level, self.level + 1), self.slot[self.begin : end]
+        self.paths = extend_paths(
+            self.head, self.embed, *self.cache, self.paths, table, self.slot, new, parents, tokens
+        )
+        self.level, self.begin = self.level + 1, end
 
 
 @fused
@@ -80,15 +83,15 @@ def read_features(
     following: Tensor,
     counts: Tensor,
     lengths: Tensor,
+    slot: Tensor,
     levels: int,
 ) -> tuple[Paths, RotaryTable]:
     """Read the target's fused features [B, T, H] and the tokens [B, T] after them, `counts` [B] in each row.
 
-    lengths [B]: tokens that were read before. Returns the only path of the first level, and the rotary table of the
-    positions of all levels.
+    lengths [B]: tokens that were read before. slot [S]: all slots. Returns the only path of the first level, and the
+    rotary table of the positions of all levels.
     """
     dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
-    slot = torch.arange(keys.shape[2], device=device)
     positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
     next_positions = after + torch.arange(levels, device=device)
     table = layer.rotary_table(torch.cat([positions, next_positions], dim=1), dtype)
@@ -109,19 +112,20 @@ def extend_paths(
     values: Tensor,
     before: Paths,
     table: RotaryTable,
-    slots: Tensor,
+    slot: Tensor,
+    new: Tensor,
     parents: Tensor,
     tokens: Tensor,
 ) -> Paths:
-    """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to `slots` [W].
+    """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to the slots `new` [W].
 
-    table: of the next position.
+    table: of the next position. slot [S]: all slots.
     """
     shared, size = before.mask.shape[1], before.mask.shape[3]
-    own = torch.arange(size, device=parents.device) == slots[:, None]
+    own = slot == new[:, None]
     mask = before.mask.gather(2, parents[:, None, :, None].expand(-1, shared, -1, size)).masked_fill(own, 0)
     states = before.states.gather(1, expand_last(parents, before.states))
-    context = FixedSlots(keys, values, slots, attend)
+    context = FixedSlots(keys, values, new, attend)
     states = head(embed(tokens).to(states.dtype), states, table, mask.flatten(1, 2)[:, None], context)
     return Paths(states, mask, head.logits(states))
 
