@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
+from decode.models.fingerprint import fingerprint_weights
 from decode.text import Tokenizer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +57,7 @@ def load_model(
     _refuse_gaps(report, folder)
     if device_map is None:
         model = model.to(chosen_device)
+    model.weights_fingerprint = fingerprint_weights(model)  # packed layers have no parameters
     return accelerate_model(model, accelerate), tokenizer
 
 

@@ -1,0 +1,54 @@
+"""Fingerprints: tell another model, vocabulary or chat template apart from the one that files were made with.
+
+The same path may hold other weights tomorrow, and token ids mean nothing in another vocabulary. So answers, stores and
+checkpoints carry the fingerprints of what they were made with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.text import Tokenizer
+
+SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
+
+
+def fingerprint_weights(model: PreTrainedModel) -> str:
+    """16 hex digits that depend on all parameters and their names, and on no dtype or device.
+
+    Elements are compared as bfloat16, so that a model gets the same fingerprint in float32 and in bfloat16. Call it
+    before layers are packed; `load_model` keeps the result in `model.weights_fingerprint`.
+    """
+
+    def describe() -> Iterable[bytes]:
+        for name, parameter in model.named_parameters():
+            yield f"{name}{tuple(parameter.shape)}".encode()
+            if parameter.device.type != "meta":
+                flat = parameter.detach().flatten()
+                chosen = flat[:: max(1, len(flat) // SAMPLES)].to(torch.bfloat16)
+                yield chosen.cpu().view(torch.int16).numpy().tobytes()
+
+    return _hash(describe())
+
+
+def fingerprint_vocabulary(tokenizer: Tokenizer) -> str:
+    """16 hex digits that depend on which token has which id."""
+    return _hash([json.dumps(sorted(tokenizer.get_vocab().items())).encode()])
+
+
+def fingerprint_template(tokenizer: Tokenizer) -> str | None:
+    """16 hex digits that depend on the chat template; None without one."""
+    template = tokenizer.chat_template
+    return None if template is None else _hash([json.dumps(template, sort_keys=True).encode()])
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
