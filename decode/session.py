@@ -115,7 +115,7 @@ class Session:
         target = self.target
         with capture_features(target.model, self.layers) as captured:
             inputs = self._model_inputs(tree, start, lengths)
-            output = target.model(**inputs, past_key_values=self.cache, use_cache=True, **extra)
+            output = target.run(self.cache, **inputs, **extra)
         features = [captured[layer].to(target.device) for layer in self.layers]
         return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 

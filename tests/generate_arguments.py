@@ -166,9 +166,10 @@ CALL_ARGUMENTS = {
     "position_ids": (HONOURED, "two dimensions"),
     "token_type_ids": (HONOURED, "new tokens get the last one, as in transformers"),
     "inputs_embeds": (HONOURED, "the prompt; without `input_ids`, proposers see the new tokens alone"),
-    "past_key_values": (
+    "cache": (
         HONOURED,
-        "a `DynamicCache` or a `StaticCache`, continued in place; heads read the cached tokens once more",
+        "a `DynamicCache` or a `StaticCache`, continued in place; heads read the cached tokens once more; named "
+        "`past_key_values` before transformers 5.24",
     ),
     "other model inputs": (REFUSED, ""),
 }

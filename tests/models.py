@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from decode.models.compatibility import find_cache_name
 
 VOCABULARY = 96
 CONTEXT = 256
+CACHE = find_cache_name(GenerateDecoderOnlyOutput)  # what this transformers calls the KV cache
 WINDOW = 8  # shorter than most prompts of the tests, so that it matters
 
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler found")

@@ -21,7 +21,7 @@ from decode.cpu.packed_linear import PackedLinear
 from decode.models.self_test import self_test
 from decode.tree import Tree
 from proposers import NGramProposer
-from tests.models import needs_compiler, tiny
+from tests.models import CACHE, needs_compiler, tiny
 
 pytestmark = needs_compiler
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
@@ -232,7 +232,7 @@ def test_other_calls_run_the_layer_itself(exported: list[str]) -> None:
     session.extend(PROMPTS[:1])
     exported.clear()
     with torch.enable_grad():
-        compiled.model(ids[:, :1], past_key_values=session.cache, position_ids=torch.tensor([[11]]))
+        compiled.model(ids[:, :1], **{CACHE: session.cache}, position_ids=torch.tensor([[11]]))
     with torch.inference_mode():
         for use_cache in (False, True):
             logits = [target.model(ids, use_cache=use_cache).logits for target in (plain, compiled)]

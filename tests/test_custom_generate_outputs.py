@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
-from tests.models import tiny
+from tests.models import CACHE, tiny
 from tests.speculating import MAKERS, PROMPT, RAGGED, generate, make_proposer, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
@@ -66,18 +66,18 @@ def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Propose
     whole = stock(model, ids, max_new_tokens=HALF + REST)
     begun = ours(model, ids, proposer, max_new_tokens=HALF)
     half = stock(model, ids, max_new_tokens=HALF)
-    assert_same_cache(begun.past_key_values, half.past_key_values, grown(ids, begun.sequences))
+    assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
     mask = torch.cat([mask_of(ids), torch.ones(len(ids), HALF).long()], dim=1)
     for continue_with in (stock, ours):  # transformers goes on with our cache, and we with transformers'
-        cache = begun.past_key_values if continue_with is stock else half.past_key_values
-        settings = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": REST}
+        cache = begun[CACHE] if continue_with is stock else half[CACHE]
+        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
         if continue_with is stock:
             rest = model.generate(begun.sequences, return_dict_in_generate=True, **settings)
         else:
             rest = generate(model, begun.sequences, proposer, return_dict_in_generate=True, **settings)
         assert rest.sequences.tolist() == whole.sequences.tolist()
-        assert rest.past_key_values is cache
-        assert_same_cache(cache, whole.past_key_values, grown(ids, rest.sequences))
+        assert rest[CACHE] is cache
+        assert_same_cache(cache, whole[CACHE], grown(ids, rest.sequences))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,18 +89,16 @@ def test_caches_of_all_kinds_of_layers(kind: str, implementation: str) -> None:
     for ids in BATCHES.values():
         whole = stock(model, ids, max_new_tokens=HALF + REST)
         begun = ours(model, ids, proposer, max_new_tokens=HALF, cache_implementation=implementation)
-        half = stock(model, ids, max_new_tokens=HALF, cache_implementation=implementation)
         if implementation == "dynamic":
-            assert_same_cache(begun.past_key_values, half.past_key_values, grown(ids, begun.sequences))
+            half = stock(model, ids, max_new_tokens=HALF, cache_implementation=implementation)
+            assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
         else:
-            assert type(begun.past_key_values) is StaticCache
+            assert type(begun[CACHE]) is StaticCache
         cache = StaticCache(model.config, length) if implementation == "static" else DynamicCache(config=model.config)
         sequences = ids
         for new in (HALF, REST):
             mask = torch.cat([mask_of(ids), torch.ones(len(ids), sequences.shape[1] - ids.shape[1]).long()], dim=1)
-            sequences = generate(
-                model, sequences, proposer, attention_mask=mask, past_key_values=cache, max_new_tokens=new
-            )
+            sequences = generate(model, sequences, proposer, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new)
         assert sequences.tolist() == whole.sequences.tolist()
 
 
@@ -116,9 +114,9 @@ def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Propo
             ids,
             attention_mask=mask_of(ids),
             position_ids=(mask_of(ids).cumsum(1) - 1).clamp(min=0),
-            past_key_values=cache,
+            **{CACHE: cache},
         )
-        settings = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": REST}
+        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
         made = model.generate(new, **settings) if drafter is None else generate(model, new, drafter, **settings)
         texts.append(made.tolist())
         assert cache.get_seq_length() == ids.shape[1] + 3 + REST - 1
@@ -131,27 +129,27 @@ def test_rows_that_end_early_are_padded_in_the_cache(model: PreTrainedModel, pro
     settings = {"max_new_tokens": HALF + REST, "eos_token_id": ends, "pad_token_id": 1, "output_scores": True}
     expected, got = stock(model, RAGGED, **settings), ours(model, RAGGED, proposer, **settings)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    assert_same_cache(got.past_key_values, expected.past_key_values, grown(RAGGED, got.sequences))
+    assert_same_cache(got[CACHE], expected[CACHE], grown(RAGGED, got.sequences))
     torch.testing.assert_close(got.scores, expected.scores)
 
 
 def test_no_cache_on_request(model: PreTrainedModel) -> None:
-    assert ours(model, PROMPT, NGramProposer(), use_cache=False).past_key_values is None
+    assert ours(model, PROMPT, NGramProposer(), use_cache=False).get(CACHE) is None
 
 
 def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
     cache = DynamicCache()
-    model(PROMPT, past_key_values=cache)
+    model(PROMPT, **{CACHE: cache})
     with pytest.raises(ValueError, match="holds 7 tokens"):
-        generate(model, PROMPT, past_key_values=cache)
+        generate(model, PROMPT, **{CACHE: cache})
 
     class OtherLayer(DynamicLayer):
         """As the layers of a quantized cache."""
 
     with pytest.raises(ValueError, match="OtherLayer"):
-        generate(model, PROMPT, past_key_values=Cache(layers=[OtherLayer(), OtherLayer()]))
+        generate(model, PROMPT, **{CACHE: Cache(layers=[OtherLayer(), OtherLayer()])})
     with pytest.raises(ValueError, match="holds 1 rows; the batch has 4"):
-        generate(model, torch.cat([RAGGED, RAGGED], dim=1), past_key_values=cache)
+        generate(model, torch.cat([RAGGED, RAGGED], dim=1), **{CACHE: cache})
 
 
 # Scores and logits
@@ -236,9 +234,9 @@ def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
     results = []
     for drafter in (None, proposer):
         cache = DynamicCache(config=model.config)
-        model(PROMPT, past_key_values=cache)
+        model(PROMPT, **{CACHE: cache})
         text = torch.cat([PROMPT, PROMPT[:, :3]], dim=1)
-        more = {**settings, "past_key_values": cache, "return_dict_in_generate": True}
+        more = {**settings, CACHE: cache, "return_dict_in_generate": True}
         results.append(model.generate(text, **more) if drafter is None else generate(model, text, drafter, **more))
     assert_same_layers(results[1], results[0], torch.ones(1, 3), "hidden_states")
     states = model.get_input_embeddings()(RAGGED[1:2]).detach()

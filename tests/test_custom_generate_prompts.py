@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2DoubleHeadsModel, LogitsProcessor, PreT
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
-from tests.models import tiny
+from tests.models import CACHE, tiny
 from tests.speculating import MAKERS, NEW, PROMPT, RAGGED, generate, make_proposer, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
@@ -40,8 +40,8 @@ def assert_same(model: PreTrainedModel, proposer: Proposer | None, ids: Tensor |
     got = generate(model, ids, proposer, **settings)
     assert got.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(got.scores, expected.scores, rtol=0, atol=1e-5)
-    assert int(got.past_key_values.get_seq_length()) == int(expected.past_key_values.get_seq_length())
-    keys, other = got.past_key_values.layers[0].keys, expected.past_key_values.layers[0].keys
+    assert int(got[CACHE].get_seq_length()) == int(expected[CACHE].get_seq_length())
+    keys, other = got[CACHE].layers[0].keys, expected[CACHE].layers[0].keys
     torch.testing.assert_close(keys[:, :, -NEW + 1 :], other[:, :, -NEW + 1 :], rtol=0, atol=1e-6)
 
 

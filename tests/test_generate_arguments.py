@@ -12,9 +12,10 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Pre
 from transformers.utils import ModelOutput
 
 from decode import Target, speculate
+from decode.hf.arguments import KNOWN_ARGUMENTS, KNOWN_SETTINGS
 from proposers import DraftProposer
 from tests.generate_arguments import CALL_ARGUMENTS, HONOURED, REFUSED, REFUSED_VALUES, TRIALS, UNUSED
-from tests.models import tiny
+from tests.models import CACHE, tiny
 from tests.speculating import PROMPT, make_tokenizer
 
 TWO = torch.cat([PROMPT, PROMPT.flip(1)])
@@ -52,7 +53,7 @@ def as_list(result: Any) -> list:
     if isinstance(result, Tensor):
         return [result]
     assert isinstance(result, ModelOutput)
-    cache, parts = result.get("past_key_values"), [name for name in result if name != "past_key_values"]
+    cache, parts = result.get(CACHE), [name for name in result if name != CACHE]
     keys = [layer.keys for layer in cache.layers] if cache is not None else []
     return [*(result[name] for name in parts), parts, type(cache).__name__, *keys]
 
@@ -70,9 +71,10 @@ def same(one: list, other: list) -> bool:
 
 
 def test_every_argument_is_tried() -> None:
-    assert {*vars(GenerationConfig())} - {"_from_model_config"} == {*TRIALS}
+    assert {name for name in vars(GenerationConfig()) if name[0] != "_"} == {*TRIALS} == KNOWN_SETTINGS
     call = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
     assert call <= {*CALL_ARGUMENTS}
+    assert call <= KNOWN_ARGUMENTS
     assert all(name in trial.settings() for name, trial in TRIALS.items())
 
 

@@ -21,7 +21,7 @@ from decode import Target, generate
 from docs.make_pages import COMMANDS, find_parser
 from heads import save_head
 from tests.drafting import make_head
-from tests.models import tiny
+from tests.models import CACHE, tiny
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -83,10 +83,14 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
 
 
 def run_page(page: str) -> dict[str, Any]:
-    """Run the page's Python blocks one after the other, with the names of those before."""
+    """Run the page's Python blocks one after the other, with the names of those before.
+
+    What `generate` calls the KV cache depends on the version of transformers; the pages have the newest name.
+    """
     names: dict[str, Any] = {"__name__": "page"}
     for block in list_blocks(page, "python"):
-        exec(compile(block, page, "exec"), names)
+        code = block.replace("cache=result.cache", f"{CACHE}=result.{CACHE}")
+        exec(compile(code, page, "exec"), names)
     return names
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -20,6 +21,9 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.cache_utils import Cache
+
+from decode.models.compatibility import CACHE_NAMES
 
 # Settings that are refused, and their values that ask for nothing special.
 REFUSED_SETTINGS = {
@@ -30,12 +34,36 @@ REFUSED_SETTINGS = {
     **dict.fromkeys(("penalty_alpha", "use_mtp"), (None, 0)),
     "cache_implementation": (None, "dynamic", "static"),  # others trade memory for speed, or change the logits
 }
+# Settings that are honoured, or that ask for nothing here. A later version of transformers may have others.
+KNOWN_SETTINGS = {
+    *REFUSED_SETTINGS,
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample"),
+    *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("token_healing", "guidance_scale", "watermarking_config", "num_return_sequences", "return_dict_in_generate"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "pad_token_id", "bos_token_id"),
+    *("eos_token_id", "decoder_start_token_id", "use_cache", "cache_config", "max_cache_len", "prefill_chunk_size"),
+    *("early_stopping", "length_penalty", "diversity_penalty", "low_memory", "compile_config", "disable_compile"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "speculation_type"),
+    *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    *("continuous_batching_config", "transformers_version"),
+}
+# The arguments of the call itself, but for those that become settings and inputs.
+REFUSED_ARGUMENTS = "assistant_model", "synced_gpus"
+KNOWN_ARGUMENTS = {
+    *REFUSED_ARGUMENTS,
+    *("self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+    *("streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate", "kwargs"),
+}
 REFUSED_PROCESSORS = {
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale runs the model a second time for each token",
     SynthIDTextWatermarkLogitsProcessor: "this watermark keeps a state between calls, which draft tokens would disturb",
 }
 INPUTS = {
-    *("attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"),
+    *CACHE_NAMES,
+    *("attention_mask", "position_ids", "token_type_ids", "inputs_embeds"),
     *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"),
 }
 
@@ -43,16 +71,26 @@ INPUTS = {
 def find_generate_argument(name: str) -> Any:
     """An argument of the `generate` call that is running; None without one.
 
-    Up to version 5.23, transformers does not pass the streamer, the assistant model and the tokenizer on to callables.
+    transformers does not pass the streamer, the assistant model and the tokenizer on to callables.
     """
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
-    while frame.f_code is not code:
+    functions: list[Any] = [GenerationMixin.generate]
+    while hasattr(functions[-1], "__wrapped__"):
+        functions.append(functions[-1].__wrapped__)
+    wrappers, frame = {each.__code__ for each in functions[:-1]}, sys._getframe(1)
+    while frame.f_code is not functions[-1].__code__:
         if frame.f_back is None:
             return None
         frame = frame.f_back
-    # `generate` takes the tokenizer out of its keyword arguments. torch's wrapper around it still has them.
-    passed = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None
-    return frame.f_locals.get(name, passed.get(name) if isinstance(passed, dict) else None)
+    if name in frame.f_locals:
+        return frame.f_locals[name]
+    # `generate` takes the tokenizer out of its keyword arguments. The wrappers around it still have them.
+    while frame.f_back is not None and frame.f_back.f_code in wrappers:
+        frame = frame.f_back
+        values = inspect.getargvalues(frame)
+        passed = values.locals.get(values.keywords) if values.keywords else None
+        if isinstance(passed, dict) and name in passed:
+            return passed[name]
+    return None
 
 
 def make_stop_criteria(strings: str | list[str] | None) -> list[StopStringCriteria]:
@@ -74,7 +112,8 @@ def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors
     """Raise ValueError for settings and logits processors that cannot be honoured."""
     settings = {name: getattr(config, name, None) for name in REFUSED_SETTINGS}
     refused = [f"{name}={value!r}" for name, value in settings.items() if value not in REFUSED_SETTINGS[name]]
-    refused += [name for name in ("assistant_model", "synced_gpus") if find_generate_argument(name)]
+    refused += [name for name in REFUSED_ARGUMENTS if find_generate_argument(name)]
+    refused += _unknown_settings(config)
     if refused:
         raise ValueError(f"speculate cannot honour {refused[0]}; leave it out, or generate without speculate")
     if config.output_attentions and config.return_dict_in_generate and model.config._attn_implementation != "eager":
@@ -88,11 +127,39 @@ def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors
             raise ValueError(f"speculate cannot honour {type(processor).__name__}: {reason}")
 
 
-def refuse_inputs(inputs: dict[str, Any]) -> None:
-    """Raise ValueError for model inputs that cannot be honoured."""
-    unknown = sorted(name for name, value in inputs.items() if name not in INPUTS and value is not None)
+def _unknown_settings(config: GenerationConfig) -> Iterator[str]:
+    """What this version of transformers has in addition to what is known, and what is not at its default."""
+    filled: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    for name, default in vars(GenerationConfig()).items():
+        value = getattr(config, name, None)
+        if name[0] != "_" and name not in KNOWN_SETTINGS and not _is_one_of(value, default, filled.get(name)):
+            yield f"{name}={value!r}"
+    for name, parameter in inspect.signature(GenerationMixin.generate).parameters.items():
+        if name not in KNOWN_ARGUMENTS and not _is_one_of(find_generate_argument(name), parameter.default):
+            yield name
+
+
+def _is_one_of(value: Any, *defaults: Any) -> bool:
+    """Whether a value asks for nothing: it is None or a default."""
+    return value is None or (not isinstance(value, Tensor) and any(value is each or value == each for each in defaults))
+
+
+def refuse_inputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError for model inputs that cannot be honoured, unless they carry nothing.
+
+    That is None, an empty KV cache, the forward's own default or what the model's config has by the same name.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    unknown = []
+    for name, value in inputs.items():
+        default = parameters[name].default if name in parameters else None
+        is_empty = isinstance(value, Cache) and value.get_seq_length() == 0
+        if name not in INPUTS and not is_empty and not _is_one_of(value, default, getattr(model.config, name, None)):
+            unknown.append(name)
     if unknown:
-        raise ValueError(f"speculate cannot honour {', '.join(unknown)}; leave it out, or generate without speculate")
+        raise ValueError(
+            f"speculate cannot honour {', '.join(sorted(unknown))}; leave it out, or generate without speculate"
+        )
 
 
 def drop_ignored(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:

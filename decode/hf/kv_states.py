@@ -34,11 +34,10 @@ def check_cache(cache: Cache, batch: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE:
             raise ValueError(
-                f"speculate cannot honour past_key_values with a {type(layer).__name__}; "
-                "pass a DynamicCache or a StaticCache"
+                f"speculate cannot honour a cache with a {type(layer).__name__}; pass a DynamicCache or a StaticCache"
             )
         if _has_states(layer) and layer.keys.shape[0] != batch:
-            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows; the batch has {batch}")
+            raise ValueError(f"the cache holds {layer.keys.shape[0]} rows; the batch has {batch}")
 
 
 def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:

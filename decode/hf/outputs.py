@@ -18,6 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from decode.hf.kv_states import RowStates, read_cache, write_cache
 from decode.hf.prompts import Prompts, extend_columns
 from decode.hf.session import PromptSession
+from decode.models.compatibility import find_cache_name
 from decode.tree import Tree
 
 PASS_OUTPUTS = ("attentions", "hidden_states")
@@ -42,7 +43,8 @@ def make_output(
     states, logits = _complete(session, sequences, counts)
     if prompts.cache is not None:
         write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
-    output = GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=prompts.cache)
+    output = GenerateDecoderOnlyOutput(sequences=sequences)
+    setattr(output, find_cache_name(GenerateDecoderOnlyOutput), prompts.cache)
     if session.recording.logits:
         steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
         if config.output_scores:
@@ -110,11 +112,11 @@ def _run_again(
         made = model.get_input_embeddings()(sequences[:, -new:-1].to(model.device))
         inputs["inputs_embeds"] = torch.cat([prompts.embeddings[:, prompts.past :].to(made.device), made], dim=1)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    inputs |= {f"output_{name}": True for name in wanted}
+    inputs |= {f"output_{name}": True for name in wanted} | {find_cache_name(type(model).forward): cache}
     if "logits_to_keep" in signature(model.forward).parameters:
         inputs["logits_to_keep"] = 1
     with torch.no_grad():
-        return model(**inputs, past_key_values=cache, use_cache=cache is not None)
+        return model(**inputs, use_cache=cache is not None)
 
 
 def _split(

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from decode.hf.kv_states import check_cache
+from decode.models.compatibility import CACHE_NAMES
 
 PLACEHOLDER = 0  # stands for a prompt whose tokens are unknown
 
@@ -91,14 +92,15 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
 
     Raises ValueError for an empty prompt, a cache that cannot be continued, and shapes that do not fit together.
     """
-    cache, embeddings = inputs.get("past_key_values"), inputs.get("inputs_embeds")
+    caches = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
+    cache, embeddings = next(iter(caches), None), inputs.get("inputs_embeds")
     past = 0 if cache is None else int(cache.get_seq_length())
     if past or getattr(cache, "_is_user_defined", False):
         check_cache(cache, len(input_ids))
     real = _read_mask(input_ids, inputs, past, config)
     columns, known = real.shape[1], input_ids.shape[1]
     if past >= columns:
-        raise ValueError(f"past_key_values holds {past} tokens; the prompt of {columns} needs at least one more")
+        raise ValueError(f"the cache holds {past} tokens; the prompt of {columns} needs at least one more")
     default = (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
     positions = _read_columns("position_ids", inputs, real)
     positions = default if positions is None else positions

@@ -72,7 +72,7 @@ def speculate(
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     refuse_unsupported(model)
     refuse_settings(model, generation_config, logits_processor)
-    refuse_inputs(inputs)
+    refuse_inputs(model, inputs)
     prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from decode.models.attention_windows import attention_windows
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "draftless_grouped_sdpa")
+CACHE_NAMES = "cache", "past_key_values"  # of the KV cache in transformers: since 5.24, and before
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -36,6 +38,18 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model
 
 
+def find_cache_name(function: Callable[..., Any]) -> str:
+    """The name of the KV cache among a function's arguments.
+
+    Raises ValueError without one.
+    """
+    parameters = inspect.signature(function).parameters
+    for name in CACHE_NAMES:
+        if name in parameters:
+            return name
+    raise ValueError(f"{function.__qualname__} takes no KV cache by a name that is known ({', '.join(CACHE_NAMES)})")
+
+
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError if a model is in training mode, or if it cannot compute the nodes of a tree.
 
@@ -51,7 +65,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     is_recurrent, is_gpt_neo = getattr(model, "_is_stateful", False), hasattr(config, "attention_layers")
     positional = getattr(config, "position_embedding_type", None)
     has_alibi = name in ("bloom", "mpt") or getattr(config, "alibi", False) or positional == "alibi"
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    forward = type(model).forward
+    takes_positions = "position_ids" in inspect.signature(forward).parameters
     for is_refused, reason in (
         (is_recurrent, "keeps a recurrent state, which cannot branch into a tree; use an attention-only model"),
         (has_alibi, "uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong"),
@@ -60,6 +75,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     ):
         if is_refused:
             raise ValueError(f"{name} {reason}")
+    find_cache_name(forward)
     if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "

@@ -138,7 +138,7 @@ def _measure_window_error(target: StockModel, span: AttentionWindow) -> float:
     path = tree.ancestors[0, -1].nonzero()[:, 0]
     logits = session.verify(tree).logits[0, path.to(target.device)]
     ids = tokens[None, path].to(target.device)
-    plain = target.model(input_ids=ids, past_key_values=expected, use_cache=True).logits[0].to(logits.device)
+    plain = target.run(expected, input_ids=ids).logits[0].to(logits.device)
     return float((logits - plain).abs().max() / plain.float().std())
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from decode.models.attention_windows import attention_windows
+from decode.models.compatibility import find_cache_name
 
 MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
 
@@ -21,6 +26,11 @@ class StockModel:
         self.vocabulary = int(self.config.vocab_size)
         self.device = _input_device(model)
         self.dtype = model.dtype
+        self._cache_name = find_cache_name(type(model).forward)
+
+    def run(self, cache: Cache, **inputs: Any) -> ModelOutput:
+        """The model's forward pass, which reads and extends a KV cache."""
+        return self.model(**inputs, **{self._cache_name: cache}, use_cache=True)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -22,6 +22,7 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from decode import Proposer, Target, speculate
+from decode.models.compatibility import CACHE_NAMES
 from proposers import DraftProposer, NGramProposer
 
 CONTROL = os.environ.get("UPSTREAM_CONTROL") == "1"
@@ -59,7 +60,7 @@ def generate(self: PreTrainedModel, *args: Any, **settings: Any) -> Any:
     CALLS["redirected"] += 1
     own = {name: settings.pop(name, None) for name in ("assistant_model", "prompt_lookup_num_tokens")}
     expected = None
-    if settings.get("past_key_values") is None and settings.get("do_sample") is False:
+    if not any(settings.get(name) is not None for name in CACHE_NAMES) and settings.get("do_sample") is False:
         expected = STOCK_GENERATE(self, *args, **settings)
     try:
         proposer = make_proposer(self, **own)
