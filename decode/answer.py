@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.stats import Stats
 from decode.target import Target
-from decode.text import Prompt, TextStream, Tokenizer, decode, encode
+from decode.text import Prompt, TextStream, Tokenizer, as_whole, as_whole_numbers, decode, encode
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,26 @@ class Limits:
     criterion: Callable[[int, list[int]], bool] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        object.__setattr__(self, "max_new_tokens", read_count(self.max_new_tokens, "max_new_tokens"))
         if isinstance(self.stop, str):
             raise ValueError("stop is a list of strings; put a single one into brackets")
         if "" in self.stop:
             raise ValueError("a stop string is empty; it needs at least one character")
+        if not (self.criterion is None or callable(self.criterion)) or isinstance(
+            self.criterion, StoppingCriteria | StoppingCriteriaList
+        ):
+            name = type(self.criterion).__name__
+            raise TypeError(f"criterion is a function of a request id and all tokens, not a {name}")
+
+
+def read_count(value: Any, name: str) -> int:
+    """A whole number from 1 on. Raises TypeError or ValueError, with the setting's name, for anything else."""
+    number = as_whole(value)
+    if number is None:
+        raise TypeError(f"{name} is {value!r}; it must be a whole number from 1 on")
+    if number < 1:
+        raise ValueError(f"{name} is {number}; it must be at least 1")
+    return number
 
 
 @dataclass(frozen=True)
@@ -127,21 +144,22 @@ class Request:
 def make_requests(
     target: Target,
     prompts: Sequence[Prompt],
-    request_ids: Sequence[int] | None,
+    request_ids: Any,
     limits: Limits,
     chat: bool | None,
     text: bool,
 ) -> list[Request]:
     """One request per prompt, encoded. text: whether its chunks carry text.
 
-    Raises ValueError for request ids that do not match, and for prompts that are invalid or do not fit the model.
+    Raises ValueError or TypeError for request ids that do not match, and for prompts that are invalid or do not fit the
+    model.
     """
     if limits.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
-    ids = range(len(prompts)) if request_ids is None else request_ids
-    if not len(prompts) == len(ids) == len(set(ids)):
-        raise ValueError(f"{len(prompts)} prompts need as many different request_ids; {len(set(ids))} are given")
-    if ids and not 0 <= min(ids) <= max(ids) < 1 << 63:
+    ids = [*range(len(prompts))] if request_ids is None else as_whole_numbers(request_ids, "request_ids")
+    if not len(prompts) == len(ids) == len(set(ids)) or isinstance(request_ids, Set):  # a set has no order
+        raise ValueError(f"{len(prompts)} prompts need as many different request_ids, in a list; given are {ids}")
+    if not 0 <= min(ids) <= max(ids) < 1 << 63:
         raise ValueError(f"request_ids are numbers from 0 to 2^63 - 1; given are {min(ids)} to {max(ids)}")
     requests = []
     for request_id, prompt in zip(ids, prompts, strict=True):
@@ -151,8 +169,11 @@ def make_requests(
                 f"prompt {request_id} has {len(tokens)} tokens; the model's context of {target.context} leaves no room "
                 "for an answer"
             )
-        if not 0 <= min(tokens) <= max(tokens) < target.vocabulary:
-            raise ValueError(f"prompt {request_id} has a token outside the model's vocabulary of {target.vocabulary}")
+        outside = [token for token in (min(tokens), max(tokens)) if not 0 <= token < target.vocabulary]
+        if outside:
+            raise ValueError(
+                f"prompt {request_id} has token {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}"
+            )
         stream = TextStream(target.tokenizer, limits.stop) if text and target.tokenizer is not None else None
         requests.append(Request(request_id, tokens, limits, target.context, stream))
     return requests

@@ -8,47 +8,49 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, unpack
-from decode.answer import Answer, Chunk, Limits, Request, make_requests
+from decode.answer import Answer, Chunk, Limits, Request, make_requests, read_count
 from decode.gpu.fusion import fusing
 from decode.gpu.step_numbers import list_numbers
 from decode.gpu.transfer import Upload
 from decode.lossy import accept_typically
 from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
-from decode.proposer import PlainProposer, Proposer, Step, Use
+from decode.proposer import PlainProposer, Proposer, Step, Use, as_proposer, check_proposer
 from decode.sampling import AnswerProcessor, Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.stats import Seconds, Stats
-from decode.target import Target
-from decode.text import Prompt, as_list, find_special
+from decode.target import Target, check_target
+from decode.text import Prompt, as_list, as_whole_numbers, find_special
 from decode.tree import Tree
 
 
 def generate(
-    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | None = None, **settings: Any
+    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = None, **settings: Any
 ) -> list[Answer]:
     """The answers to the prompts, in order. Arguments and errors are those of `stream`."""
     chunks = stream(target, prompts, proposer, **{"text": False, **settings})
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
-    return [answers[request_id] for request_id in settings.get("request_ids") or sorted(answers)]
+    given = settings.get("request_ids")
+    return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
 
 
 def stream(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
-    proposer: Proposer | None = None,
+    proposer: Proposer | str | Path | None = None,
     *,
     batch_size: int | None = None,
     request_ids: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    stop_ids: Sequence[int] | None = None,
+    stop: Sequence[str] | None = (),
+    stop_ids: Sequence[int] | int | None = None,
     criterion: Callable[[int, list[int]], bool] | None = None,
     chat: bool | None = None,
     nodes: int = 64,
@@ -58,8 +60,10 @@ def stream(
 ) -> Iterator[Chunk]:
     """What each step adds to each answer, as chunks.
 
-    prompts: one prompt or a list of them; a prompt is text, chat messages or token ids.
-    proposer: None for plain decoding.
+    prompts: one prompt or a list of them. A prompt is text, a list of chat messages (content as text, or as parts of
+    type text, which are joined), token ids (a list, tensor or array), or a tokenizer's output: `input_ids`, whose
+    padding `attention_mask` hides. Each row of two-dimensional ids is a prompt; without a mask, padding counts as text.
+    proposer: None for plain decoding; a name is loaded as `proposers.load_proposer` does.
     batch_size: prompts decoded together (None: all). Plain decoding refills rows as they finish; with a proposer, one
     batch follows another.
     request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
@@ -73,25 +77,28 @@ def stream(
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
     the distribution of answers. Raises ValueError for settings out of range and prompts that do not fit, and TypeError
-    for unknown arguments, before any work is done.
+    for unknown arguments and those of another kind, before any work is done.
     """
     _refuse_unknown(unknown)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch size is {batch_size}; it must be at least 1")
-    if not 1 <= nodes <= MAX_TREE_SLOTS:
+    check_target(target)
+    check_proposer(proposer)
+    _check_kinds(sampling, chat)
+    batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
+    if read_count(nodes, "nodes") > MAX_TREE_SLOTS:
         raise ValueError(f"nodes is {nodes}; a tree has its root and at most {MAX_TREE_SLOTS} nodes")
     special, stop = find_special(stop, target.tokenizer)
-    ends = special | (target.stop_ids if stop_ids is None else frozenset(stop_ids))
+    ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
     limits = Limits(max_new_tokens, ends, stop, criterion)
     waiting = deque(make_requests(target, as_list(prompts), request_ids, limits, chat, text or bool(stop)))
     sampling = sampling or Sampling()
     if sampling.processors:
         lengths = {request.request_id: len(request.prompt) for request in waiting}
-        sampling = replace(sampling, processors=[AnswerProcessor(sampling.processors, lengths, ends, max_new_tokens)])
+        inside = AnswerProcessor(sampling.processors, lengths, ends, limits.max_new_tokens)
+        sampling = replace(sampling, processors=[inside])
     if lossy_typical_acceptance and sampling.processors:
         raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
     rule = accept_typically if lossy_typical_acceptance else accept
-    run = _Run(target, proposer or PlainProposer(), sampling, nodes, rule)
+    run = _Run(target, as_proposer(proposer, target), sampling, int(nodes), rule)
     return _decode_all(run, waiting, batch_size or len(waiting))
 
 
@@ -268,6 +275,22 @@ def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, targe
         stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
         request.stats.add(stats)
         yield replace(chunk, stats=stats, answer=request.answer(target.tokenizer) if request.finish else None)
+
+
+def _check_kinds(sampling: Any, chat: Any) -> None:
+    if not isinstance(sampling, Sampling | None):
+        call = "Sampling(temperature=0.7)"
+        raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
+    if not isinstance(chat, bool | None):
+        raise TypeError(f"chat is {chat!r}; it is True, False or None")
+
+
+def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:
+    """One token id or several. Raises ValueError for those that no answer can have."""
+    ids = frozenset(as_whole_numbers(stop_ids, "stop_ids"))
+    if outside := sorted(each for each in ids if not 0 <= each < target.vocabulary):
+        raise ValueError(f"stop_ids have {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}")
+    return ids
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from importlib.metadata import entry_points
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from decode.gpu.transfer import Upload
+from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import Tree
+
+LOAD_CALL = "load_proposer(name, target)"
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,36 @@ class Use:
     def _refuse(self) -> None:
         name = type(self.proposer).__name__
         raise RuntimeError(f"this {name} is used by two streams at once, and it keeps state; give each stream its own")
+
+
+def check_proposer(proposer: Any) -> None:
+    """Raise TypeError, with the right call, for anything but a proposer, a name or None."""
+    if proposer is None or isinstance(proposer, str | Path):
+        return
+    missing = [name for name in ("layers", "propose") if not hasattr(proposer, name)]
+    if isinstance(proposer, type):
+        required = [each.name for each in signature(proposer).parameters.values() if each.default is each.empty]
+        call = f"{proposer.__name__}({', '.join(required)})" if "propose" not in missing else LOAD_CALL
+        raise TypeError(f"the proposer is the class {proposer.__name__}, not an instance; give {call}")
+    if isinstance(proposer, StockModel | PreTrainedModel):
+        raise TypeError('the proposer is a model; give load_proposer("draft", target, draft_model=...)')
+    if missing:
+        call = "sampling=... by name" if isinstance(proposer, Sampling) else LOAD_CALL
+        lacks = " and no ".join(missing)
+        raise TypeError(f"the proposer is a {type(proposer).__name__}, which has no {lacks}; give {call}")
+
+
+def as_proposer(proposer: Proposer | str | Path | None, target: Target) -> Proposer:
+    """The proposer itself; for a name or a head's folder, the one that the installed package loads for this target.
+
+    A package names its loader as the entry point `load_proposer` in the group "draftless", so that `decode` knows none.
+    Raises TypeError, with the right call, if no package does.
+    """
+    if isinstance(proposer, str | Path):
+        for loader in entry_points(group="draftless", name="load_proposer"):
+            return loader.load()(proposer, target)
+        raise TypeError(f"the proposer is {str(proposer)!r}; give load_proposer({str(proposer)!r}, target)")
+    return PlainProposer() if proposer is None else proposer
 
 
 class PlainProposer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Self
+from os import PathLike
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -89,3 +90,16 @@ class Target(TimedModel):
         if sampling is not None and has_graphs(self.model):
             return self._fixed_sessions.open(self, batch_size, layers, sampling)
         return Session(self, batch_size, layers)
+
+
+def check_target(target: Any) -> None:
+    """Raise TypeError, with the right call, for anything but a target."""
+    if isinstance(target, Target):
+        return
+    call = "Target(model, tokenizer)"
+    if isinstance(target, str | PathLike):
+        call = f"Target.load({str(target)!r})"
+    elif isinstance(target, type):
+        call = "Target.load(name) or Target(model, tokenizer)"
+    kind = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
+    raise TypeError(f"the target is {kind}; give {call}")

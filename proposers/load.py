@@ -14,6 +14,7 @@ from decode import PlainProposer, Proposer, Target, stream
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fixed_cost import LEVEL_TIME
 from decode.models.loading import first_layers
+from decode.target import check_target
 from heads import PRETRAINED
 from heads.checkpoint import load_head
 from heads.formats.layout import Head
@@ -85,8 +86,9 @@ def load_proposer(
     tree, nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
 
     Raises ValueError for an unknown name, an option that the proposer does not have, and a head of another kind or for
-    another target.
+    another target, and TypeError unless `target` is a target.
     """
+    check_target(target)
     options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
     options = {key: value for key, value in options.items() if value is not None}
     others = {"head": head, "draft_model": draft_model, "store": store}

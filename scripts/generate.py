@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):
             asked, encoded = encode_turn(conversations, turn, target, args.chat)
+            if not asked:
+                break
             chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
             print_answers(chunks, asked, args.json, titled=turns + len(conversations) > 2)
         if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):

@@ -372,9 +372,7 @@ REFUSED: dict[str, tuple[Any, Any, bool | None, str]] = {
     "no template": ("ab", build_tokenizer, True, "no chat template"),
     "no template for messages": ([{"role": "user", "content": "a"}], build_tokenizer, None, "no chat template"),
     "an empty template": ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
-    "a list of texts": (["ab", "c"], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
-    "fractions": ([1.5, 2.0], build_tokenizer, None, "a prompt is text, chat messages or token ids"),
-    "a number": (5, build_tokenizer, None, "a prompt is text, chat messages or token ids, not 5"),
+    "a list of texts": (["ab", "c"], build_tokenizer, None, "one prompt is expected, and 2 are given"),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,7 +34,7 @@ from decode.loop import stream
 from decode.models.attention_windows import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
-from decode.proposer import Proposer
+from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.target import Target
 
 # The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
@@ -48,7 +49,7 @@ def speculate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    proposer: Proposer | None = None,
+    proposer: Proposer | str | Path | None = None,
     nodes: int = 64,
     accelerate: str = "off",
     deterministic: bool | CostCurve = False,
@@ -70,6 +71,7 @@ def speculate(
     Raises ValueError for settings that cannot be honoured, and for models that cannot be a target.
     """
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
+    check_proposer(proposer)
     refuse_unsupported(model)
     refuse_settings(model, generation_config, logits_processor)
     refuse_inputs(model, inputs)
@@ -84,7 +86,9 @@ def speculate(
     returns_logits = generation_config.output_scores or generation_config.output_logits
     returns_more = bool(generation_config.return_dict_in_generate)
     recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
-    target = PromptTarget(_find_target(model, accelerate, deterministic), prompts, recording)
+    target = _find_target(model, accelerate, deterministic)
+    proposer = as_proposer(proposer, target)
+    target = PromptTarget(target, prompts, recording)
     may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > target.context
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
@@ -98,7 +102,7 @@ def speculate(
         proposer,
         sampling=make_sampling(generation_config, logits_processor, prompts),
         max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
+        stop_ids=[token for token in stop_ids if 0 <= token < target.vocabulary],  # a model's -1 means none
         criterion=is_done if criteria else None,
         nodes=nodes,
         text=False,

@@ -102,6 +102,8 @@ def answer_jobs(
         prompts = {job.number: job.encode(target.tokenizer) for job in asked}
         yield from ((0, job.drop("context")) for job in asked if len(prompts[job.number]) >= target.context)
         waiting = {job.number: job for job in asked if len(prompts[job.number]) < target.context}
+        if not waiting:
+            return
         order = sort_by_length({number: len(prompts[number]) for number in waiting}, WINDOW * batch_size)
 
         def ends_in_loop(number: int, tokens: list[int], prompts: dict[int, list[int]] = prompts) -> bool:
