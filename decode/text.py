@@ -192,11 +192,11 @@ def _refuse_empty(rows: list[list[Any]], name: str) -> list[list[Any]]:
     return rows
 
 
-def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of an answer, without special tokens and without an incomplete character at the end."""
+def decode(tokens: Sequence[int], tokenizer: Tokenizer, special: bool = False) -> str:
+    """The text of an answer, without an incomplete character at its end; special: with its special tokens."""
 
     def read(end: int) -> str:
-        return str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+        return str(tokenizer.decode(tokens[:end], skip_special_tokens=not special))
 
     text = read(len(tokens))
     if not text.endswith(BROKEN):

@@ -34,6 +34,7 @@ from scripts.gpu_report.report import GpuOptions, run_gpu_report
 from scripts.shared.command import Parser, check_plot, failing_clearly
 from scripts.shared.options import load_target
 from scripts.shared.prompts import encode_turn
+from training.rendering import Renderer
 
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
@@ -111,7 +112,8 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     target = load_target(options.model)
-    encode_turn(open_conversations(questions), 0, target)  # finds questions that do not fit before the first is asked
+    # Finds questions that do not fit before the first is asked.
+    encode_turn(open_conversations(questions), 0, target, Renderer(target.tokenizer))
     machine = {"dtype": str(target.dtype).removeprefix("torch."), "compiled": target.compiled}
     setup = {
         "settings": {**options.describe(questions), "commit": find_commit()},

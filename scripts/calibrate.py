@@ -22,7 +22,8 @@ from scripts.calibration.measure_head import Trials, calibrate, try_head
 from scripts.shared.command import Parser, at_least, check_plot, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.plot import COLOURS, save_figure
-from scripts.shared.prompts import read_prompts
+from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
+from training.rendering import Renderer
 
 EPILOG = """\
 The model answers the prompts greedily, and the head drafts at each position of its answers. Use prompts that the head
@@ -32,7 +33,8 @@ Written to DIR/calibration.json: acceptance (for each head, how often its draft 
 its ancestors are), confidence (how to map its own probabilities to acceptance), best_tree (the first n - 1 paths are
 the best tree of n nodes), expected_tau (of these trees, by number of nodes).
 """
-PROMPT_FILE_HELP = 'prompts: a .jsonl file with "prompt" or "turns" in each line; only the first turn is used'
+PROMPT_FILE_HELP = """prompts: a .jsonl file of prompts, conversations or distilled answers (docs/training.md has the
+formats); of turns, only the first is used"""
 SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes
 
 
@@ -43,8 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = ModelOptions.from_args(args)
         find_folder(args.head)
         check_plot(args.plot)
-        prompts = [turns[0] for turns in read_prompts(args.prompt_file)][: args.limit]
+        conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
+        if not conversations:
+            raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
         target = load_target(model)
+        _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         head = load_draft_head(args.head, target)
         proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
         calibration = calibrate(measure(target, proposer, prompts, args.max_new_tokens))
@@ -63,11 +68,12 @@ def make_parser() -> Parser:
     add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
     add("--plot", type=Path, metavar="FILE", help="draw the result: a .png or .svg file")
+    add_template_option(parser)
     add_model_options(parser)
     return parser
 
 
-def measure(target: Target, proposer: HeadProposer, prompts: Sequence[str], max_new_tokens: int) -> Trials:
+def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]], max_new_tokens: int) -> Trials:
     """The head's drafts along the target's own answers to the prompts."""
     chunks = stream(target, prompts, NGramProposer(), batch_size=1, max_new_tokens=max_new_tokens, text=False)
     answers = (chunk.answer for chunk in chunks if chunk.answer)

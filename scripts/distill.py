@@ -19,27 +19,34 @@ from tqdm import tqdm
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.default_model import NAME
+from decode.models.fingerprint import describe_model
 from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, answer_jobs, check_temperature, group_jobs, read_jobs
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
+from scripts.shared.prompts import add_template_option
+from training.rendering import Renderer
 
+CHANGED_HELP = "go on in FILE although weights, vocabulary or chat template of the model have changed"
 EPILOG = """\
 PROMPTS is a .jsonl file. Each line has one of these: "prompt"; "turns", questions to ask one after the other;
-"messages", a chat that ends with a question. A line may also have "id" (default: its number, after the file's name if
-there are several files), "source" (default: the file's name) and "temperature". Any other file, or - for standard
-input, is plain text: one prompt.
+"messages" or "conversations", a chat (docs/training.md has the formats). An answer after the last question is replaced
+by the model's. A line may also have "id" (default: its number, after the file's name if there are several files),
+"source" (default: the file's name) and "temperature". Any other file, or - for standard input, is plain text: one
+prompt.
 
 Each line of FILE is one answer, in the order in which they were finished: id, source, temperature, prompt, response
-(messages for turns and messages), finished (whether the model ended it), response_tokens. An answer can have no
-response but "dropped": "loop" (the last 60 tokens repeat with a period under 20), "context" (no room after the prompt)
-or "empty" (cut off before the first word). If a later turn is dropped, the line is the conversation before it, with
+(messages for chats), finished (whether the model ended it), response_tokens (number), token_ids (of prompts and
+answers: what train.py reads), vocabulary (its fingerprint). An answer can have no response but "dropped": "loop" (the
+last 60 tokens repeat with a period under 20), "context" (no room after the prompt), "empty" (cut off before the first
+word) or "template" (the chat template fails). If a later turn is dropped, the line is the conversation before it, with
 the reason in "cut". An answer that is cut off ends its conversation.
 
 Start an interrupted run again, and prompts whose answers are in FILE are not asked again; their settings are in
-FILE.settings.json. Of several temperatures each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two
-thirds greedy. On CPUs with bfloat16 instructions, the default --dtype is bfloat16. Rounding then depends on the batch,
-so after an interruption some answers can differ (rarely in float32 too).
+FILE.settings.json, with fingerprints of the model's weights, vocabulary and chat template. Of several temperatures
+each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two thirds greedy. On CPUs with bfloat16
+instructions, the default --dtype is bfloat16. Rounding then depends on the batch, so after an interruption some
+answers can differ (rarely in float32 too).
 """
 
 
@@ -53,13 +60,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_temperature(value, "--temperature")
         jobs = read_jobs(args.prompts, args.temperature)
         depending = {name: getattr(args, name) for name in ("temperature", "max_new_tokens", "seed")}
+        depending["template_options"] = dict(args.template_option or ())
         answers = AnswersFile(args.out, {"model": model.model or NAME, "dtype": model.dtype, **depending})
         missing = answers.list_missing(jobs)
         if missing:
             target = load_target(model)
-            check_chat(missing, target)
-            answers.begin()
-            distil(missing, target, answers, args.batch_size, args.max_new_tokens, args.seed)
+            renderer = Renderer(target.tokenizer, args.template_option)
+            for job in missing:
+                if job.conversation.options or len(job.conversation.messages) > 1:
+                    renderer.encode(job.conversation)  # raises what a template refuses before any work
+            answers.begin(describe_model(target.model, target.tokenizer), args.changed_model)
+            distil(missing, target, renderer, answers, args.batch_size, args.max_new_tokens, args.seed)
         print(answers.describe())
 
 
@@ -67,6 +78,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="distill.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="answers are appended here, one a line")
+    parser.add_argument("--changed-model", action="store_true", help=CHANGED_HELP)
+    add_template_option(parser)
     add_model_options(parser)
     parser.set_defaults(accelerate="packed")  # compiled kernels are for smaller batches
     group = parser.add_argument_group("answers")
@@ -86,22 +99,21 @@ def choose_dtype(model: ModelOptions) -> ModelOptions:
     return replace(model, dtype="bfloat16") if model.dtype is None and fast else model
 
 
-def check_chat(jobs: Sequence[Job], target: Target) -> None:
-    """Raise ValueError if a job needs a chat template and the model has none."""
-    chat = next((job.id for job in jobs if not job.single), None)
-    if chat is not None and (target.tokenizer is None or target.tokenizer.chat_template is None):
-        raise ValueError(f"the prompt with the id {chat!r} is a chat, which needs a template, and this model has none")
-
-
 def distil(
-    jobs: Sequence[Job], target: Target, answers: AnswersFile, batch_size: int, max_new_tokens: int, seed: int
+    jobs: Sequence[Job],
+    target: Target,
+    renderer: Renderer,
+    answers: AnswersFile,
+    batch_size: int,
+    max_new_tokens: int,
+    seed: int,
 ) -> None:
     """Answer all jobs and add their rows to the file, with a progress bar."""
     started, tokens, done, dropped = perf_counter(), 0, len(answers.rows), 0
     interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
     with tqdm(total=done + len(jobs), initial=done, unit=" answers", mininterval=interval) as bar:
         for group in group_jobs(jobs, batch_size):
-            for new, row in answer_jobs(group, target, batch_size, max_new_tokens, seed):
+            for new, row in answer_jobs(group, target, renderer, batch_size, max_new_tokens, seed):
                 tokens += new
                 if row is not None:
                     answers.append(row)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a fil
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
-from decode import Answer, Chunk, Sampling, Target, stream
+from decode import Answer, Chunk, Sampling, stream
 from proposers import MergedProposer
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import (
@@ -26,12 +26,14 @@ from scripts.shared.options import (
     make_proposer,
     open_store,
 )
-from scripts.shared.prompts import Conversation, check_prompt, encode_turn, read_prompts
+from scripts.shared.prompts import add_template_option, ask, encode_turn, read_prompts
 from scripts.shared.terminal import OrderedOutput, format_chunk, has_colour
+from training.conversations import Conversation
+from training.rendering import Renderer
 
 NODES = 64  # largest draft tree
-PROMPT_FILE_HELP = """a .jsonl file with "prompt" or "turns" in each line; any other file, or - for standard input, is
-one plain-text prompt"""
+PROMPT_FILE_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md
+has the formats); any other file, or - for standard input, is one plain-text prompt"""
 CHAT_HELP = """put prompts into the model's chat template, or leave them as they are (default: if it has a template)"""
 LOSSY_HELP = """CHANGES THE TEXT at temperatures above 0: accept draft tokens that are merely plausible (Medusa's
 rule)"""
@@ -59,29 +61,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
-        prompts = read_prompts(path) if path is not None else [[check_prompt(args.prompt, "--prompt")]]
-        conversations = [Conversation(index, turns) for index, turns in enumerate(prompts)]
+        conversations = read_prompts(path) if path is not None else [ask([args.prompt], "--prompt")]
         target = load_target(model)
-        check_chat(conversations, target, args.chat)
-        encode_turn(conversations, 0, target, args.chat)  # finds prompts that do not fit before a draft model is loaded
+        renderer = Renderer(target.tokenizer, args.template_option, args.chat)
+        encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
         store = open_store(drafting)
         proposer = make_proposer(drafting, target, model, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
         settings |= {"nodes": args.nodes or NODES, "lossy_typical_acceptance": args.lossy_typical_acceptance}
-        turns = max(len(conversation.turns) for conversation in conversations)
+        turns = max(1 + len(conversation.later) for conversation in conversations)
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):
-            asked, encoded = encode_turn(conversations, turn, target, args.chat)
+            asked, encoded = encode_turn(conversations, turn, target, renderer)
             if not asked:
                 break
             chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
-            print_answers(chunks, asked, args.json, titled=turns + len(conversations) > 2)
+            titled = turns + len(conversations) > 2
+            print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
         if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):
             proposer.keep_answers()
             store.save(drafting.store)
-        if any(len(conversation.answers) < len(conversation.turns) for conversation in conversations):
+        if any(conversation.is_open for conversation in conversations):
             raise SystemExit(1)
 
 
@@ -90,6 +92,7 @@ def make_parser() -> Parser:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--prompt", metavar="TEXT", help="the prompt")
     source("--prompt-file", metavar="FILE", help=PROMPT_FILE_HELP)
+    add_template_option(parser)
     parser.add_argument("--chat", action=BooleanOptionalAction, help=CHAT_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer instead of its text")
     add_model_options(parser)
@@ -106,36 +109,25 @@ def make_parser() -> Parser:
     return parser
 
 
-def check_chat(conversations: Sequence[Conversation], target: Target, chat: bool | None) -> None:
-    """Raise ValueError if a chat template is needed and there is none."""
-    template = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    if chat and not template:
-        raise ValueError("the model has no chat template; leave out --chat")
-    several = next((conversation.id for conversation in conversations if len(conversation.turns) > 1), None)
-    if several is not None and (chat is False or not template):
-        reason = "--no-chat was given" if template else "this model has none"
-        raise ValueError(f"prompt {several} has several turns, which need a chat template, and {reason}")
-
-
-def print_answers(chunks: Iterator[Chunk], asked: Sequence[Conversation], as_json: bool, titled: bool) -> None:
+def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> None:
     """Print answers in order: as they grow, with statistics on stderr, or each as a line of JSON at its end."""
-    coloured = has_colour(sys.stdout)
+    coloured, places = has_colour(sys.stdout), list(asked)
     with OrderedOutput(len(asked)) as output:
-        for index, conversation in enumerate(asked if titled and not as_json else ()):
-            output.put(index, f"--- prompt {conversation.id}, turn {len(conversation.answers)} ---\n")
+        for index, place in enumerate(places if titled and not as_json else ()):
+            output.put(index, f"--- prompt {place}, turn {asked[place].answers} ---\n")
         for chunk in chunks:
-            index, conversation = chunk.request_id, asked[chunk.request_id]
+            index, conversation = chunk.request_id, asked[places[chunk.request_id]]
             if not as_json:
                 output.put(index, format_chunk(chunk, coloured))
             if chunk.answer is None:
                 continue
             if as_json:
-                place = {"index": conversation.id, "turn": len(conversation.answers)}
-                output.put(index, json.dumps(place | to_json(chunk.answer)) + "\n")
+                row = {"index": places[index], "turn": conversation.answers, **to_json(chunk.answer)}
+                output.put(index, json.dumps(row) + "\n")
             else:
                 output.put(index, "\n")
                 output.put(index, describe(chunk.answer) + "\n", sys.stderr)
-            conversation.answers.append(chunk.answer.text)
+            conversation.add(chunk.answer.text)
             output.end(index)
 
 

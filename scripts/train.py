@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
+from decode.models.fingerprint import describe_model
 from heads.checkpoint import save_head
 from scripts.head_training.measurements import plot_training, print_plan, validate
 from scripts.head_training.options import TrainOptions, make_parser
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             save_head(head, options.out, torch.bfloat16)
 
         settings = describe_settings(options, target, head)
-        state = load_checkpoint(options.out, settings) if options.resume else None
+        model = describe_model(target.model, target.tokenizer)
+        state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
         options.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             objective,
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.take(Schedule),
             options.out,
             accelerator,
-            settings,
+            {**settings, **model},
         )
         steps = trainer.run(state, begin_with_best=options.init is not None and not options.joint)
         if accelerator.is_main_process:

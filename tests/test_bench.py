@@ -20,9 +20,10 @@ from scripts.benchmark.files import find_commit
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
-from scripts.shared.prompts import Conversation
+from scripts.shared.prompts import ask
 from tests.bench_runs import QUESTIONS, hurry_bench, make_bench
 from training.data import has_looped
+from training.rendering import Renderer
 
 DEFAULT_PEERS = ("hf", "hf-prompt-lookup", "hf-assistant")
 ROW = (
@@ -119,14 +120,14 @@ def test_conversations_continue_with_the_answers_of_plain_decoding(
 ) -> None:
     target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
     for fields, record in zip(QUESTIONS, report["records"], strict=True):
-        conversation = Conversation(fields["question_id"], fields["turns"])
+        conversation = ask(fields["turns"], "here")
         for turn in record["turns"]:
-            prompt = conversation.encode(target)
+            prompt = Renderer(target.tokenizer).encode(conversation)
             (answer,) = generate(target, [prompt], max_new_tokens=20)
             assert turn["prompt_tokens"] == [len(prompt)]
             assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
-            conversation.answers.append(answer.text)
-        assert len(conversation.answers) == len(fields["turns"])
+            conversation.add(answer.text)
+        assert conversation.answers == len(fields["turns"])
 
 
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
@@ -387,8 +388,11 @@ def test_without_a_chat_template_texts_are_separated_by_empty_lines(save_model: 
     target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
     assert target.tokenizer is not None
     target.tokenizer.chat_template = None
-    conversation = Conversation(1, ["Who?", "Why?"], ["They."])
-    assert target.tokenizer.decode(conversation.encode(target)) == "Who?They.Why?"  # it has no line breaks
+    conversation = ask(["Who?", "Why?"], "here")
+    conversation.add("They.")
+    assert (
+        target.tokenizer.decode(Renderer(target.tokenizer).encode(conversation)) == "Who?They.Why?"
+    )  # it has no line breaks
 
 
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
@@ -464,7 +468,7 @@ def test_prompts_that_fill_the_context_are_refused(
 ) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
     options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--device", "cpu"]
-    assert "prompt 9, turn 0, has 305 tokens; the model's context of 256" in refusal(options, capsys)
+    assert "question 9: turn 0 has 305 tokens; the model's context of 256" in refusal(options, capsys)
 
 
 def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
@@ -476,7 +480,7 @@ def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
     options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "o")]
     bench.main([*options, "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", "--repeats", "1"])
     err = capsys.readouterr().err
-    assert "prompt 0, turn 1, has" in err and "leaves no room for an answer: it ends here" in err
+    assert "question 0: turn 1 has" in err and "leaves no room for an answer: it ends here" in err
     report = json.loads((tmp_path / "o").read_text())
     assert [len(record["turns"]) for record in report["records"]] == [1, 2]
     last = report["records"][1]["turns"][1]

@@ -281,11 +281,11 @@ GOOD = b'{"prompt": "x"}\n'
         (GOOD + b"\n" + b"x\n", "line 3: this is not JSON"),
         (GOOD + b"[" * 100_000, "line 2: this JSON cannot be read"),
         (GOOD + b'{"prompt": "\xff"}', "line 2: this is not UTF-8 text"),
-        (GOOD + b'{"prompt": "\\ud800"}', "line 2: character 1 of the prompt is half of one"),
+        (GOOD + b'{"prompt": "\\ud800"}', "line 2: character 1 of the text is half of one"),
         (GOOD + b'{"prompt": ""}', "line 2: the prompt is empty"),
         (GOOD + b'{"prompt": null}', "line 2: a prompt is text, not null"),
-        (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with either "prompt" or "turns"'),
-        (GOOD + b'{"prompt": "x", "turns": ["y"]}', 'either "prompt" or "turns"'),
+        (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with one of "prompt", "turns"'),
+        (GOOD + b'{"prompt": "x", "turns": ["y"]}', 'with one of "prompt", "turns", "messages" and "conversations"'),
         (GOOD + b'["x"]', "line 2: a line is a JSON object"),
         (GOOD + b'{"turns": []}', 'line 2: "turns" is a list of at least one prompt'),
         (GOOD + b'{"turns": "x"}', 'line 2: "turns" is a list'),
@@ -307,28 +307,86 @@ def test_a_file_that_cannot_be_read_is_refused(call: Call, name: str, message: s
     refuse(call(*BASE, "--prompt-file", name), f"{name}: {message}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"), [(["--model", "bare"], "this model has none"), (["--no-chat"], "--no-chat was given")]
-)
-def test_turns_need_a_chat_template(call: Call, tmp_path: Path, settings: list[str], reason: str) -> None:
+@pytest.mark.parametrize("settings", [["--model", "bare"], ["--no-chat"]])
+def test_without_a_chat_template_the_texts_of_turns_are_joined(call: Call, tmp_path: Path, settings: list[str]) -> None:
     file = tmp_path / "turns.jsonl"
-    file.write_text('{"prompt": "x"}\n{"turns": ["x", "y"]}\n')
+    file.write_text('{"turns": ["x", "y"]}\n')
+    first, second = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
+    file.write_text(json.dumps({"prompt": f"x{first['text']}\n\ny"}) + "\n")
+    (alone,) = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
+    assert (second["tokens"], second["prompt_tokens"]) == (alone["tokens"], alone["prompt_tokens"])
+
+
+CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT},
+        {"messages": [*CHAT, {"role": "assistant", "content": None}]},
+        {"prompt": "Hi", "system": "be", "id": 3, "score": 0.5},
+        {"prompt": [{"type": "text"}, *CHAT][1:], "completion": "x"},
+        {"conversations": [{"from": "system", "value": "be"}, {"from": "human", "value": "Hi"}]},
+        {"messages": [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "H"}, "i"], "train": False}]},
+    ],
+)
+def test_conversations_of_all_formats_are_asked_alike(call: Call, tmp_path: Path, row: dict[str, Any]) -> None:
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file, content in zip(files, ({"messages": CHAT}, row), strict=True):
+        file.write_text(json.dumps(content) + "\n")
+    one, two = (call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5").rows[0] for file in files)
+    assert one["tokens"] == two["tokens"] and one["prompt_tokens"] == two["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "tools": [{"name": "f"}]}, "line 1: the row gives 'tools', which this model's chat template"),
+        (
+            {"prompt": "x", "chat_template_kwargs": {"deep": 1}},
+            "the row gives 'deep', which this model's chat",
+        ),
+        ({"prompt": "x", "chat_template_kwargs": {"tokenize": 1}}, "'tokenize', which is no option of a chat template"),
+        ({"prompt": "x", "images": ["y"]}, "line 1: 'images' would change the text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            'a content are of type text, not "im',
+        ),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "'weight' of a message is true or false"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "user", "content": "x"}]},
+            "line 1: a message gives 'tool_calls', which this model's chat template does not take",
+        ),
+    ],
+)
+def test_text_that_the_template_would_lose_is_refused(
+    call: Call, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    refuse(call(*BASE, "--prompt-file", str(file)), message)
+
+
+def test_a_template_option_that_the_template_does_not_take_is_refused(call: Call) -> None:
     refuse(
-        call(*BASE, "--prompt-file", str(file), *settings), f"prompt 1 has several turns, .* {reason}".split(".*")[0]
+        call(*BASE, "--prompt", "x", "--template-option", "deep=false"), "--template-option gives 'deep', which this"
     )
+    refuse(call(*BASE, "--prompt", "x", "--template-option", "deep"), "'deep' is not NAME=VALUE")
 
 
 def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(GOOD + json.dumps({"prompt": "x" * 300}).encode())
-    refuse(call(*BASE, "--prompt-file", str(file)), "prompt 1, turn 0, has 318 tokens")
+    refuse(call(*BASE, "--prompt-file", str(file)), "prompts.jsonl, line 2: turn 0 has 318 tokens")
 
 
 def test_a_conversation_that_outgrows_the_context_ends_alone(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a", "x" * 300], ["b", "c"])))
     run = call(*BASE, "--prompt-file", str(file), "--json")
-    assert run.status == 1 and "prompt 0, turn 1, has" in run.err and "it ends here" in run.err
+    assert run.status == 1 and "line 1: turn 1 has" in run.err and "it ends here" in run.err
     assert [(row["index"], row["turn"]) for row in run.rows] == [(0, 0), (1, 0), (1, 1)]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode import Answer, Sampling, Target, generate
+from decode.models.fingerprint import fingerprint_vocabulary
 from decode.stats import Stats
 from scripts import distill
 from training.data import has_looped
+from training.rendering import Renderer
 
+SPECIAL = re.compile(r"</s>|<pad>")
 BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
 QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
 
@@ -92,10 +97,13 @@ def test_each_answer_matches_plain_decoding(call: Call, model: Path) -> None:
             "source": "s",
             "temperature": row["temperature"],
             "prompt": QUESTIONS[place],
-            "response": alone.text,
+            "response": row["response"],
             "finished": alone.finish == "eos",
             "response_tokens": len(alone.tokens),
+            "vocabulary": fingerprint_vocabulary(target.tokenizer),
+            "token_ids": [[alone.prompt, alone.tokens]],
         }
+        assert SPECIAL.sub("", row["response"]) == alone.text
     assert {row["finished"] for row in answers} == {True, False}
 
 
@@ -113,7 +121,7 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
         for end in range(1, len(messages), 2):
             answer = generate(target, [messages[:end]], max_new_tokens=40)[0]
             tokens += len(answer.tokens)
-            assert messages[end]["content"] == answer.text
+            assert SPECIAL.sub("", messages[end]["content"]) == answer.text
             assert messages[end - 1]["content"] == asked[place]["turns"][end // 2]
             assert (answer.finish == "eos") == (row["finished"] or end < len(messages) - 1)
         assert row["response_tokens"] == tokens
@@ -125,7 +133,7 @@ def test_a_chat_is_answered(call: Call, model: Path) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
     assert call(write("in.jsonl", [{"messages": chat}])).status == 0
     answer = generate(Target.load(model, dtype="float64"), [chat], max_new_tokens=40)[0]
-    assert read()[0]["messages"] == [*chat, {"role": "assistant", "content": answer.text}]
+    assert read()[0]["messages"][:-1] == chat and read()[0]["token_ids"] == [[answer.prompt, answer.tokens]]
 
 
 def test_files_of_several_kinds_are_combined(call: Call) -> None:
@@ -158,20 +166,23 @@ def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, m
 
 
 def answered(text: str, finish: Any) -> Answer:
-    return Answer([0], [1] * len(text), text, finish, Stats())
+    return Answer([0], [6] * len(text), text, finish, Stats())
 
 
 def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (path,) = [write("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])]
     talk, single = distill.read_jobs([path], [0.0])
-    assert talk.take(answered("one", "eos")) is None and talk.take(answered("two!", "eos")) is None
-    row = talk.take(answered("loop", "criterion"))
-    assert row is not None and row["cut"] == "loop" and row["finished"] and row["response_tokens"] == 7
-    assert [message["content"] for message in row["messages"]] == ["a", "one", "b", "two!"]
-    assert single.take(answered(" ", "length")) == {**single.row(), "dropped": "empty"}
+    renderer = Renderer(AutoTokenizer.from_pretrained(model))
+    assert (
+        talk.take(answered(" one", "eos"), renderer) is None and talk.take(answered("two!!", "eos"), renderer) is None
+    )
+    row = talk.take(answered("loop", "criterion"), renderer)
+    assert row is not None and row["cut"] == "loop" and row["finished"] and row["response_tokens"] == 9
+    assert [message["content"] for message in row["messages"]] == ["a", "###", "b", "####"]
+    assert single.take(answered(" ", "length"), renderer) == {**single.row(), "dropped": "empty"}
 
 
 def test_files_without_ids_can_be_asked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,18 +270,18 @@ GOOD = {"id": 1, "prompt": "x"}
     ("row", "message"),
     [
         (["x"], 'in.jsonl, line 2: a line is a JSON object, not ["x"]'),
-        ({"question": "x"}, 'line 2: a line is a JSON object with one of "prompt", "turns" and "messages"'),
-        ({"prompt": "x", "turns": ["y"]}, 'one of "prompt", "turns" and "messages"'),
+        ({"question": "x"}, 'line 2: a line is a JSON object with one of "prompt", "turns", "messages" and'),
+        ({"prompt": "x", "turns": ["y"]}, 'one of "prompt", "turns", "messages" and "conversations"'),
         ({"id": 1, "prompt": "y"}, "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
         ({"id": None, "prompt": "y"}, "line 2: an id is a whole number or a text, not null"),
         ({"id": True, "prompt": "y"}, "an id is a whole number or a text, not true"),
         ({"prompt": 3}, "line 2: a prompt is text, not 3"),
         ({"prompt": " "}, "line 2: the prompt is empty"),
         ({"turns": []}, 'line 2: "turns" is a list of at least one prompt'),
-        ({"messages": []}, 'line 2: "messages" is a list of objects with "role" and "content"'),
-        ({"messages": ["x"]}, 'line 2: "messages" is a list'),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: messages are by system, user, assistant, and"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "line 2: messages are by system, user, assistant, and"),
+        ({"messages": []}, 'line 2: messages are a list of objects with "role" and "content"'),
+        ({"messages": ["x"]}, "line 2: messages are a list"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: there is no question to answer"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "line 2: a message is by one of system"),
         ({"messages": [{"role": "user"}]}, "line 2: a prompt is text, not null"),
         ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a positive number, not -1"),
         ({"prompt": "x", "temperature": "hot"}, 'line 2: a temperature is 0 (greedy) or a positive number, not "hot"'),
@@ -316,12 +327,35 @@ def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
     assert Path("out.jsonl").read_bytes() == before + b"{}\n"
 
 
-def test_a_chat_needs_a_template(call: Call, model: Path) -> None:
+def test_without_a_template_chats_are_plain_text_and_options_refused(call: Call, model: Path) -> None:
     bare = Path("bare")
     bare.mkdir()
     for file in model.iterdir():
         if file.name != "chat_template.jinja":
             (bare / file.name).symlink_to(file)
-    chat = write("in.jsonl", [GOOD, {"turns": ["x", "y"]}])
-    refuse(call(chat, name="bare"), "the prompt with the id 2 is a chat, which needs a template")
-    assert call(write("in.jsonl", [GOOD]), name="bare").status == 0
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    tools = write("tools.jsonl", [GOOD, {"messages": chat, "tools": [{"name": "f"}]}])
+    refuse(call(tools, name="bare"), "tools.jsonl, line 2: the row gives 'tools', which needs a chat template")
+    assert not Path("out.jsonl").exists()
+    assert call(write("in.jsonl", [GOOD, {"messages": chat}]), name="bare").status == 0
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    assert [row["token_ids"][0][0] for row in read()] == [tokenizer("x").input_ids, tokenizer("s\n\nx").input_ids]
+
+
+def test_the_same_path_with_another_model_is_refused(call: Call, model: Path, save_model: Callable[..., Path]) -> None:
+    two = write("two.jsonl", [GOOD, {"id": 9, "prompt": "y"}])
+    assert call(write("in.jsonl", [GOOD])).status == 0
+    before = Path("out.jsonl").read_bytes()
+    Path("model").unlink()
+    shutil.copytree(save_model(seed=1), "model")
+    refuse(call(two), "the model's weights changed since out.jsonl was begun; give another --out, or go on with --ch")
+    template = Path("model/chat_template.jinja")
+    template.write_text("x" + template.read_text())
+    refuse(call(two), "the model's weights and chat template changed since out.jsonl was begun")
+    assert Path("out.jsonl").read_bytes() == before
+    assert call(two, "--changed-model").status == 0 and len(read()) == 2
+    settings = json.loads(Path("out.jsonl.settings.json").read_text())
+    for name in ("weights", "vocabulary", "template"):  # a file of an older version
+        del settings[name]
+    Path("out.jsonl.settings.json").write_text(json.dumps(settings))
+    assert call(write("three.jsonl", [GOOD, {"id": 7, "prompt": "z"}])).status == 0

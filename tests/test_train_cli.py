@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import scripts.train
 from heads import MedusaConfig, MedusaHead, load_head, save_head
 from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
@@ -167,7 +169,7 @@ def test_a_missing_gpu_is_refused(call: Call) -> None:
     ("content", "message"),
     [
         ("\n", "data.jsonl is empty"),
-        ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}', 'data.jsonl, line 2: a line needs "prompt"'),
+        ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}', "data.jsonl, line 2: there is no answer to train on"),
         ('{"prompt": "a", "response": "", "finished": false}', "data.jsonl, line 1: the answer has no tokens"),
         ('{"prompt": "a", "response": "b"}', "no prompt is held out for validation"),
     ],
@@ -235,6 +237,37 @@ def test_other_settings_are_all_named(call: Call, trained: Path) -> None:
         "'layers': 1",
     )
     assert call(*SHORT, "--resume", "--save-every", "5", "--validate-every", "7", out=trained).status == 0
+
+
+def test_another_model_at_the_same_path_is_refused(
+    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training resumes, and a cache is read, with the model that they were begun with."""
+    out, cache = tmp_path / "out", ["--cache", str(tmp_path / "cache")]
+    shutil.copytree(trained, out)
+    assert call(*SHORT, *cache, out=tmp_path / "first").status == 0
+    real = scripts.train.describe_model
+    for module in ("scripts.train", "scripts.head_training.setup"):
+        monkeypatch.setattr(f"{module}.describe_model", lambda *model: real(*model) | {"weights": "x", "template": "y"})
+    message = f"the model's weights and chat template changed since the training in {out} was begun; give another --out"
+    call(*SHORT, "--resume", out=out).refused(message)
+    call(*SHORT, *cache, out=tmp_path / "second").refused("weights and chat template changed since", "was filled")
+    assert call(*SHORT, "--resume", "--changed-model", out=out).status == 0
+    state = torch.load(out / CHECKPOINT)
+    for name in ("weights", "vocabulary", "template"):  # of an older version
+        del state["settings"][name]
+    torch.save(state, out / CHECKPOINT)
+    assert call(*SHORT, "--resume", out=out).status == 0
+
+
+def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
+    settings = place / "answers.jsonl.settings.json"
+    settings.write_text('{"weights": "x", "seed": 0}')
+    try:
+        run = call(*SHORT, "--plan")
+    finally:
+        settings.unlink()
+    assert run.status == 0 and "answers.jsonl has answers of another model: its weights changed; heads are" in run.err
 
 
 @pytest.mark.parametrize("size", [0, 40, -1000, None])

@@ -11,7 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from training.data import Dataset, has_looped, load_dataset, tokenize
+from training.conversations import read_conversation
+from training.data import Dataset, has_looped, load_dataset, make_examples
+from training.rendering import Renderer
 
 ENDING = (
     "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
@@ -33,12 +35,15 @@ def tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def read(turns: list[tuple[str, str]], tokenizer: Any, **settings: Any) -> tuple[str, list[str]]:
-    """The text of a conversation, and the texts of its answers."""
+def read(turns: list[tuple[str, str]], tokenizer: Any, finished: bool = True, **settings: Any) -> list[Any]:
+    """The text of a conversation, and the texts of its answers; of several texts, one after the other."""
     messages = [{"role": role, "content": content} for role, content in turns]
-    example = tokenize(messages, tokenizer, place="here", **{"finished": True, **settings})
-    letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
-    return "".join(letters), ["".join(letters[begin:end]) for begin, end in example.spans]
+    row = read_conversation({"messages": messages, "finished": finished}, "here", answered=True)
+    found: list[Any] = []
+    for example in make_examples(row, Renderer(tokenizer, **settings)):
+        letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
+        found += ["".join(letters), ["".join(letters[begin:end]) for begin, end in example.spans]]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -62,41 +67,56 @@ def test_answers_end_with_their_end_token(
     tokenizer: Any, turns: list[tuple[str, str]], finished: bool, text: str, answers: list[str]
 ) -> None:
     tokenizer.chat_template = ENDING
-    assert read(turns, tokenizer, finished=finished) == (text, answers)
+    assert read(turns, tokenizer, finished=finished) == [text, answers]
 
 
 def test_answers_may_end_with_another_token_of_the_model(tokenizer: Any) -> None:
     tokenizer.chat_template = ENDING.replace("</s>", "|")
-    assert read(TURNS[:2], tokenizer)[1] == ["yo|#"]
+    assert read(TURNS[:2], tokenizer)[1] == ["yo</s>"]  # "|" ends nothing
     ends = tokenizer.convert_tokens_to_ids(["|", "#"])
     assert read(TURNS[:2], tokenizer, ends=ends)[1] == ["yo|"]
     assert read(TURNS[:2], tokenizer, ends=ends, finished=False)[1] == ["yo"]
+    tokenizer.chat_template = ENDING.replace("</s>", "--</s>")
+    assert read(TURNS, tokenizer) == ["u:hi a:yo--</s>#u:ok a:no--</s>", ["yo--</s>", "no--</s>"]]
 
 
 def test_a_template_without_an_end_token(tokenizer: Any) -> None:
-    """Text after an answer counts as part of it, unless another turn replaces it."""
-    assert read(TURNS[:2], tokenizer) == ("u:hi a:yo a:", ["yo a:"])
-    assert read(TURNS, tokenizer) == ("u:hi a:yo u:ok a:no a:", ["yo ", "no a:"])
+    """The model ends its answers with EOS, and later prompts do not have it."""
+    assert read(TURNS[:2], tokenizer) == ["u:hi a:yo</s>", ["yo</s>"]]
+    assert read(TURNS, tokenizer) == ["u:hi a:yo</s>", ["yo</s>"], "u:hi a:yo u:ok a:no</s>", ["no</s>"]]
 
 
-def test_removed_text_is_no_answer(tokenizer: Any) -> None:
-    """Many templates remove the thoughts of earlier answers."""
+def test_turns_whose_thoughts_are_removed_later_are_trained_as_the_model_saw_them(tokenizer: Any) -> None:
     thoughts = "{{ one.content if loop.last else one.content.split('|')[-1] }}"
     tokenizer.chat_template = ENDING.replace("{{ one.content }}", thoughts)
     turns = [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")]
-    assert read(turns[:2], tokenizer) == ("u:hi a:er|yo</s>", ["er|yo</s>"])
-    assert read(turns, tokenizer) == ("u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"])
+    first, second = ["u:hi a:er|yo</s>", ["er|yo</s>"]], ["u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"]]
+    assert read(turns, tokenizer) == first + second
+
+
+@pytest.mark.parametrize("answer", [" yo", "yo ", "<think>x</think>yo", "</s>"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "{{ one.content | trim }}",
+        "{{ one.content.split('</think>')[-1] }}",
+        "{{ '()' if one.role == 'assistant' else '' }}{{ one.content }}",
+    ],
+)
+def test_nothing_that_a_template_does_to_an_answer_changes_it(tokenizer: Any, answer: str, change: str) -> None:
+    tokenizer.chat_template = ENDING.replace("{{ one.content }}", change)
+    ended = answer if answer == "</s>" else answer + "</s>"
+    assert read([("user", "hi"), ("assistant", answer)], tokenizer) == [f"u:hi a:{ended}", [ended]]
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages|length }}{{ messages[0].content }}", "changes the text before an answer"),
         ("{{ raise_exception('no roles but one') }}", "cannot render this conversation (no roles but one)"),
         ("{{ messages[9].content.x }}", "cannot render this conversation"),
     ],
 )
-def test_a_template_that_cannot_be_masked(tokenizer: Any, template: str, message: str) -> None:
+def test_a_template_that_fails(tokenizer: Any, template: str, message: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(ValueError) as error:
         read(TURNS[:2], tokenizer)
@@ -104,25 +124,104 @@ def test_a_template_that_cannot_be_masked(tokenizer: Any, template: str, message
 
 
 @pytest.mark.parametrize(
-    ("turns", "finished", "text", "answers"),
+    ("turns", "finished", "found"),
     [
-        (TURNS[:2], True, "hiyo</s>", ["yo</s>"]),
-        (TURNS[:2], False, "hiyo", ["yo"]),
-        (TURNS, True, "hiyookno</s>", ["yo", "no</s>"]),
-        ([("user", ""), ("assistant", "yo")], True, "yo</s>", ["o</s>"]),  # no position predicts the very first token
+        (TURNS[:2], True, ["hiyo</s>", ["yo</s>"]]),
+        (TURNS[:2], False, ["hiyo", ["yo"]]),
+        (TURNS, True, ["hiyo</s>", ["yo</s>"], "hiyookno</s>", ["no</s>"]]),
+        ([("user", ""), ("assistant", "yo")], True, ["yo</s>", ["o</s>"]]),  # no position predicts the first token
     ],
 )
-def test_plain_text(
-    tokenizer: Any, turns: list[tuple[str, str]], finished: bool, text: str, answers: list[str]
-) -> None:
+def test_plain_text(tokenizer: Any, turns: list[tuple[str, str]], finished: bool, found: list[Any]) -> None:
+    """The tokenizer has no line breaks, which separate turns."""
     tokenizer.chat_template = None
-    assert read(turns, tokenizer, finished=finished) == (text, answers)
+    assert read(turns, tokenizer, finished=finished) == found
 
 
-def test_plain_text_whose_tokens_span_prompt_and_answer() -> None:
+def test_an_answer_follows_the_tokens_of_its_prompt() -> None:
+    """Joined, "a" and "bc" would begin with a token of both, which no model writes after the prompt."""
     backend = Tokenizer(models.BPE({"x": 0, "a": 1, "b": 2, "c": 3, "ab": 4}, [("a", "b")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert read([("user", "xa"), ("assistant", "bc")], tokenizer) == ("xabc", ["abc"])
+    assert read([("user", "xa"), ("assistant", "bc")], tokenizer) == ["xabc", ["bc"]]
+    assert read([("user", "x"), ("assistant", "abc")], tokenizer) == ["xabc", ["abc"]]
+
+
+TOOLS = (
+    "{% if tools %}T{{ tools[0].name }} {% endif %}{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
+    "{% for call in one.tool_calls %}[{{ call.name }}]{% endfor %}"
+    "{% if one.role == 'assistant' %}</s>#{% else %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% if quiet %}q{% endif %}{% endif %}"
+)
+
+
+def test_tools_and_options_are_given_to_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = TOOLS
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    asked = [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "4"}]
+    row = {"messages": [*asked, {"role": "assistant", "content": "yo"}], "tools": '[{"name": "f"}]'}
+    rows = [row, {"prompt": "x", "response": "y", "chat_template_kwargs": {"quiet": True}}]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
+    shown = ["".join(tokenizer.convert_ids_to_tokens(list(one.tokens))) for one in dataset.examples]
+    assert shown == ["Tf u:hi a:[f]</s>#t:4 a:yo</s>", "u:x a:qy</s>"]
+    assert [len(one.spans) for one in dataset.examples] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "trained"),
+    [
+        (({}, {}), ["yo</s>", "no</s>"]),
+        (({"train": False}, {}), ["no</s>"]),
+        (({"weight": 1}, {"weight": 0.0}), ["yo</s>"]),
+        (({"train": True}, {"train": True, "weight": None}), ["yo</s>", "no</s>"]),
+    ],
+)
+def test_loss_flags_of_messages(tokenizer: Any, flags: tuple[dict[str, Any], ...], trained: list[str]) -> None:
+    tokenizer.chat_template = ENDING
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    for message, flag in zip(messages[1::2], flags, strict=True):
+        message |= flag
+    (example,) = make_examples(read_conversation({"messages": messages}, "here", True), Renderer(tokenizer))
+    letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
+    assert ["".join(letters[begin:end]) for begin, end in example.spans] == trained
+
+
+def test_token_ids_are_trained_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = ENDING
+    ids = {"token_ids": [[[5, 6], [7, 2], [8], [9, 2]], [[5], [40]]], "vocabulary": Renderer(tokenizer).vocabulary}
+    messages = [{"role": role, "content": content} for role, content in [*TURNS, *TURNS[:2]]]
+    rows = [{"messages": messages, **ids, "finished": False}]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
+    assert [(one.tokens, one.spans) for one in dataset.examples] == [
+        ((5, 6, 7, 2, 8, 9, 2), ((2, 4), (5, 7))),
+        ((5, 40), ((1, 2),)),
+    ]
+    messages[1]["train"] = False
+    assert load(tmp_path / "data.jsonl", tokenizer, rows).examples[0].spans == ((5, 7),)
+    ids["vocabulary"] = "another"
+    with pytest.raises(ValueError, match=r"line 1: the token ids are of another vocabulary .* give --use-text"):
+        load(tmp_path / "data.jsonl", tokenizer, [rows[0] | ids])
+    assert load(tmp_path / "data.jsonl", tokenizer, [rows[0] | ids], use_text=True).examples[0].spans != ((5, 7),)
+
+
+@pytest.mark.parametrize("ids", [None, [], [[]], [[[1]]], [[[1], []]], [[[1], ["x"]]], [[[1], [-1]]], [[[1], [2]] * 2]])
+def test_token_ids_that_are_none_are_a_bad_row(tokenizer: Any, tmp_path: Path, ids: Any) -> None:
+    row = {"prompt": "x", "response": "y", "vocabulary": Renderer(tokenizer).vocabulary}
+    rows = [row] * 10 + [row | {"token_ids": ids}]
+    assert len(load(tmp_path / "data.jsonl", tokenizer, rows).bad) == 1
+
+
+def test_bad_rows_are_skipped_and_named(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = ENDING
+    rows: list[Any] = [{"prompt": str(number), "response": " y"} for number in range(38)]
+    rows[4:4] = [{"prompt": "x", "response": None}, ["x"]]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
+    assert len(dataset.examples) + len(dataset.prompts) == 38
+    assert sorted(dataset.bad) == [
+        f"{tmp_path / 'data.jsonl'}, line 5: an answer is text, not null",
+        f'{tmp_path / "data.jsonl"}, line 6: a line is a JSON object, not ["x"]',
+    ]
+    with pytest.raises(ValueError, match=r"2 of 40 rows cannot be trained on: .*line 6.*; that is more than --max-bad"):
+        load(tmp_path / "data.jsonl", tokenizer, rows, max_bad=0.04)
 
 
 def test_loops() -> None:
@@ -132,9 +231,11 @@ def test_loops() -> None:
     assert not has_looped(list(range(20)) * 10)  # a period of 20 may be a table
 
 
-def load(file: Path, tokenizer: Any, rows: list[Any], max_length: int = 100, prompts: int = 100) -> Dataset:
+def load(
+    file: Path, tokenizer: Any, rows: list[Any], max_length: int = 100, prompts: int = 100, **settings: Any
+) -> Dataset:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_dataset([file], tokenizer, max_length, prompts)
+    return load_dataset([file], Renderer(tokenizer), max_length, prompts, **settings)
 
 
 def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
@@ -199,16 +300,20 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b"[" * 100_000, "this JSON cannot be read (maximum recursion"),
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
         (b'["x"]', "a line is a JSON object"),
-        (b'{"prompt": "x"}', 'a line needs "prompt" and "response", or "messages"'),
-        (b'{"prompt": "x", "response": null}', "a conversation is a list of texts with roles"),
-        (b'{"prompt": 7, "response": "x"}', "a conversation is a list of texts with roles"),
-        (b'{"messages": "x"}', "a conversation is a list of texts with roles"),
-        (b'{"messages": []}', 'with an answer by "assistant"'),
-        (b'{"messages": ["x"]}', "a conversation is a list of texts with roles"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', 'with an answer by "assistant"'),
-        (b'{"messages": [{"role": "assistant", "content": "x"}]}', 'with an answer by "assistant"'),
-        (b'{"messages": [{"role": "assistant", "content": ["x"]}]}', "a conversation is a list of texts with roles"),
-        (b'{"prompt": "x", "response": "\\ud800"}', "the text contains half a character"),
+        (b'{"prompt": "x"}', 'there is no answer to train on: give "prompt" with "response"'),
+        (b'{"question": "x"}', 'a line is a JSON object with one of "prompt", "turns", "messages" and'),
+        (b'{"prompt": "x", "response": null}', "an answer is text, not null"),
+        (b'{"prompt": 7, "response": "x"}', "a prompt is text, not 7"),
+        (b'{"messages": "x"}', 'messages are a list of objects with "role"'),
+        (b'{"messages": []}', "messages are a list of objects"),
+        (b'{"messages": ["x"]}', "messages are a list of objects"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "there is no answer to train on"),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
+        (
+            b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}',
+            "parts of a content are of type text, not 7",
+        ),
+        (b'{"prompt": "x", "response": "\\ud800"}', "character 1 of the text is half of one"),
         (b'{"prompt": "x", "response": "", "finished": false}', "the answer has no tokens"),
     ],
 )
@@ -217,14 +322,15 @@ def test_a_bad_line_is_named(tokenizer: Any, tmp_path: Path, line: bytes, messag
     file = tmp_path / "data.jsonl"
     file.write_bytes(GOOD.encode() + b"\n" + line + b"\n")
     with pytest.raises(ValueError) as error:
-        load_dataset([file], tokenizer, 100, 1)
-    assert str(error.value).startswith(f"{file}, line 3: ") and message in str(error.value)
+        load_dataset([file], Renderer(tokenizer), 100, 1)
+    assert f"1 of 2 rows cannot be trained on: {file}, line 3: " in str(error.value) or "not UTF-8" in message
+    assert message in str(error.value)
 
 
 def test_one_of_several_files_is_empty(tokenizer: Any, tmp_path: Path) -> None:
     good, empty = tmp_path / "good.jsonl", tmp_path / "empty.jsonl"
     good.write_text("\ufeff" + GOOD.replace("\n", "\r\n"))
     empty.write_text("\n \n")
-    assert len(load_dataset([good, good], tokenizer, 100, 1).examples) == 2
+    assert len(load_dataset([good, good], Renderer(tokenizer), 100, 1).examples) == 2
     with pytest.raises(ValueError, match=r"empty.jsonl is empty; it needs one JSON object a line"):
-        load_dataset([good, empty], tokenizer, 100, 1)
+        load_dataset([good, empty], Renderer(tokenizer), 100, 1)

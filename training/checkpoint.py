@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from decode.models.fingerprint import find_changes
 from heads.atomic_write import write_aside
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
@@ -22,10 +23,13 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     write_aside(folder / CHECKPOINT, lambda file: torch.save(state, file))
 
 
-def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The folder's state, or None without a checkpoint. Raises ValueError if it is damaged or has other settings.
+def load_checkpoint(
+    folder: Path, settings: dict[str, Any], fingerprints: dict[str, Any], changed_model: bool = False
+) -> dict[str, Any] | None:
+    """The folder's state, or None without a checkpoint.
 
-    Settings that the checkpoint does not know are ignored.
+    Raises ValueError if it is damaged, has other settings, or is of a model with other fingerprints, unless that may
+    have changed. Settings that the checkpoint does not know are ignored.
     """
     file = folder / CHECKPOINT
     if not file.exists():
@@ -40,6 +44,11 @@ def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | 
     if changed:
         listed = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
         raise ValueError(f"the training in {folder} was begun with other settings: {listed}; resume with the same")
+    if not changed_model and (changes := find_changes(begun, fingerprints)):
+        raise ValueError(
+            f"the model's {changes} changed since the training in {folder} was begun; give another --out, or go on "
+            "with --changed-model"
+        )
     return state
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from training.conversations import Conversation, is_trained, list_answers, read_conversation
 from training.json_lines import read_lines
+from training.rendering import Renderer, Texts
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
 VALIDATION_SHARE = 50  # one prompt in this many is held out for validation,
 MIN_PROMPTS = 10  # and at least one if there are this many
-Messages = list[dict[str, str]]
+MAX_BAD = 0.1  # share of the rows
+SHOWN = 3  # bad rows that are named
+TOKENS, VOCABULARY = "token_ids", "vocabulary"  # keys of a distilled row
 
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenized conversation."""
+    """The tokens of one conversation, or of one of its turns."""
 
     tokens: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]  # the (begin, end) positions of its answers
@@ -42,6 +45,7 @@ class Dataset:
     prompts: list[list[int]]
     dropped: int  # answers that end in a loop
     too_long: int  # prompts that leave no room for an answer
+    bad: list[str] = field(default_factory=list)  # rows that were skipped: file, line and reason
 
     @property
     def answer_tokens(self) -> int:
@@ -49,71 +53,70 @@ class Dataset:
 
 
 def load_dataset(
-    files: Sequence[Path], tokenizer: Any, max_length: int, prompts: int, ends: Collection[int] = ()
+    files: Sequence[Path],
+    renderer: Renderer,
+    max_length: int,
+    prompts: int,
+    *,
+    max_bad: float = MAX_BAD,
+    use_text: bool = False,
 ) -> Dataset:
-    """The conversations in JSON Lines files: rows with `prompt` and `response`, or with `messages`.
+    """The answers in JSON Lines files: the token ids of distilled rows, or else the rendered texts.
 
     A hash of the prompt decides which are held out; the first `prompts` of them, in hash order, are for validation.
-    Examples are cut at `max_length` tokens. ends: tokens that end an answer, in addition to the tokenizer's EOS. Raises
-    ValueError, with file and line, if a row is no conversation or its answer is empty, or if no example is left.
+    Examples are cut at `max_length` tokens. A row that cannot be trained on is skipped. use_text: ignores token ids.
+    Raises ValueError if more than `max_bad` of the rows are bad, if token ids are of another vocabulary, or if no
+    example is left.
     """
-    examples, held_out, dropped, too_long = [], {}, 0, 0
-    lines = ((f"{file}, line {number}", row) for file in files for number, row in read_lines(file))
-    parsed = ((place, _parse_messages(row, place), row) for place, row in lines if "dropped" not in row)
-    rows = [(_hash_prompt(messages), place, messages, row.get("finished", True)) for place, messages, row in parsed]
-    digests = {digest for digest, *_ in rows}  # a prompt is held out or not, whatever other data there is
-    chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % VALIDATION_SHARE == 0}
-    if not chosen and len(digests) >= MIN_PROMPTS:
-        chosen = {min(digests)}
-    for digest, place, messages, finished in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
-        example = tokenize(messages, tokenizer, finished, place, ends)
-        begin = example.spans[0][0]
-        if digest in chosen:
-            held_out[digest] = list(example.tokens[:begin])
-        elif has_looped(example.tokens) or has_looped(example.tokens[:-1]):  # an end token may follow the loop
-            dropped += 1
-        elif begin >= max_length:
-            too_long += 1
-        else:
-            spans = tuple((begin, min(end, max_length)) for begin, end in example.spans if begin < max_length)
-            examples.append(Example(example.tokens[:max_length], spans))
-    if not examples:
-        raise ValueError(
-            f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
-            f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
-        )
-    kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
-    return Dataset(examples, kept[:prompts], dropped, too_long)
+    rows, count, bad = _read_rows(files)
+    found: list[tuple[bytes, list[Example]]] = []
+    for row in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
+        if TOKENS in row.fields and not use_text:
+            _check_vocabulary(row, renderer.vocabulary)
+        try:
+            if made := make_examples(row, renderer, use_text):
+                found.append((_hash_prompt(row), made))
+        except ValueError as error:
+            bad.append(str(error))
+    if len(bad) > max_bad * count:
+        raise ValueError(describe_bad(bad, count) + f"; that is more than --max-bad {max_bad:g}")
+    return _split(found, files, max_length, prompts, bad)
 
 
-def tokenize(messages: Messages, tokenizer: Any, finished: bool, place: str, ends: Collection[int] = ()) -> Example:
-    """A conversation in the tokenizer's chat template; without a template, its texts joined.
+def describe_bad(bad: Sequence[str], rows: int | None = None) -> str:
+    """The first bad rows, with file, line and reason, and the number of all."""
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    total = "" if rows is None else f" of {rows}"
+    return f"{len(bad)}{total} rows cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
 
-    Few templates mark answers: each answer is found by rendering the conversation without and with it. It ends with
-    its end token, and the last one only if it is `finished`. Parts of earlier answers that a template removes
-    (thoughts) are not counted. Raises ValueError, naming the place, if the template fails or hides an answer's begin.
+
+def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False) -> list[Example]:
+    """The examples of a conversation: one, or one a turn if later prompts do not go on with earlier text.
+
+    None for answers whose loss flags leave nothing to train. Raises ValueError if an answer cannot be found.
     """
-    ends = {tokenizer.eos_token_id, *ends}
-    tokens: list[int] = []
-    spans: list[tuple[int, int]] = []
-    for turn in _list_answers(messages):
-        last = turn == len(messages) - 1
-        before = _render(messages[:turn], tokenizer, place, answer_next=True)
-        whole = _render(messages[: turn + 1], tokenizer, place, answer_next=False)
-        if last and not tokenizer.chat_template and tokenizer.eos_token_id is not None:
-            whole.append(tokenizer.eos_token_id)
-        begin = max(_count_common(before, whole), 1)  # no position predicts the very first token
-        if begin < len(before) and tokenizer.chat_template:
-            raise ValueError(f"{place}: the chat template changes the text before an answer; it cannot be masked")
-        end = next((index + 1 for index in range(begin, len(whole)) if whole[index] in ends), len(whole))
-        if last and not finished and whole[end - 1] in ends:
-            end -= 1
-        if end <= begin:
-            raise ValueError(f"{place}: the answer has no tokens")
-        kept = _count_common(tokens, whole)
-        spans = [(first, min(past, kept)) for first, past in spans if first < kept] + [(begin, end)]
-        tokens = whole[:end]
-    return Example(tuple(tokens), tuple(spans))
+    if TOKENS in row.fields and not use_text:
+        texts = _check_tokens(row.fields[TOKENS], row.place)
+    else:
+        texts = renderer.encode_answers(row, bool(row.fields.get("finished", True)))
+    answers = [is_trained(row.messages[turn], row.place) for turn in list_answers(row.messages)]
+    count = sum(len(text) // 2 for text in texts)
+    if count > len(answers):
+        raise ValueError(f"{row.place}: there are token ids of {count} answers, but {len(answers)} in the text")
+    trained = iter(answers[-count:])  # the model wrote the last ones; others may be part of its prompt
+    examples = []
+    for text in texts:
+        tokens: list[int] = []
+        spans = []
+        for prompt, answer in zip(text[::2], text[1::2], strict=True):
+            tokens += prompt
+            begin = max(len(tokens), 1)  # no position predicts the very first token
+            tokens += answer
+            if next(trained) and begin < len(tokens):
+                spans.append((begin, len(tokens)))
+        if spans:
+            examples.append(Example(tuple(tokens[: spans[-1][1]]), tuple(spans)))
+    return examples
 
 
 def has_looped(tokens: Sequence[int]) -> bool:
@@ -143,47 +146,71 @@ def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: 
     return torch.tensor(sorted(chosen))
 
 
-def _list_answers(messages: Messages) -> list[int]:
-    """The indices of the model's answers; a first message is never an answer."""
-    return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
+def _split(
+    found: Sequence[tuple[bytes, list[Example]]], files: Sequence[Path], max_length: int, prompts: int, bad: list[str]
+) -> Dataset:
+    """Hold prompts out, leave out loops, and cut what is too long. found: the examples of each row by its prompt."""
+    digests = {digest for digest, _ in found}  # a prompt is held out or not, whatever other data there is
+    chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % VALIDATION_SHARE == 0}
+    if not chosen and len(digests) >= MIN_PROMPTS:
+        chosen = {min(digests)}
+    held_out = {digest: list(made[0].tokens[: made[0].spans[0][0]]) for digest, made in found if digest in chosen}
+    examples, dropped, too_long = [], 0, 0
+    for example in (example for digest, made in found if digest not in chosen for example in made):
+        if has_looped(example.tokens) or has_looped(example.tokens[:-1]):  # an end token may follow the loop
+            dropped += 1
+        elif example.spans[0][0] >= max_length:
+            too_long += 1
+        else:
+            spans = ((begin, min(end, max_length)) for begin, end in example.spans if begin < max_length)
+            examples.append(Example(example.tokens[:max_length], tuple(spans)))
+    if not examples:
+        raise ValueError(
+            f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
+            f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
+        )
+    kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
+    return Dataset(examples, kept[:prompts], dropped, too_long, bad)
 
 
-def _hash_prompt(messages: Messages) -> bytes:
-    """A hash of everything before the first answer."""
-    asked = messages[: _list_answers(messages)[0]]
-    return hashlib.sha256("\n".join(message["content"] for message in asked).encode()).digest()
+def _read_rows(files: Sequence[Path]) -> tuple[list[Conversation], int, list[str]]:
+    """The conversations of all files, the number of rows that are not marked as dropped, and the faults of bad rows."""
+    found: list[Conversation] = []
+    bad: list[str] = []
+    for file in files:
+        for number, row in read_lines(file, bad):
+            if "dropped" not in row:
+                try:
+                    found.append(read_conversation(row, f"{file}, line {number}", answered=True))
+                except ValueError as error:
+                    bad.append(str(error))
+    return found, len(found) + len(bad), bad
 
 
-def _render(messages: Messages, tokenizer: Any, place: str, answer_next: bool) -> list[int]:
-    if not tokenizer.chat_template:
-        return tokenizer("".join(message["content"] for message in messages)).input_ids
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=answer_next, return_dict=False)
-    except Exception as error:  # a template is a program: it may refuse a role, or crash
-        raise ValueError(f"{place}: the chat template cannot render this conversation ({error})") from error
+def _check_vocabulary(row: Conversation, vocabulary: str) -> None:
+    if (theirs := row.fields.get(VOCABULARY)) != vocabulary:
+        raise ValueError(
+            f"{row.place}: the token ids are of another vocabulary (fingerprint {theirs}, the model's is "
+            f"{vocabulary}); distil with this model, or give --use-text to train on the text"
+        )
 
 
-def _count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-
-
-def _parse_messages(row: dict[str, Any], place: str) -> Messages:
-    if "messages" in row:
-        messages = row["messages"]
-    elif "prompt" in row and "response" in row:
-        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
-    else:
-        raise ValueError(f'{place}: a line needs "prompt" and "response", or "messages"')
-    valid = isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-        for message in messages
+def _check_tokens(texts: Any, place: str) -> Texts:
+    """The token ids of a row. Raises ValueError unless they are prompts and answers in turn."""
+    valid = isinstance(texts, list) and all(
+        isinstance(text, list)
+        and len(text) > 0
+        and len(text) % 2 == 0
+        and all(isinstance(part, list) and all(type(token) is int and token >= 0 for token in part) for part in text)
+        and all(text[1::2])
+        for text in texts
     )
-    if not valid or not _list_answers(messages):
-        raise ValueError(f'{place}: a conversation is a list of texts with roles, with an answer by "assistant"')
-    messages = messages[: _list_answers(messages)[-1] + 1]
-    try:
-        "".join(message["content"] for message in messages).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: the text contains half a character (a surrogate)") from error
-    return messages
+    if not valid or not texts:
+        raise ValueError(f'{place}: "{TOKENS}" is a list of texts, each [prompt, answer, prompt, answer, ...] as ids')
+    return texts
+
+
+def _hash_prompt(row: Conversation) -> bytes:
+    """A hash of everything before the first answer."""
+    asked = row.messages[: list_answers(row.messages)[0]]
+    return hashlib.sha256("\n".join(message["content"] for message in asked).encode()).digest()

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
+from decode.models.fingerprint import find_changes
 from heads.atomic_write import write_aside
 from training.data import Example
 from training.schedule import plan_batches
@@ -31,16 +32,17 @@ MAX_DIFFERENCE = 0.1  # relative; features of one text that differ by more come 
 class FeatureCache:
     """A folder of safetensors files (shards) with the training targets of examples, by example number.
 
-    settings: what the targets depend on (model, layers, data). Raises ValueError if the folder was made with others.
+    settings: what the targets depend on (model, layers, data); fingerprints: of the model, as `describe_model` names
+    them. Raises ValueError if the folder was made with others.
     Shards are written atomically: a kill loses at most the shard being computed.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], fingerprints: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self._files: set[Path] = set()
         self._shards: dict[int, Any] = {}  # by example number
         folder.mkdir(parents=True, exist_ok=True)
-        self._check_settings(settings)
+        self._check_settings(settings, fingerprints or {})
         self.scan()
 
     def __contains__(self, number: int) -> bool:
@@ -94,7 +96,7 @@ class FeatureCache:
                 self._write(path, dict(zip(numbers, targets, strict=True)))
                 bar.update(sum(len(examples[number].tokens) for number in numbers))
 
-    def _check_settings(self, settings: dict[str, Any]) -> None:
+    def _check_settings(self, settings: dict[str, Any], fingerprints: dict[str, Any]) -> None:
         """Compare the folder's settings with these; a new folder gets these."""
         file = self.folder / SETTINGS
         if not file.exists():
@@ -102,11 +104,13 @@ class FeatureCache:
                 raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
             with self.locked():
                 if not file.exists():  # another training may have written them meanwhile
-                    write_aside(file, lambda stream: stream.write(json.dumps(settings).encode()))
+                    write_aside(file, lambda stream: stream.write(json.dumps({**settings, **fingerprints}).encode()))
         try:
             stored = json.loads(file.read_text())
         except ValueError as error:
             raise ValueError(f"{file} is damaged ({error}); choose another folder") from error
+        if changes := find_changes(stored, fingerprints):
+            raise ValueError(f"the model's {changes} changed since {self.folder} was filled; choose another folder")
         for name in sorted(settings):
             if stored.get(name) != settings[name]:
                 raise ValueError(

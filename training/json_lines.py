@@ -7,21 +7,29 @@ from pathlib import Path
 from typing import Any
 
 
-def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers. Raises ValueError, naming the line, if it is not such a file."""
-    return parse_lines(decode_text(path.read_bytes(), str(path)), str(path))
+def read_lines(path: Path, faults: list[str] | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a file with their line numbers; see `parse_lines`."""
+    return parse_lines(decode_text(path.read_bytes(), str(path)), str(path), faults)
 
 
-def parse_lines(text: str, name: str) -> list[tuple[int, dict[str, Any]]]:
+def parse_lines(text: str, name: str, faults: list[str] | None = None) -> list[tuple[int, dict[str, Any]]]:
     """The objects in the text of file `name` with their line numbers; empty lines are skipped.
 
-    Raises ValueError, naming the line, if a line is not a JSON object, and if there is no object at all.
+    Raises ValueError, naming the line, if a line is not a JSON object, and if there is no line at all. With `faults`,
+    lines that are no objects are skipped, and the errors are added to it.
     """
     # Not splitlines: JSON strings may contain other line breaks than \n.
-    lines = enumerate(text.split("\n"), start=1)
-    rows = [(number, _parse(line, f"{name}, line {number}")) for number, line in lines if line.strip()]
-    if not rows:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
         raise ValueError(f"{name} is empty; it needs one JSON object a line")
+    rows = []
+    for number, line in lines:
+        try:
+            rows.append((number, _parse(line, f"{name}, line {number}")))
+        except ValueError as error:
+            if faults is None:
+                raise
+            faults.append(str(error))
     return rows
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,6 +46,26 @@ def fingerprint_template(tokenizer: Tokenizer) -> str | None:
     """16 hex digits that depend on the chat template; None without one."""
     template = tokenizer.chat_template
     return None if template is None else _hash([json.dumps(template, sort_keys=True).encode()])
+
+
+def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The three fingerprints by name; no weights for a model that `load_model` has not loaded."""
+    weights = getattr(model, "weights_fingerprint", None)
+    return {
+        **({} if weights is None else {"weights": weights}),
+        "vocabulary": fingerprint_vocabulary(tokenizer),
+        "template": fingerprint_template(tokenizer),
+    }
+
+
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of the model has changed, in words; "" if nothing has. Older files have no fingerprints, which is no change.
+
+    before, now: fingerprints as `describe_model` names them, perhaps among other settings.
+    """
+    names = ("weights", "vocabulary", "template")
+    changed = [name for name in names if name in before and name in now and before[name] != now[name]]
+    return " and ".join(changed).replace("template", "chat template")
 
 
 def _hash(parts: Iterable[bytes]) -> str:

@@ -11,21 +11,23 @@ from decode import Target
 from scripts.benchmark.methods import Measured, Method, measure_gap
 from scripts.benchmark.options import BenchOptions
 from scripts.benchmark.questions import Question
-from scripts.shared.prompts import Conversation, encode_turn
+from scripts.shared.prompts import ask, encode_turn
+from training.conversations import Conversation
 from training.data import count_before_loop, has_looped
+from training.rendering import Renderer
 
 WARM_UP = 64  # tokens of an answer that is not measured
 
 
 def open_conversations(questions: Sequence[Question]) -> list[Conversation]:
     """Conversations whose answers will be plain decoding's, so that all methods see the same prompts."""
-    return [Conversation(question.id, question.turns) for question in questions]
+    return [ask(question.turns, f"question {question.id}") for question in questions]
 
 
 def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: BenchOptions) -> None:
     """Compile kernels, measure the cost curve, and let every method answer once without measuring it."""
     target.warm_up(len(group))
-    _, prompts = encode_turn(open_conversations(group), 0, target)
+    _, prompts = encode_turn(open_conversations(group), 0, target, Renderer(target.tokenizer))
     for method in methods.values():
         method()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
 
@@ -35,11 +37,11 @@ def measure_group(
 ) -> dict[str, Any]:
     """The record of group `number` (see `rows`), with its `differences` from plain decoding's answers."""
     asks = [{name: method() for name, method in methods.items()} for _ in range(options.repeats)]
-    conversations = open_conversations(group)
+    conversations, renderer = open_conversations(group), Renderer(target.tokenizer)
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
     for turn in range(max(len(question.turns) for question in group)):
-        asked, prompts = encode_turn(conversations, turn, target)
+        asked, prompts = encode_turn(conversations, turn, target, renderer)
         if not asked:
             break
         seed, room = options.seed + 1000 * number + turn, _find_room(prompts, target, options)
@@ -50,7 +52,7 @@ def measure_group(
             for name in order:
                 found[name].append(opened[name](prompts, seed, room))
         plain = found["none"][0]
-        ids, results = [conversation.id for conversation in asked], {}
+        ids, results = [group[index].id for index in asked], {}
         for name, measured in found.items():
             # Peers that sample draw other texts from the same distribution.
             comparable = options.temperature == 0 or measured[0].nodes is not None
@@ -60,8 +62,8 @@ def measure_group(
                 if difference is not None:
                     differences.append({"question_id": question, "turn": turn, "method": name, **difference})
         turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
-        for conversation, text in zip(asked, plain.texts or [], strict=True):
-            conversation.answers.append(text)
+        for index, text in zip(asked, plain.texts or [], strict=True):
+            conversations[index].add(text)
     ids = [question.id for question in group]
     return {"category": group[0].category, "questions": ids, "turns": turns, "differences": differences}
 

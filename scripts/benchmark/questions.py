@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.shared.prompts import check_prompt
+from training.conversations import check_prompt
 from training.json_lines import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

@@ -8,8 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from decode.models.fingerprint import find_changes
 from heads.atomic_write import write_aside
 from scripts.distillation.jobs import Job
+from training.conversations import TEMPLATE_KEYS
+
+GIVEN = (*TEMPLATE_KEYS, "chat_template_kwargs")
+
+
+def settings_path(path: Path) -> Path:
+    """The file with the settings and fingerprints of a file of answers."""
+    return path.with_name(path.name + ".settings.json")
 
 
 class AnswersFile:
@@ -19,15 +28,26 @@ class AnswersFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path, self.settings = path, settings
-        self.settings_path = path.with_name(path.name + ".settings.json")
+        self.path, self.settings = path, dict(settings)
+        self.settings_path = settings_path(path)
         self.size = 0  # bytes of complete lines
         self.rows: dict[int | str, dict[str, Any]] = {}  # by id
+        self._before: dict[str, Any] = {}  # the settings of the rows that are there
         if path.exists() and path.stat().st_size:
             self._read()
 
-    def begin(self) -> None:
-        """Write the settings, and remove an incomplete last line."""
+    def begin(self, fingerprints: Mapping[str, Any], changed_model: bool = False) -> None:
+        """Write settings and fingerprints, and remove an incomplete last line.
+
+        Raises ValueError if the answers so far are of a model with other fingerprints, unless it may have changed.
+        """
+        changes = find_changes(self._before, fingerprints)
+        if changes and not changed_model:
+            raise ValueError(
+                f"the model's {changes} changed since {self.path} was begun; give another --out, or go on with "
+                "--changed-model"
+            )
+        self.settings |= fingerprints
         content = json.dumps(self.settings, indent=2, allow_nan=False) + "\n"
         write_aside(self.settings_path, lambda file: file.write(content.encode()))
         with self.path.open("ab") as file:
@@ -36,7 +56,7 @@ class AnswersFile:
     def append(self, row: dict[str, Any]) -> None:
         """Add a row at once. If a kill leaves half a line, the next run removes it."""
         with self.path.open("ab") as file:
-            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            file.write(json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n")
         self.rows[row["id"]] = row
 
     def list_missing(self, jobs: Sequence[Job]) -> list[Job]:
@@ -44,7 +64,8 @@ class AnswersFile:
         for job in jobs:
             row = self.rows.get(job.id, job.row())
             messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            if messages[: len(job.messages)] != job.messages:
+            asked = job.conversation.messages
+            if messages[: len(asked)] != asked or any(row.get(name) != job.row().get(name) for name in GIVEN):
                 raise ValueError(f"{self.path} has another prompt with the id {json.dumps(job.id)}; give another --out")
         return [job for job in jobs if job.id not in self.rows]
 
@@ -56,7 +77,8 @@ class AnswersFile:
         return (
             f"{self.path}: {len(rows) - dropped.total()} answers, {tokens} tokens; dropped: {dropped['loop']} that "
             f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a "
-            f"word; {sum('cut' in row for row in rows)} conversations were cut before such an answer"
+            f"word, {dropped['template']} that the chat template refuses; "
+            f"{sum('cut' in row for row in rows)} conversations were cut before such an answer"
         )
 
     def _read(self) -> None:
@@ -65,11 +87,11 @@ class AnswersFile:
         if not self.settings_path.exists():
             raise ValueError(f"{self.path} has no {self.settings_path.name} next to it, which names its settings")
         try:
-            before = json.loads(self.settings_path.read_bytes())
+            before = self._before = json.loads(self.settings_path.read_bytes())
             changed = [
                 f"{name} {json.dumps(before[name])}, not {json.dumps(now)}"
                 for name, now in self.settings.items()
-                if before[name] != now
+                if before.get(name, now) != now
             ]
             self.rows = {row["id"]: row for row in map(json.loads, raw[: self.size].splitlines())}
         except (ValueError, KeyError, TypeError) as error:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode import Answer, Sampling, Target, stream
-from decode.text import Tokenizer, encode
-from scripts.shared.prompts import check_prompt, check_turns, read_rows
-from training.data import has_looped
+from decode.text import decode
+from scripts.shared.prompts import read_prompts
+from training.conversations import TEMPLATE_KEYS, Conversation
+from training.data import TOKENS, VOCABULARY, has_looped
+from training.rendering import Renderer, Texts, add_turn
 
-KINDS = ("prompt", "turns", "messages")
 WINDOW = 8  # batches that are sorted by length: the KV cache is as wide as its longest row
 TURNS = 4  # batches of conversations in one group: a kill loses these
-ROLES = ("system", "user", "assistant")
 
 
 @dataclass
@@ -28,43 +28,46 @@ class Job:
     id: int | str
     source: str
     temperature: float
-    messages: list[dict[str, str]]  # the last one is to be answered
-    later: list[str]  # questions to ask after that
-    single: bool  # a prompt and its response, not a conversation
+    conversation: Conversation
     tokens: int = 0  # of the answers so far
+    texts: Texts = field(default_factory=list)  # the token ids of prompts and answers so far
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """The tokens of the conversation to be answered."""
-        return encode(self.messages[0]["content"] if self.single else self.messages, tokenizer, None)
-
-    def take(self, answer: Answer) -> dict[str, Any] | None:
+    def take(self, answer: Answer, renderer: Renderer) -> dict[str, Any] | None:
         """Add an answer. Returns the finished row, or None if another question follows."""
         if answer.finish == "criterion":
-            return self.drop("loop")
+            return self.drop("loop", renderer)
         finished = answer.finish == "eos"
         if not (finished or answer.text.strip()):
-            return self.drop("empty")
+            return self.drop("empty", renderer)
         self.tokens += len(answer.tokens)
-        self.messages.append({"role": "assistant", "content": answer.text})
-        if finished and self.later:  # a cut-off answer ends the conversation
-            self.messages.append({"role": "user", "content": self.later.pop(0)})
-            return None
-        return self.row() | {"finished": finished, "response_tokens": self.tokens}
+        add_turn(self.texts, answer.prompt, answer.tokens)
+        # Special tokens such as those of tool calls are part of the answer, its end token is not.
+        text = decode(answer.tokens[:-1] if finished else answer.tokens, renderer.tokenizer, special=True)
+        self.conversation.add(text, go_on=finished)  # a cut-off answer ends the conversation
+        return None if self.conversation.is_open else self._end(finished, renderer)
 
-    def drop(self, reason: str) -> dict[str, Any]:
+    def drop(self, reason: str, renderer: Renderer) -> dict[str, Any]:
         """The row without the current question: the conversation before it, if there is one, and the reason."""
         if not self.tokens:
             return self.row() | {"dropped": reason}
-        self.messages.pop()
-        return self.row() | {"finished": True, "response_tokens": self.tokens, "cut": reason}
+        self.conversation.messages.pop()
+        return self._end(True, renderer) | {"cut": reason}
 
     def row(self) -> dict[str, Any]:
         """The conversation so far, in the format of the file."""
         row = {"id": self.id, "source": self.source, "temperature": self.temperature}
-        if not self.single:
-            return row | {"messages": self.messages}
-        texts = [message["content"] for message in self.messages]
+        asked = self.conversation
+        row |= {name: asked.options[name] for name in TEMPLATE_KEYS if name in asked.options}
+        if others := {name: value for name, value in asked.options.items() if name not in TEMPLATE_KEYS}:
+            row["chat_template_kwargs"] = others
+        if "prompt" not in asked.fields or asked.messages[0] != {"role": "user", "content": asked.fields["prompt"]}:
+            return row | {"messages": asked.messages}
+        texts = [message["content"] for message in asked.messages]
         return row | dict(zip(("prompt", "response"), texts, strict=False))
+
+    def _end(self, finished: bool, renderer: Renderer) -> dict[str, Any]:
+        counts = {"finished": finished, "response_tokens": self.tokens}
+        return self.row() | counts | {VOCABULARY: renderer.vocabulary, TOKENS: self.texts}
 
 
 def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
@@ -72,14 +75,13 @@ def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
     jobs: list[Job] = []
     places: dict[int | str, str] = {}
     for path in paths:
-        for line, row in read_rows(path):
-            place = f"{path}, line {line}"
-            stem = Path(path).stem
-            default_id = line if len(paths) == 1 else f"{stem}:{line}"
-            job = _make_job(len(jobs), {"id": default_id, "source": stem, **row}, temperatures, place)
+        for conversation in read_prompts(path):
+            job = _make_job(len(jobs), conversation, temperatures, Path(path).stem, len(paths) > 1)
             if job.id in places:
-                raise ValueError(f"{place} has the id {json.dumps(job.id)} of {places[job.id]}; give each row its own")
-            places[job.id] = place
+                raise ValueError(
+                    f"{conversation.place} has the id {json.dumps(job.id)} of {places[job.id]}; give each row its own"
+                )
+            places[job.id] = conversation.place
             jobs.append(job)
     return jobs
 
@@ -88,20 +90,28 @@ def group_jobs(jobs: Sequence[Job], batch_size: int) -> Iterator[list[Job]]:
     """The jobs in groups to be answered together: of one temperature, and not too many conversations."""
     for temperature in sorted({job.temperature for job in jobs}):
         same = [job for job in jobs if job.temperature == temperature]
-        single, several = ([job for job in same if bool(job.later) == later] for later in (False, True))
+        single, several = ([job for job in same if bool(job.conversation.later) == later] for later in (False, True))
         size = TURNS * batch_size
         groups = [single, *(several[begin : begin + size] for begin in range(0, len(several), size))]
         yield from (group for group in groups if group)
 
 
 def answer_jobs(
-    asked: list[Job], target: Target, batch_size: int, max_new_tokens: int, seed: int
+    asked: list[Job], target: Target, renderer: Renderer, batch_size: int, max_new_tokens: int, seed: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Answer a group of jobs. Yields numbers of new tokens, each with the row that they complete, if any."""
     while asked:
-        prompts = {job.number: job.encode(target.tokenizer) for job in asked}
-        yield from ((0, job.drop("context")) for job in asked if len(prompts[job.number]) >= target.context)
-        waiting = {job.number: job for job in asked if len(prompts[job.number]) < target.context}
+        prompts: dict[int, list[int]] = {}
+        for job in asked:
+            try:
+                prompts[job.number] = renderer.encode(job.conversation)
+            except ValueError:  # it may refuse what the model wrote, or a role
+                yield 0, job.drop("template", renderer)
+            else:
+                if len(prompts[job.number]) >= target.context:
+                    yield 0, job.drop("context", renderer)
+                    del prompts[job.number]
+        waiting = {job.number: job for job in asked if job.number in prompts}
         if not waiting:
             return
         order = sort_by_length({number: len(prompts[number]) for number in waiting}, WINDOW * batch_size)
@@ -122,7 +132,7 @@ def answer_jobs(
         asked = []
         for chunk in chunks:
             job = waiting[chunk.request_id]
-            row = job.take(chunk.answer) if chunk.answer is not None else None
+            row = job.take(chunk.answer, renderer) if chunk.answer is not None else None
             if chunk.answer is not None and row is None:
                 asked.append(job)
             yield len(chunk.tokens), row
@@ -144,26 +154,13 @@ def check_temperature(value: Any, place: str) -> float:
     return float(value)
 
 
-def _make_job(number: int, row: dict[str, Any], temperatures: Sequence[float], place: str) -> Job:
-    if sum(kind in row for kind in KINDS) != 1:
-        raise ValueError(f'{place}: a line is a JSON object with one of "prompt", "turns" and "messages"')
-    if isinstance(row["id"], bool) or not isinstance(row["id"], int | str):
-        raise ValueError(f"{place}: an id is a whole number or a text, not {json.dumps(row['id']):.40}")
-    if "messages" in row:
-        messages, later = _check_messages(row["messages"], place), list[str]()
-    else:
-        first, *later = check_turns(row, place)
-        messages = [{"role": "user", "content": first}]
+def _make_job(number: int, conversation: Conversation, temperatures: Sequence[float], stem: str, several: bool) -> Job:
+    """The job of a row. Its id is the line's number if it has none, after the file's name if there are several."""
+    place, row = conversation.place, conversation.fields
+    own = row.get("id", f"{stem}:{conversation.line}" if several else conversation.line)
+    if isinstance(own, bool) or not isinstance(own, int | str):
+        raise ValueError(f"{place}: an id is a whole number or a text, not {json.dumps(own):.40}")
     # Chosen by the id: the same in every run, whatever else is asked.
-    chosen = int.from_bytes(hashlib.sha256(json.dumps(row["id"]).encode()).digest()) % len(temperatures)
+    chosen = int.from_bytes(hashlib.sha256(json.dumps(own).encode()).digest()) % len(temperatures)
     temperature = check_temperature(row.get("temperature", temperatures[chosen]), place)
-    return Job(number, row["id"], str(row["source"]), temperature, messages, later, "prompt" in row)
-
-
-def _check_messages(messages: Any, place: str) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f'{place}: "messages" is a list of objects with "role" and "content"')
-    roles = [message.get("role") for message in messages]
-    if not all(role in ROLES for role in roles) or roles[-1] != "user":
-        raise ValueError(f"{place}: messages are by {', '.join(ROLES)}, and the last one, to be answered, by user")
-    return [{"role": message["role"], "content": check_prompt(message.get("content"), place)} for message in messages]
+    return Job(number, own, str(row.get("source", stem)), temperature, conversation)

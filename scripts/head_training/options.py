@@ -12,7 +12,9 @@ from typing import Any, TypeVar, get_args
 from heads import HEADS
 from heads.vocabulary import Output
 from scripts.shared.command import Parser, at_least, check_plot
+from scripts.shared.prompts import TEMPLATE_OPTION, parse_template_option
 from training.checkpoint import METRICS
+from training.data import MAX_BAD
 from training.factory import REGRESSION
 from training.losses import LOSSES
 from training.objectives import DECAY
@@ -62,12 +64,22 @@ class TrainOptions:
 
     kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
     data: tuple[Path, ...] = flag(
-        'JSON Lines files with "prompt" and "response", or "messages", in each line; best the model\'s own answers, as '
-        'distill.py writes them; "finished": false marks an answer that was cut off',
+        "JSON Lines files of prompts with their answers, or of conversations (docs/training.md has the formats); best "
+        "the model's own answers, as distill.py writes them, of which the token ids are read",
         **{"type": Path, "nargs": "+", "required": True, "metavar": "FILE"},
     )
     out: Path = flag("the folder for the head", type=Path, required=True, metavar="DIR")
     resume: bool = flag("continue from the checkpoint in --out, if there is one", False)
+    changed_model: bool = flag(
+        "with --resume: go on although weights, vocabulary or chat template of the model have changed", False
+    )
+    max_bad: float = number("fail if more than this share of the rows cannot be trained on", MAX_BAD)
+    use_text: bool = flag("read the texts of distilled answers, not their token ids", False)
+    template_option: list[tuple[str, Any]] | None = flag(
+        TEMPLATE_OPTION["help"],
+        **{name: value for name, value in TEMPLATE_OPTION.items() if name != "help"},
+        type=parse_template_option,
+    )
     init: Path | None = flag("start from the head in this folder", type=Path, metavar="DIR")
     plan: bool = flag("print sizes and the expected time, then exit", False)
     plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
@@ -122,6 +134,8 @@ class TrainOptions:
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.kind} heads; leave it out")
         if not 0 < self.decay < math.inf:
             raise ValueError(f"--decay is {self.decay}; it must be a positive number")
+        if not 0 <= self.max_bad <= 1:
+            raise ValueError(f"--max-bad is {self.max_bad}; it must be a share from 0 to 1")
         for name in ("regression", "noise", "cache_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:

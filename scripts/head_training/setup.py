@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -16,12 +19,15 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head
+from scripts.distillation.answers_file import settings_path
 from scripts.head_training.options import TrainOptions
 from scripts.shared.options import ModelOptions, load_target
-from training.data import Dataset, load_dataset
+from training.data import Dataset, describe_bad, load_dataset
 from training.factory import HeadShape, make_head
 from training.feature_cache import FeatureCache
+from training.rendering import Renderer
 from training.schedule import Schedule
 from training.teacher import Teacher
 
@@ -50,7 +56,11 @@ def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
     accelerate = "off" if options.joint else "packed"  # packed layers cannot be trained
     target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate=accelerate))
     length = min(options.max_length, target.context)
-    dataset = load_dataset(options.data, target.tokenizer, length, options.validation, target.stop_ids)
+    renderer = Renderer(target.tokenizer, options.template_option, ends=target.stop_ids)
+    reading = {"max_bad": options.max_bad, "use_text": options.use_text}
+    dataset = load_dataset(options.data, renderer, length, options.validation, **reading)
+    if PartialState().is_main_process:
+        warn_of_data(options.data, target, dataset)
     if not dataset.prompts:
         raise ValueError(
             "no prompt is held out for validation: the data needs ten at least, short enough for the model"
@@ -62,6 +72,27 @@ def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
             "the tokenizer is another model's"
         )
     return target, dataset
+
+
+def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> None:
+    """Print what is wrong with the data and ends no training: rows that were skipped, answers of another model."""
+    if dataset.bad:
+        print(f"skipped: {describe_bad(dataset.bad)}", file=sys.stderr)
+    now = describe_model(target.model, target.tokenizer)
+    for file in files:
+        settings = settings_path(file)
+        if not settings.is_file():
+            continue
+        try:
+            changes = find_changes(dict(json.loads(settings.read_bytes())), now)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{settings} is damaged ({error}); remove it to go on without") from error
+        if changes:
+            print(
+                f"{file} has answers of another model: its {changes} changed; heads are best trained on the model's "
+                "own answers",
+                file=sys.stderr,
+            )
 
 
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
@@ -113,7 +144,8 @@ def fill_cache(
         return None
     settings = {**_describe_features(options, teacher.target), "layers": list(teacher.layers)}
     with accelerator.main_process_first():
-        cache = FeatureCache(options.cache, settings)
+        model = describe_model(teacher.target.model, teacher.target.tokenizer)
+        cache = FeatureCache(options.cache, settings, model)
     limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
     with cache.locked() if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
@@ -125,7 +157,9 @@ def fill_cache(
 
 def _describe_features(options: TrainOptions, target: Target) -> dict[str, Any]:
     """The settings that the features of the examples depend on."""
+    reading = {"template_options": dict(options.template_option or ()), "use_text": options.use_text}
     return {
+        **{name: value for name, value in reading.items() if value},  # older files do not have them
         "model": _resolve(target.model.config.name_or_path),
         "hidden_size": target.config.hidden_size,
         "data": _hash(b"".join(file.read_bytes() for file in options.data)),

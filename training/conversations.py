@@ -1,0 +1,194 @@
+"""Conversations: the one reader of prompt, question and training rows. docs/training.md has the table of formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+FORMATS = ("prompt", "turns", "messages", "conversations")
+ANSWERS = ("response", "completion")
+TEMPLATE_KEYS = ("tools", "documents")  # of a row, given to the chat template under the same names
+UNREADABLE = ("images", "image", "videos", "video", "audios", "audio", "functions", "suffix")
+SPEAKERS = {
+    **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function": "tool"},
+}
+FLAGS = ("train", "weight")  # of a message: whether to train on it
+
+
+@dataclass
+class Conversation:
+    """The messages of a row, the questions to ask after them, and what its chat template is given."""
+
+    messages: list[Message]
+    later: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the chat template: tools, enable_thinking, ...
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the whole row, for id, source, finished, ...
+    place: str = "the conversation"  # file and line, for errors
+    line: int = 1
+    answers: int = 0  # that were added
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last message is to be answered."""
+        return bool(self.messages[-1]["role"] != "assistant")
+
+    def add(self, answer: str, go_on: bool = True) -> None:
+        """Add the model's answer and, to go on, the next question if there is one."""
+        self.messages.append({"role": "assistant", "content": answer})
+        self.answers += 1
+        if go_on and self.later:
+            self.messages.append({"role": "user", "content": self.later.pop(0)})
+
+
+def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Conversation:
+    """The conversation of a row: up to its last answer to train on, or else up to its last question, to be asked.
+
+    Raises ValueError, naming the place, if the row is no such conversation or has text that nothing here can honour.
+    """
+    _refuse_unreadable(row, place)
+    messages, later = _list_messages(row, place)
+    if answered:
+        end = max(list_answers(messages), default=-1) + 1
+        if not end:
+            raise ValueError(
+                f'{place}: there is no answer to train on: give "prompt" with "response" or "completion", or messages '
+                'of which one after the first is by "assistant"'
+            )
+        messages = messages[:end]
+    else:
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            raise ValueError(f"{place}: there is no question to answer: messages need one by user")
+    read = [_read_content(message, place) for message in messages]
+    if not answered:
+        check_prompt(read[-1]["content"], place)
+    return Conversation(read, later, _read_options(row, place), row, place)
+
+
+def list_answers(messages: Sequence[Message]) -> list[int]:
+    """The indices of the model's answers; a first message is never an answer."""
+    return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
+
+
+def is_trained(message: Message, place: str) -> bool:
+    """Whether the loss flags of an answer, `train` and `weight`, let it be trained. Raises ValueError for others."""
+    for name in FLAGS:
+        flag = message.get(name)
+        if flag is not None and flag not in (0, 1):
+            raise ValueError(f"{place}: {name!r} of a message is true or false, or 1 or 0, not {json.dumps(flag):.40}")
+    return all(message.get(name) in (None, 1) for name in FLAGS)
+
+
+def check_prompt(text: object, place: str) -> str:
+    """The prompt itself. Raises ValueError that names the place unless it is a text, encodable and not blank."""
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: a prompt is text, not {json.dumps(text):.40}")
+    if not text.strip():
+        raise ValueError(f"{place}: the prompt is empty")
+    _check_characters(text, place)
+    return text
+
+
+def _refuse_unreadable(row: Mapping[str, Any], place: str) -> None:
+    given = [name for name in FORMATS if name in row]
+    if len(given) != 1:
+        listed = ", ".join(f'"{name}"' for name in FORMATS[:-1]) + f' and "{FORMATS[-1]}"'
+        raise ValueError(f"{place}: a line is a JSON object with one of {listed}")
+    if refused := [name for name in UNREADABLE if row.get(name) not in (None, "", [], {})]:
+        raise ValueError(f"{place}: {refused[0]!r} would change the text, and only text and tools can be given")
+    if all(name in row for name in ANSWERS):
+        raise ValueError(f'{place}: a line has "response" or "completion", not both')
+
+
+def _list_messages(row: Mapping[str, Any], place: str) -> tuple[list[Message], list[str]]:
+    """The messages of any format, their contents still unchecked, and the turns after the first."""
+    later: list[str] = []
+    if "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise ValueError(f'{place}: "turns" is a list of at least one prompt')
+        first, *later = (check_prompt(turn, place) for turn in turns)
+        messages = [{"role": "user", "content": first}]
+    elif "prompt" in row:
+        messages = _read_part(row["prompt"], "user", place)
+        messages += [part for name in ANSWERS if name in row for part in _read_part(row[name], "assistant", place)]
+    else:
+        messages = _read_part(row.get("messages", row.get("conversations")), "", place)
+    if row.get("system") is not None:
+        if messages and messages[0]["role"] == "system":
+            raise ValueError(f'{place}: the row has "system", and its messages begin with another system message')
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages, later
+
+
+def _read_part(part: Any, role: str, place: str) -> list[Message]:
+    """Messages with their roles from a list of them, or the message of this role with a text."""
+    if role and not isinstance(part, list):
+        return [{"role": role, "content": part}]
+    if not isinstance(part, list) or not part or not all(isinstance(message, dict) for message in part):
+        raise ValueError(f'{place}: messages are a list of objects with "role" and "content", or "from" and "value"')
+    return [_read_message(message, place) for message in part]
+
+
+def _read_message(message: Message, place: str) -> Message:
+    """The message with `role` and `content`, and its other keys as they are."""
+    rest = {name: value for name, value in message.items() if name not in ("role", "content", "from", "value")}
+    said = message.get("role", message.get("from"))
+    role = SPEAKERS.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise ValueError(f"{place}: a message is by one of {', '.join(SPEAKERS)}, not by {json.dumps(said):.40}")
+    is_trained(message, place)
+    return {"role": role, "content": message.get("content", message.get("value")), **rest}
+
+
+def _read_content(message: Message, place: str) -> Message:
+    """The message with its content as one text. Raises ValueError for content that is no text."""
+    content = message["content"]
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(f"{place}: the parts of a content are of type text, not {json.dumps(kind):.40}")
+        content = "".join(part["text"] for part in parts)
+    elif content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
+        content = ""
+    if not isinstance(content, str):
+        what = {"user": "a prompt", "assistant": "an answer"}.get(message["role"], f"a {message['role']} message")
+        raise ValueError(f"{place}: {what} is text, not {json.dumps(content):.40}")
+    _check_characters(content, place)
+    _check_characters(json.dumps(message, ensure_ascii=False), place)
+    return {**message, "content": content}
+
+
+def _read_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of the row for its chat template."""
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise ValueError(f'{place}: "chat_template_kwargs" is an object, not {json.dumps(options):.40}')
+    return {**options, **{name: _read_list(row[name], name, place) for name in TEMPLATE_KEYS if row.get(name)}}
+
+
+def _read_list(value: Any, name: str, place: str) -> list[Any]:
+    """A list of objects, which may be written as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f'{place}: "{name}" is text, and no JSON ({error})') from error
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError(f'{place}: "{name}" is a list of objects, not {json.dumps(value):.40}')
+    return value
+
+
+def _check_characters(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: character {error.start + 1} of the text is half of one (a surrogate)") from error
