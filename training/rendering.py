@@ -60,10 +60,11 @@ class Renderer:
     def encode(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation to be answered. Raises ValueError if the template fails."""
         options = self.options | conversation.options
-        if len(conversation.messages) == 1 and not options:
+        text = conversation.messages[0]["content"]
+        if not options and conversation.messages == [{"role": "user", "content": text}]:
             try:
-                return encode(conversation.messages[0]["content"], self.tokenizer, self.chat)
-            except Exception as error:  # a template may crash
+                return encode(text, self.tokenizer, self.chat)
+            except ValueError as error:
                 raise ValueError(f"{conversation.place}: {error}") from error
         return self._tokenize(self._render(conversation, len(conversation.messages)))
 
