@@ -65,17 +65,22 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     is_recurrent, is_gpt_neo = getattr(model, "_is_stateful", False), hasattr(config, "attention_layers")
     positional = getattr(config, "position_embedding_type", None)
     has_alibi = name in ("bloom", "mpt") or getattr(config, "alibi", False) or positional == "alibi"
-    forward = type(model).forward
-    takes_positions = "position_ids" in inspect.signature(forward).parameters
+    arguments = inspect.signature(type(model).forward).parameters.keys()
+    unnamed = (
+        f"cannot verify a tree: its forward pass takes no KV cache by a name that is known ({', '.join(CACHE_NAMES)})"
+    )
     for is_refused, reason in (
         (is_recurrent, "keeps a recurrent state, which cannot branch into a tree; use an attention-only model"),
         (has_alibi, "uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong"),
         (is_gpt_neo, "masks its attention by cache slots, which are not a tree's positions"),
-        (not takes_positions, "takes no position_ids: it counts cache slots, which are not a tree's positions"),
+        (
+            "position_ids" not in arguments,
+            "takes no position_ids: it counts cache slots, which are not a tree's positions",
+        ),
+        (arguments.isdisjoint(CACHE_NAMES), unnamed),
     ):
         if is_refused:
             raise ValueError(f"{name} {reason}")
-    find_cache_name(forward)
     if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
