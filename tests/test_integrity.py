@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Chunk, Sampling, Step, Target, Tree, generate, stream
+from decode.masks import tree_masks
 from decode.models import self_test, stock_model
 from decode.models.attention_windows import AttentionWindow, attention_windows
 from proposers import DraftProposer, NGramProposer
@@ -179,7 +180,7 @@ LONG_WINDOWS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", LONG_WINDOWS)
 def test_a_long_window_that_is_off_by_one_is_refused(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -200,9 +201,18 @@ def test_a_long_window_that_is_off_by_one_is_refused(
         monkeypatch.undo()
 
 
+def test_a_long_window_is_not_refused_for_rounding() -> None:
+    """Large weights in many layers amplify bfloat16's rounding, as in real models."""
+    model = tiny("mistral window", dtype=torch.bfloat16, sliding_window=LONG, num_hidden_layers=48)
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-2] in ("q_proj", "o_proj", "down_proj"):
+            parameter.data *= 4
+    Target(model)
+
+
 def test_windows_that_no_text_exceeds_are_not_tried() -> None:
     model = tiny("mistral window", sliding_window=250)  # of 256 positions
-    assert self_test._long_windows(Target(model)) == []
+    assert self_test._long_windows(Target(model)) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -220,3 +230,15 @@ def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers
 def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
     model = tiny("llama", dtype=torch.bfloat16, hidden_size=16, num_hidden_layers=40)
     assert self_test.find_tolerance(stock_model.StockModel(model)) == 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_rounds_more_than_usual_is_compared_with_its_own_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", dtype=dtype, num_hidden_layers=8)
+    monkeypatch.setattr(self_test, "ROUNDING", 0.1)  # as if this were far more than usual
+    Target(model)
+    monkeypatch.setattr("decode.session.tree_masks", lambda *args: torch.full_like(tree_masks(*args), -1e4).triu(1))
+    with pytest.raises(ValueError, match=r"llama (fails the tree self-test|is row-coupled)"):
+        Target(model)
