@@ -22,7 +22,7 @@ from decode.lossy import accept_typically
 from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import PlainProposer, Proposer, Step, Use, as_proposer, check_proposer
-from decode.sampling import AnswerProcessor, Sampling
+from decode.sampling import RequestProcessors, Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target, check_target
@@ -93,8 +93,9 @@ def stream(
     sampling = sampling or Sampling()
     if sampling.processors:
         lengths = {request.request_id: len(request.prompt) for request in waiting}
-        inside = AnswerProcessor(sampling.processors, lengths, ends, limits.max_new_tokens)
-        sampling = replace(sampling, processors=[inside])
+        sampled = getattr(proposer, "sampled", False)
+        own = RequestProcessors(sampling.processors, lengths, ends, limits.max_new_tokens, sampled)
+        sampling = replace(sampling, processors=own)
     if lossy_typical_acceptance and sampling.processors:
         raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
     rule = accept_typically if lossy_typical_acceptance else accept
@@ -150,7 +151,7 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
                 accepted = unpack(verdict.packed)
         _refuse_faults(run, accepted, requests, drafted)
         session.keep(accepted.path)
-        yield from _extend(requests, accepted, seconds, run.target)
+        yield from _extend(requests, accepted, seconds, run)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
         verify_seconds, seconds = seconds.target + seconds.accept, Seconds.begin()
         if waiting:
@@ -264,7 +265,7 @@ def _make_step(
     )
 
 
-def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, target: Target) -> Iterator[Chunk]:
+def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, run: _Run) -> Iterator[Chunk]:
     """Add the step's tokens to each answer. Yields a chunk per row."""
     chunks = [
         request.extend(path[1:], bonus)
@@ -274,7 +275,9 @@ def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, targe
     for request, chunk, size in zip(requests, chunks, accepted.sizes, strict=True):
         stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
         request.stats.add(stats)
-        yield replace(chunk, stats=stats, answer=request.answer(target.tokenizer) if request.finish else None)
+        if request.finish and isinstance(run.sampling.processors, RequestProcessors):
+            run.sampling.processors.release(request.request_id)
+        yield replace(chunk, stats=stats, answer=request.answer(run.target.tokenizer) if request.finish else None)
 
 
 def _check_kinds(sampling: Any, chat: Any) -> None:

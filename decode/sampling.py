@@ -5,9 +5,11 @@ Shapes: B rows, L tokens of a prefix, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,15 +18,23 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation import logits_process
 
 from decode.cpu.fast_top_p import FastTopP
 
 NO_TOKEN = -1  # instead of a drawn token, where logits are NaN or infinite
-CALLING_USERS = (PrefixConstrainedLogitsProcessor,)  # processors that call a function of the user
+STATEFUL = (  # of transformers' processors; the first calls a function of the user
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+Processors: TypeAlias = Sequence[LogitsProcessor] | Callable[[int], Sequence[LogitsProcessor]]
 
 
 def upcast_half(logits: Tensor) -> Tensor:
@@ -39,34 +49,21 @@ def warp(scores: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
     return scores.double().softmax(dim=-1)
 
 
-class RequestProcessor(LogitsProcessor):
-    """A logits processor that treats requests differently: it also gets the request id of the prefix."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
-        raise NotImplementedError
-
-    def for_drafts(self) -> RequestProcessor:
-        """The same with only those of its processors that may be applied to drafts (`draft_processors`)."""
-        raise NotImplementedError
-
-
-@dataclass
-class AnswerProcessor(RequestProcessor):
-    """Calls processors inside answers only. Draft tokens may go on after an answer's end, where a grammar may raise."""
+class ProcessorGroup(LogitsProcessor):
+    """Several logits processors that are called as one."""
 
     processors: Sequence[LogitsProcessor]
-    prompt_lengths: Mapping[int, int]  # by request id
-    stop_ids: frozenset[int]
-    max_new_tokens: int
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, request_id: int) -> Tensor:
-        answer = input_ids[0, self.prompt_lengths[request_id] :].tolist()
-        if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
-            return scores
-        return apply_processors(self.processors, input_ids, scores, request_id)
+    def regroup(self, processors: Sequence[LogitsProcessor]) -> LogitsProcessor:
+        """The same with other processors."""
+        raise NotImplementedError
 
-    def for_drafts(self) -> AnswerProcessor:
-        return replace(self, processors=draft_processors(self.processors))
+
+def keeps_state(processor: LogitsProcessor) -> bool:
+    """Whether a processor may depend on more than the prefix: all but most of transformers' own may."""
+    if isinstance(processor, ProcessorGroup):
+        return any(map(keeps_state, processor.processors))
+    return type(processor).__module__ != logits_process.__name__ or isinstance(processor, STATEFUL)
 
 
 def draft_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
@@ -75,22 +72,133 @@ def draft_processors(processors: Sequence[LogitsProcessor]) -> list[LogitsProces
     These are transformers' own, which depend on the prefix alone. A user's function or processor may keep state, or
     raise after a token that it does not expect.
     """
-    chosen = []
+    chosen: list[LogitsProcessor] = []
     for processor in processors:
-        if isinstance(processor, RequestProcessor):
-            chosen.append(processor.for_drafts())
-        elif type(processor).__module__ == logits_process.__name__ and type(processor) not in CALLING_USERS:
+        if isinstance(processor, ProcessorGroup):
+            chosen.append(processor.regroup(draft_processors(processor.processors)))
+        elif not keeps_state(processor):
             chosen.append(processor)
     return chosen
 
 
-def apply_processors(
-    processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor, request_id: int
-) -> Tensor:
-    """The processed scores [1, V] after a request's prefix [1, L]."""
+def copy_processor(processor: LogitsProcessor) -> LogitsProcessor:
+    """A deep copy of a processor; itself if it keeps no state. Raises ValueError if it cannot be copied."""
+    if isinstance(processor, ProcessorGroup):
+        return processor.regroup([*map(copy_processor, processor.processors)])
+    return copy_own(processor) if keeps_state(processor) else processor
+
+
+def copy_own(made: Any, advice: str = "make one for each request: Sampling(processors=lambda id: [...])") -> Any:
+    """A deep copy of a user's processor or criterion. Raises ValueError, with this advice, if it cannot be copied."""
+    try:
+        return deepcopy(made)
+    except Exception as error:  # each type has errors of its own
+        raise ValueError(
+            f"{type(made).__name__} may keep state, so each request needs its own, but it cannot be copied "
+            f"({type(error).__name__}: {error}); {advice}"
+        ) from error
+
+
+class AnswerProcessor(ProcessorGroup):
+    """One request's processors, called as in plain decoding: with the prompt, then with one more token each time.
+
+    They are called inside the answer only: draft tokens may go on after its end, where a grammar may raise. After
+    sampled draft tokens that were rejected, `renew` makes new processors, which are called with the text once more.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        renew: Callable[[], Sequence[LogitsProcessor]],
+        prompt_length: int,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+    ) -> None:
+        self.processors, self.renew, self.prompt_length = processors, renew, prompt_length
+        self.stop_ids, self.max_new_tokens = stop_ids, max_new_tokens
+        self._called: list[int] | None = None  # the answer up to the last call
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[0, self.prompt_length :].tolist()
+        if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
+            return scores
+        if any(map(keeps_state, self.processors)):
+            before, self._called = self._called, answer
+            if answer[:-1] != before if answer else before is not None:
+                self._call_again(input_ids, scores)
+        return apply_processors(self.processors, input_ids, scores)
+
+    def _call_again(self, input_ids: Tensor, scores: Tensor) -> None:
+        """Bring new processors to where they are called with `input_ids` next."""
+        self.processors = self.renew()
+        for length in range(self.prompt_length, input_ids.shape[1]):
+            apply_processors(self.processors, input_ids[:, :length], torch.zeros_like(scores))
+
+    def regroup(self, processors: Sequence[LogitsProcessor]) -> AnswerProcessor:
+        return AnswerProcessor(processors, self.renew, self.prompt_length, self.stop_ids, self.max_new_tokens)
+
+
+class RequestProcessors:
+    """The processors of each request of a stream, by its id. They are made at the first call.
+
+    A single request gets the user's own objects; several get deep copies, unless a callable makes their processors.
+    sampled: whether draft tokens are sampled, so that a processor may be called with tokens that are then rejected.
+
+    Raises ValueError for a processor that must be copied and cannot be.
+    """
+
+    def __init__(
+        self,
+        processors: Processors,
+        prompt_lengths: Mapping[int, int],
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+        sampled: bool,
+    ) -> None:
+        self.prompt_lengths, self.limits = prompt_lengths, (stop_ids, max_new_tokens)
+        self._own: Sequence[LogitsProcessor] | None = None  # the user's, used as they are
+        self._made: dict[int, AnswerProcessor] = {}
+        if not isinstance(processors, Sequence):
+            self._make = processors
+            return
+        self._own = processors if len(prompt_lengths) == 1 else None
+        # Of objects that are used, copies are made before.
+        copies = [*map(copy_processor, processors)] if sampled or self._own is None else None
+        self._make = partial(_copy_all, processors if self._own is None else copies)
+
+    def __call__(self, request_id: int) -> list[LogitsProcessor]:
+        if request_id not in self._made:
+            renew = partial(self._make, request_id)
+            first = renew() if self._own is None else self._own
+            if not isinstance(first, Sequence):
+                raise TypeError(f"processors(request_id) returned {type(first).__name__}; it must return a list")
+            self._made[request_id] = AnswerProcessor(first, renew, self.prompt_lengths[request_id], *self.limits)
+        return [self._made[request_id]]
+
+    def release(self, request_id: int) -> None:
+        """Forget what a finished request used."""
+        self._made.pop(request_id, None)
+
+
+def _copy_all(processors: Sequence[LogitsProcessor] | None, request_id: int) -> list[LogitsProcessor]:
+    if processors is None:
+        raise ValueError(
+            f"request {request_id}: its logits processors saw sampled draft tokens that were rejected, and they may "
+            "keep state; give the proposer sampled = True, so that they are copied before"
+        )
+    return [*map(copy_processor, processors)]
+
+
+def apply_processors(processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor) -> Tensor:
+    """The processed scores [1, V] after a request's prefix [1, L]. Raises ValueError for another shape."""
+    shape = scores.shape
     for processor in processors:
-        extra = (request_id,) if isinstance(processor, RequestProcessor) else ()
-        scores = processor(input_ids, scores, *extra)
+        scores = processor(input_ids, scores)
+        if scores.shape != shape:
+            raise ValueError(
+                f"{type(processor).__name__} returned scores of shape {[*scores.shape]} for one request; "
+                f"it must return {[*shape]}"
+            )
     return scores
 
 
@@ -98,10 +206,16 @@ def apply_processors(
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
 
-    temperature: 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off. processors: any of transformers'
-    logits processors; each sees one row's prefix (prompt, answer and draft tokens up to a node). seed: the same seed
-    gives the same text in every batch and with every proposer of deterministic drafts; by default it comes from torch's
-    generator, which `torch.manual_seed` sets.
+    temperature: 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off.
+    processors: logits processors, or a callable that makes a request's own from its id:
+    `processors=lambda request_id: [...]`. They may keep state: each request has its own, called with one prefix
+    [1, L] and scores [1, V] at a time, as in plain decoding: with the prompt, then with one more token each time.
+    From a list, several requests get deep copies; a single one gets the objects themselves. Functions are not copied,
+    so they must keep no state. After sampled draft tokens that were rejected, a new copy is called with the text once
+    more and scores of zero, so there the state may depend on the tokens alone. Draft models call only those of
+    transformers' own processors that keep no state.
+    seed: the same seed gives the same text in every batch and with every proposer of deterministic drafts; by default
+    it comes from torch's generator, which `torch.manual_seed` sets.
 
     Raises ValueError if a setting is out of range.
     """
@@ -110,7 +224,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    processors: Sequence[LogitsProcessor] = ()
+    processors: Processors = ()
     seed: int = field(default_factory=lambda: int(torch.randint(1 << 62, ())))
 
     def __post_init__(self) -> None:
@@ -122,6 +236,13 @@ class Sampling:
             raise ValueError(f"top-p is {self.top_p}; it must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min-p is {self.min_p}; it must lie in [0, 1]")
+        if isinstance(self.processors, LogitsProcessor) or not (
+            isinstance(self.processors, Sequence) or callable(self.processors)
+        ):
+            name = type(self.processors).__name__
+            raise ValueError(
+                f"processors is a {name}; it must be a list, or a callable that makes one from a request id"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -146,7 +267,10 @@ class Sampling:
     @cached_property
     def for_drafts(self) -> Sampling:
         """The same with only those processors that may be applied to drafts (`draft_processors`)."""
-        return replace(self, processors=draft_processors(self.processors))
+        return replace(self, processors=lambda request_id: draft_processors(self._find_processors(request_id)))
+
+    def _find_processors(self, request_id: int) -> Sequence[LogitsProcessor]:
+        return self.processors if isinstance(self.processors, Sequence) else self.processors(request_id)
 
     def probabilities(
         self, logits: Tensor, prefixes: Sequence[Tensor | None] = (), request_ids: Sequence[int] = ()
@@ -174,4 +298,4 @@ class Sampling:
 
     def _process(self, prefix: Tensor, scores: Tensor, request_id: int) -> Tensor:
         # Processors may write into their input.
-        return apply_processors(self.processors, prefix[None], scores[None].clone(), request_id)[0]
+        return apply_processors(self._find_processors(request_id), prefix[None], scores[None].clone())[0]

@@ -153,7 +153,10 @@ REFUSED_VALUES: dict[str, Callable[[], dict[str, Any]]] = {
 CALL_ARGUMENTS = {
     "inputs": (HONOURED, "and `input_ids`"),
     "generation_config": (HONOURED, "as in the table below"),
-    "logits_processor": (HONOURED, "each sees one row, with its padding, and no token after the row's end"),
+    "logits_processor": (
+        HONOURED,
+        "each sees one row, with its padding, and no token after its end; in a batch, a copy of yours each",
+    ),
     "stopping_criteria": (HONOURED, "as `logits_processor`; they get no scores"),
     "prefix_allowed_tokens_fn": (HONOURED, ""),
     "synced_gpus": (REFUSED, ""),

@@ -190,14 +190,15 @@ def test_processors_see_prefixes_of_the_text_only(model: PreTrainedModel, propos
 
 
 class SumReached(StoppingCriteria):
-    """Ends a row by the sum of its tokens, padding included. Records its inputs."""
+    """Ends a row by the sum of its tokens, padding included. Records its inputs, those of copies too."""
 
     def __init__(self, remainder: int) -> None:
         self.remainder = remainder
         self.seen: list[list[int]] = []
+        self.note = self.seen.extend  # not copied
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.seen += input_ids.tolist()
+        self.note(input_ids.tolist())
         return (input_ids.sum(dim=1) + input_ids.shape[1]) % 11 == self.remainder
 
 

@@ -27,7 +27,7 @@ from decode.hf.arguments import (
     split_criteria,
 )
 from decode.hf.outputs import make_output
-from decode.hf.processors import make_sampling
+from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts
 from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
@@ -35,6 +35,7 @@ from decode.models.attention_windows import attention_windows
 from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
+from decode.sampling import copy_processor
 from decode.target import Target
 
 # The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
@@ -65,6 +66,10 @@ def speculate(
     until the weights change (hooks that are added later are not noticed). The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
+    A single row has the objects themselves. In a batch each row has a deep copy of yours, with its own row of the
+    attributes that hold something for each row: tensors [B, ...], lists of B things that are no numbers, dicts by row.
+    Results are [1, V] and [1]; of [B, V] and [B] each row takes its own. With `output_scores`, the objects or, for a
+    single row, copies are called a second time.
     Rows that end early are padded, even if no end token is set. stop_strings: with `tokenizer`, as arguments of
     `generate`; in a generation config transformers refuses them for callables.
 
@@ -93,9 +98,9 @@ def speculate(
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
-    def is_done(row: int, tokens: list[int]) -> bool:
-        return bool(criteria(prompts.pad(row, tokens), None).any())
-
+    # With `output_scores`, processors are called a second time, so a single row's need a copy of their own.
+    copies = len(input_ids) == 1 and recording.logits and generation_config.output_scores
+    first = LogitsProcessorList([*map(copy_processor, logits_processor)]) if copies else logits_processor
     chunks = stream(
         target,
         prompts.tokens,
@@ -103,13 +108,13 @@ def speculate(
         sampling=make_sampling(generation_config, logits_processor, prompts),
         max_new_tokens=max_new_tokens,
         stop_ids=[token for token in stop_ids if 0 <= token < target.vocabulary],  # a model's -1 means none
-        criterion=is_done if criteria else None,
+        criterion=make_criterion(criteria, prompts) if criteria else None,
         nodes=nodes,
         text=False,
     )
     sequences, counts = _collect(chunks, input_ids, streamer, pad or 0)
     if recording.states:
-        output = make_output(model, target.session, sequences, counts, generation_config, logits_processor)
+        output = make_output(model, target.session, sequences, counts, generation_config, first)
     return output if generation_config.return_dict_in_generate else sequences
 
 
