@@ -24,6 +24,7 @@ class HeadConfig:
     draft_size: int | None = None  # tokens of the draft vocabulary; None: the whole vocabulary
     target_layers: int | None = None  # distinguishes targets of the same width
     target_name: str | None = None
+    target_weights: str | None = None  # their fingerprint
     max_position_embeddings: int | None = None  # the target's, for servers; no limit here
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
@@ -220,8 +221,16 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
     """The head in a folder, in the dtype in which it should draft for this target. Errors as in `load_head`.
 
     Drafting takes as long as reading the weights. So it is bfloat16 for a float32 target on a CPU with fast bfloat16,
-    else the target's dtype.
+    else the target's dtype. Warns if the head was trained for other weights of the same sizes.
     """
     halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     dtype = torch.bfloat16 if halve else target.dtype
-    return load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
+    head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
+    trained, given = head.config.target_weights, getattr(target.model, "weights_fingerprint", None)
+    if None not in (trained, given) and trained != given:
+        warnings.warn(
+            f"the head in {str(folder)!r} was trained for {head.config.target_name or 'a model'} with other weights "
+            "than this target's; the text stays the same, but fewer draft tokens may be accepted",
+            stacklevel=2,
+        )
+    return head

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 import scripts.train
+from decode import Target
 from heads import MedusaConfig, MedusaHead, load_head, save_head
+from proposers.load import load_draft_head
 from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
@@ -258,6 +261,15 @@ def test_another_model_at_the_same_path_is_refused(
         del state["settings"][name]
     torch.save(state, out / CHECKPOINT)
     assert call(*SHORT, "--resume", out=out).status == 0
+
+
+def test_a_head_knows_the_weights_that_it_was_trained_for(place: Path, trained: Path, tmp_path: Path) -> None:
+    target = Target.load(place, dtype="float64")
+    with warnings.catch_warnings(action="error"):
+        assert load_draft_head(trained, target).config.target_weights == target.model.weights_fingerprint
+    target.model.weights_fingerprint = "x"
+    with pytest.warns(UserWarning, match="with other weights than this target's"):
+        load_draft_head(trained, target)
 
 
 def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:

@@ -96,11 +96,12 @@ def read_vocab_size(config: ConfigDict, given: int | None) -> int:
 
 
 def read_target(config: ConfigDict) -> dict[str, Any]:
-    """What the config has of the target: target_layers, target_name and max_position_embeddings, None if missing."""
+    """What the config has of the target: its layers, name, weights and longest context, None if missing."""
     own, verifier = section(config, OWN), section(section(config, "speculators_config"), "verifier")
     return {
         "target_layers": number(own, "target_layers"),
         "target_name": own.get("target_name") or config.get("base_model_name_or_path") or verifier.get("name_or_path"),
+        "target_weights": own.get("target_weights"),
         "max_position_embeddings": number(own, "max_position_embeddings"),
     }
 

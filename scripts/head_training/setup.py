@@ -97,6 +97,13 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
+    head = _begin_head(options, target, dataset)
+    weights = None if options.joint else getattr(target.model, "weights_fingerprint", None)  # joint changes them
+    head.config = replace(head.config, target_weights=weights)
+    return head
+
+
+def _begin_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     if options.init is None:
         return make_head(options.kind, target, dataset.examples, options.take(HeadShape), options.seed)
     sizes = target.vocabulary, target.config.num_hidden_layers
@@ -127,7 +134,7 @@ def describe_settings(options: TrainOptions, target: Target, head: Any) -> dict[
         **_describe_features(options, target),
         "kind": options.kind,
         "init": None if options.init is None else _resolve(str(options.init)),
-        "shape": asdict(head.config),
+        "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
         # A checkpoint has only draft ids.
         "draft_vocabulary": None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes()),
         **options.objective,
