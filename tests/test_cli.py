@@ -19,7 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from decode import Chunk
+from decode import Chunk, Target
+from decode import generate as answer
 from scripts import generate
 from scripts.shared.terminal import has_colour
 from tests.models import needs_compiler, tiny
@@ -265,6 +266,65 @@ def refuse(run: Run, message: str) -> None:
 def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
     given = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
     refuse(call(*BASE, *given, *arguments), message)
+
+
+PROMPT_KINDS: dict[str, tuple[str | bytes, list[str], int, str]] = {  # prompt, options, status, message
+    "text": ("ab", [], 0, ""),
+    "text as it is": ("ab", ["--no-chat"], 0, ""),
+    "words": ("ab cd", [], 0, ""),
+    "wide characters": ("é\u00e9", [], 0, ""),
+    "lines": ("a\nb\n", [], 0, ""),
+    "blanks around": (" ab ", [], 0, ""),
+    "a number": ("11", [], 0, ""),
+    "a list in text": ("[5, 6]", [], 0, ""),
+    "JSON": ('{"input_ids": [5]}', [], 0, ""),
+    "a special token inside": ("a</s>b", [], 0, ""),
+    "a rendered chat": ("<user>ab\n<assistant>", [], 0, "begins with '<user>', as if the chat template had been"),
+    "a rendered chat as it is": ("<user>ab\n<assistant>", ["--no-chat"], 0, ""),
+    "BOS": ("<s>ab", [], 0, "begins with '<s>', as if the chat template had been applied"),
+    "BOS as it is": ("<s>ab", ["--no-chat"], 0, ""),
+    "nothing": ("", [], 2, "--prompt: the prompt is empty"),
+    "blanks": (" \n", [], 2, "--prompt: the prompt is empty"),
+    "half a character": ("ab\ud800", [], 2, "character 3 of the prompt is half of one"),
+    "too much": ("x" * 300, [], 2, "leaves no room for an answer"),
+    "a file": (b"ab cd\n", [], 0, ""),
+    "an empty file": (b"", [], 2, "the prompt is empty"),
+    "a file of bytes": (b"\xff\xfe", [], 2, "prompt.txt"),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", PROMPT_KINDS)
+def test_every_kind_of_prompt_is_answered_or_refused(
+    call: Call, target: Target, tmp_path: Path, recwarn: pytest.WarningsRecorder, name: str
+) -> None:
+    prompt, options, status, message = PROMPT_KINDS[name]
+    source = ["--prompt", prompt]
+    if isinstance(prompt, bytes):
+        (tmp_path / "prompt.txt").write_bytes(prompt)
+        source = ["--prompt-file", str(tmp_path / "prompt.txt")]
+    run = call(*BASE, *source, *options, "--json", "--max-new-tokens", "5", "--proposer", "none", "--accelerate", "off")
+    warned = " ".join(text for each in recwarn if "the prompt begins" in (text := str(each.message)))
+    assert run.status == status and message in (run.err if status else warned) and bool(message) >= bool(warned)
+    if status:
+        assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+        return
+    text = prompt.decode().removesuffix("\n") if isinstance(prompt, bytes) else prompt
+    ids = target.tokenizer(text if options else f"<user>{text}\n<assistant>")["input_ids"]
+    [expected] = answer(target, ids, max_new_tokens=5)
+    assert [(row["prompt_tokens"], row["tokens"]) for row in run.rows] == [(len(ids), expected.tokens)]
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return Target.load(str(folder / "target"), dtype="float64", accelerate="off")
+
+
+def test_a_gguf_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "m.gguf"):
+        run = call("--model", str(model), "--prompt", "ab")
+        assert run.status == 2 and run.err.count("\n") == 1 and "is in GGUF, which is not loaded yet" in run.err
 
 
 def test_a_prompt_is_required(call: Call) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from decode import Target, generate
 from decode.models.loading import load_model
+from heads import load_head
 from proposers import NGramProposer
 from tests.models import tiny
 
@@ -67,6 +68,64 @@ def test_a_name_that_leads_nowhere_is_refused_in_one_sentence(tmp_path: Path) ->
     with pytest.raises(ValueError, match="cannot load a model from") as caught:
         load_model(tmp_path / "nothing")
     assert "\n" not in str(caught.value)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+GGUF = r"is in GGUF, which is not loaded yet; convert it .*gguf_file='m-Q4_0.gguf', quantization_config=GgufConfig"
+WEIGHTS = "model.safetensors"
+DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {  # contents of files, None to remove them
+    "weights in LFS": ({WEIGHTS: POINTER}, "model.safetensors is a Git LFS pointer, .* run git lfs pull"),
+    "a shard in LFS": ({WEIGHTS: None, "model-00001-of-2.safetensors": POINTER}, "00001-of-2.safetensors is a Git LFS"),
+    "pickled weights in LFS": ({WEIGHTS: None, "pytorch_model.bin": POINTER}, "pytorch_model.bin is a Git LFS pointer"),
+    "a tokenizer in LFS": ({"tokenizer.json": POINTER}, "tokenizer.json is a Git LFS pointer"),
+    "a template in LFS": ({"chat_template.jinja": POINTER}, "chat_template.jinja is a Git LFS pointer"),
+    "end tokens in LFS": ({"generation_config.json": POINTER}, "generation_config.json is a Git LFS pointer"),
+    "empty weights": ({WEIGHTS: b""}, "model.safetensors is empty; fetch it again"),
+    "an empty config": ({"config.json": b""}, "config.json is empty"),
+    "GGUF alone": ({WEIGHTS: None, "config.json": None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
+    "GGUF and a config": ({WEIGHTS: None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_are_no_weights_are_refused_by_name(save_model: Callable[..., Path], name: str) -> None:
+    folder, (files, message) = save_model(), DAMAGED[name]
+    for file, content in files.items():
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot load a model from .*{message}") as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_model(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=GGUF):
+        load_model(tmp_path / "m-Q4_0.gguf")
+    with pytest.raises(ValueError, match=r"it is a file; name the folder with config\.json"):
+        load_model(folder / WEIGHTS)
+
+
+def test_files_that_are_not_read_may_be_pointers(save_model: Callable[..., Path]) -> None:
+    folder = save_model()
+    for name in ("pytorch_model.bin", "model.onnx", "training_args.bin", "m-Q4_0.gguf"):
+        (folder / name).write_bytes(POINTER)
+    assert load_model(folder)[0].config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (WEIGHTS, POINTER, "model.safetensors is a Git LFS pointer, .* run git lfs pull"),
+        ("medusa_lm_head.pt", POINTER, "medusa_lm_head.pt is a Git LFS pointer"),
+        ("model.safetensors.index.json", POINTER, "index.json is a Git LFS pointer"),
+        (WEIGHTS, b"", "model.safetensors is damaged: it is empty"),
+        (WEIGHTS, b"half", "model.safetensors is damaged or cut short"),
+    ],
+)
+def test_heads_without_weights_are_refused_by_name(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot load a head from .*{message}"):
+        load_head(tmp_path)
 
 
 def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path) -> None:

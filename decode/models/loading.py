@@ -17,6 +17,12 @@ from decode.models.default_model import default_model
 from decode.models.fingerprint import fingerprint_weights
 from decode.text import Tokenizer
 
+POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+FILES = (  # that are read, if they are there; damaged ones of some kinds would be ignored
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,14 +40,15 @@ def load_model(
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
     see `decode.cpu.acceleration.accelerate`.
 
-    Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged or
-    incomplete, and if "compiled" or "graphs" is not possible.
+    Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged,
+    incomplete or in GGUF, and if "compiled" or "graphs" is not possible.
     """
     check_mode(accelerate)
     chosen_device = _parse_device(device)
     default_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
     folder = str(default_model() if name is None else name)
+    _refuse_files(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -86,6 +93,30 @@ def _copy_module(module: Any) -> Any:
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied
+
+
+def _refuse_files(path: Path) -> None:
+    """Raise ValueError for GGUF weights, and for files without their content: empty, or Git LFS pointers."""
+    weights = next((found for pattern in WEIGHTS if (found := sorted(path.glob(pattern)))), [])
+    gguf = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), None)
+    fault = ""
+    if gguf is not None and not weights:
+        call = f"AutoModelForCausalLM.from_pretrained({str(gguf.parent)!r}, gguf_file={gguf.name!r}, "
+        call += 'quantization_config=GgufConfig(dequantize=True)).save_pretrained("NEW")'
+        fault = (
+            f"{gguf.name} is in GGUF, which is not loaded yet; convert it with transformers: {call}, and the tokenizer"
+        )
+    elif path.is_file():
+        fault = "it is a file; name the folder with config.json, tokenizer and weights"
+    for file in (*weights, *filter(Path.is_file, map(path.joinpath, FILES))):
+        with file.open("rb") as stream:
+            begin = stream.read(len(POINTER))
+        if begin == POINTER:
+            fault = f"{file.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
+        elif not begin:
+            fault = f"{file.name} is empty; fetch it again"
+    if fault:
+        raise ValueError(f"cannot load a model from {str(path)!r}: {fault}")
 
 
 def _explain(error: Exception, folder: str) -> str:

@@ -14,11 +14,22 @@ from torch import Tensor
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
 INDEX = ".index.json"
 NAMES = (  # in this order: a head's own file comes before a whole model in the same folder
     *(f"{kind}_lm_head.{suffix}" for kind in ("medusa", "hydra") for suffix in ("safetensors", "pt")),
     *(name + index for name in (WEIGHTS, "pytorch_model.bin") for index in ("", INDEX)),
 )
+
+
+def refuse_absent(path: Path) -> None:
+    """Raise ValueError for a file without its content: empty, or a Git LFS pointer."""
+    with path.open("rb") as file:
+        begin = file.read(len(POINTER))
+    if begin == POINTER:
+        raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
+    if not begin:
+        raise ValueError(f"{path.name} is damaged: it is empty")
 
 
 def _find_weights(folder: Path) -> list[Path]:
@@ -45,6 +56,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     tensors, metadata = dict[str, Tensor](), dict[str, str]()
     for path in _find_weights(folder):
+        refuse_absent(path)
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:
@@ -65,6 +77,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object. Raises ValueError if it is not JSON or not an object."""
+    refuse_absent(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
