@@ -25,7 +25,8 @@ MEMORY = 0.95  # weight of the acceptance before, per step
 class DraftProposer:
     """Drafts with a smaller model.
 
-    draft: the small model; it must share the target's vocabulary and tokenizer.
+    draft: the small model; it must share the target's tokenizer. Their outputs may be padded to different sizes: tokens
+    that one of them lacks are never drafted.
     width: 1 drafts a chain; more a tree with the `width` most likely paths at each depth, as far as the budget allows.
     sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
     gives another text than without a proposer.
@@ -50,17 +51,20 @@ class DraftProposer:
         self._session = DraftSession(draft)
 
     def check(self, target: Target) -> None:
-        """Raise ValueError unless draft and target share a vocabulary."""
-        if self.draft.vocabulary != target.vocabulary:
+        """Raise ValueError unless draft and target share a vocabulary. Either may pad its output to more rows."""
+        ours, theirs = self.draft.tokenizer, target.tokenizer
+        if ours is not None and theirs is not None:
+            if ours is not theirs and ours.get_vocab() != theirs.get_vocab():
+                raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")
+        elif self.draft.vocabulary != target.vocabulary:
             raise ValueError(
                 f"the draft model has a vocabulary of {self.draft.vocabulary} tokens, the target one of "
-                f"{target.vocabulary}; a draft must share the target's tokenizer"
+                f"{target.vocabulary}; a draft must share the target's tokenizer (if only the padding of their outputs "
+                "differs, give both their tokenizers: Target(model, tokenizer))"
             )
-        if self.width > target.vocabulary:
-            raise ValueError(f"width is {self.width}, more than the {target.vocabulary} tokens of the vocabulary")
-        ours, theirs = self.draft.tokenizer, target.tokenizer
-        if ours is not None and theirs is not None and ours is not theirs and ours.get_vocab() != theirs.get_vocab():
-            raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")
+        shared = min(self.draft.vocabulary, target.vocabulary)
+        if self.width > shared:
+            raise ValueError(f"width is {self.width}, more than the {shared} tokens of the vocabulary")
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)

@@ -6,6 +6,7 @@ Shapes: B rows, W paths, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from decode import Session, Step, Target, Tree
 
 
 class DraftSession:
-    """Reads the texts of one stream with a draft model. Tokens wait until a draft needs them."""
+    """Reads the texts of one stream with a draft model. Tokens wait until a draft needs them.
+
+    Logits have the target's vocabulary, of which the draft model may lack some padding, or have more.
+    """
 
     def __init__(self, draft: Target) -> None:
         self.draft = draft
@@ -24,7 +28,7 @@ class DraftSession:
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
         if step.is_prefill:
-            self._session = self.draft.open(len(step.request_ids))
+            self._session, self._vocabulary = self.draft.open(len(step.request_ids)), step.target.vocabulary
         else:
             accepted, rows = self._find_accepted(step), range(len(self._session.lengths))
             self._session.keep([accepted.get(row, []) for row in rows])  # before rows move
@@ -35,7 +39,7 @@ class DraftSession:
     def start(self, step: Step) -> Tensor:
         """Read the texts to their ends, the roots. Returns the logits [B, V] after them."""
         unread = zip(step.sequences, self._session.lengths, strict=True)
-        return self._session.extend([sequence[length:] for sequence, length in unread])[0]
+        return self._fit(self._session.extend([self._read(sequence[length:]) for sequence, length in unread])[0])
 
     def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
         """Read one more token of W paths. Returns the logits [B, W, V] after them.
@@ -45,7 +49,18 @@ class DraftSession:
         begin = sum(level.shape[1] for level, _ in self._levels)
         first = begin - self._levels[-1][0].shape[1] if self._levels else 0
         self._levels.append((tokens, first + parents if self._levels else torch.full_like(parents, -1)))
-        return self._session.verify(self._make_tree(), start=begin).logits
+        tree = self._make_tree()
+        known = tree.tokens.clamp(max=self.draft.vocabulary - 1)
+        return self._fit(self._session.verify(replace(tree, tokens=known), start=begin).logits)
+
+    def _read(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with another one in place of those that the draft model does not have."""
+        return [min(token, self.draft.vocabulary - 1) for token in tokens]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """The logits [..., V] of the target's vocabulary; tokens that the draft model does not have are impossible."""
+        missing = self._vocabulary - logits.shape[-1]
+        return logits if missing == 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
     def _find_accepted(self, step: Step) -> dict[int, list[int]]:
         """The accepted nodes of the trees of the rows that go on."""
