@@ -18,7 +18,7 @@ from decode.gpu.fusion import fused
 from decode.gpu.transfer import Upload, copy_packed, read
 from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, row_keys
 from decode.rejection import SampledTree, accept_by_traversal
-from decode.sampling import NO_TOKEN, Sampling
+from decode.sampling import Sampling
 from decode.tree import Tree
 
 
@@ -28,20 +28,12 @@ class Accepted:
 
     path: list[list[int]]  # nodes, root first
     tokens: list[list[int]]  # of these nodes
-    bonus: list[int]  # the token after the path; NO_TOKEN or WRONG_TREE if there is none
+    bonus: list[int]  # the token after the path; NO_TOKEN where its logits are no numbers, WRONG_TREE for a wrong tree
     sizes: list[int]  # nodes of the tree
 
     def select(self, rows: Sequence[int]) -> Accepted:
         """The same for some rows only."""
         return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
-
-    def check(self, request_ids: Sequence[int]) -> None:
-        """Raise FloatingPointError if a row's logits are NaN or infinite, ValueError if its tree is not valid."""
-        for request_id, token in zip(request_ids, self.bonus, strict=True):
-            if token == WRONG_TREE:
-                raise ValueError(f"request {request_id}: the draft tree is not valid")
-            if token == NO_TOKEN:
-                refuse_logits(request_id)
 
 
 WRONG_TREE = -2  # instead of a bonus token
@@ -130,17 +122,11 @@ def _make_sampled_tree(
     assert tree.q is not None
     size, q, prefix = int(tree.sizes[row]), tree.q[row], _make_prefix(tree, row, text)
 
-    def p(node: int) -> Tensor:
-        after = sampling.probabilities(logits[row, node][None], [prefix(node)], [request_id])[0]
-        if bool(after[0].isnan()):
-            refuse_logits(request_id)
-        return after
-
     return SampledTree(
         tokens=tree.tokens[row, :size].tolist(),
         parents=tree.parents[row, :size].tolist(),
         sampled=[True] * size if tree.sampled is None else tree.sampled[row, :size].tolist(),
-        p=p,
+        p=lambda node: sampling.probabilities(logits[row, node][None], [prefix(node)], [request_id])[0],
         q=lambda node: q[node].double(),
     )
 
@@ -173,11 +159,3 @@ def unpack(packed: Tensor) -> Accepted:
     path = [[node for node, token in enumerate(row[:-2]) if token >= 0] for row in rows]
     tokens = [[token for token in row[:-2] if token >= 0] for row in rows]
     return Accepted(path, tokens, [row[-2] for row in rows], [row[-1] for row in rows])
-
-
-def refuse_logits(request_id: int) -> None:
-    """Raise FloatingPointError: no token can be chosen."""
-    raise FloatingPointError(
-        f"request {request_id}: the model's logits, or a logits processor's scores, are NaN or infinite, so no token "
-        "can be chosen; check the weights, and try float32 or bfloat16 if the model runs in float16"
-    )

@@ -8,9 +8,15 @@ from typing import Any
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from decode.sampling import NO_TOKEN
 from decode.stats import Stats
 from decode.target import Target
 from decode.text import Prompt, TextStream, Tokenizer, as_whole, as_whole_numbers, decode, encode
+
+NO_NUMBERS = (
+    "no token can be chosen: the model's logits, or a logits processor's scores, are NaN or infinite, or a processor "
+    "forbids every token; check the weights and the processors, and try float32 or bfloat16 if the model runs in float16"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Chunk:
     tokens: list[int]
     drafted: int  # the first tokens, this many, are accepted draft tokens
     pieces: list[str]  # the text that each token completed; at the end of an answer also the text held back
-    finish: str | None  # why it ended: "eos", "stop", "length", "context" or "criterion"; None while it goes on
+    finish: str | None  # why it ended: "eos", "stop", "length", "context", "criterion" or "error"; None: it goes on
     stats: Stats = field(default_factory=Stats)  # of this step
     answer: Answer | None = None  # the whole answer, once it is finished
 
@@ -74,6 +80,7 @@ class Answer:
     text: str
     finish: str  # why it ended, as in `Chunk`
     stats: Stats
+    error: str | None = None  # with "error": one line; the tokens are those before it
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
@@ -105,15 +112,19 @@ class Request:
         return min(self.limits.max_new_tokens - answered, self.context - len(self.sequence))
 
     def extend(self, drafted: Sequence[int], bonus: int) -> Chunk:
-        """Add accepted draft tokens and the bonus token, up to the first one that ends the answer."""
+        """Add accepted draft tokens and the bonus token, up to the first one that ends the answer.
+
+        Without a bonus token (NO_TOKEN) the answer ends in an error, unless a draft token has ended it.
+        """
         tokens: list[int] = []
         pieces: list[str] = []
         for token in (*drafted, bonus):
-            self.sequence.append(token)
-            tokens.append(token)
-            if self.text is not None:
-                pieces.append(self.text.push(token))
-            self.finish = self._end(token)
+            if token != NO_TOKEN:
+                self.sequence.append(token)
+                tokens.append(token)
+                if self.text is not None:
+                    pieces.append(self.text.push(token))
+            self.finish = "error" if token == NO_TOKEN else self._end(token)
             if self.finish:
                 if self.text is not None:
                     pieces.append(self.text.finish())
@@ -127,7 +138,8 @@ class Request:
         text = "".join(self._pieces)
         if self.text is None and tokenizer is not None:
             text = decode(tokens, tokenizer)
-        return Answer(self.prompt, tokens, text, self.finish or "", self.stats)
+        error = f"request {self.request_id}: {NO_NUMBERS}" if self.finish == "error" else None
+        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, error)
 
     def _end(self, token: int) -> str | None:
         if token in self.limits.stop_ids:

@@ -119,6 +119,11 @@ class TreeCache(Cache):
         for row, length in zip(rows, other.lengths, strict=True):
             self.lengths[row] = length
 
+    def clear_free_slots(self) -> None:
+        """Zero all slots beyond each row's length."""
+        for block in self.blocks:
+            block.clear_beyond(self.lengths)
+
     def round_rows(self, rows: int) -> int:
         """How many rows are allocated for so many."""
         return rows
@@ -181,6 +186,13 @@ class Block:
     def clear(self) -> None:
         for states in self._both():
             states.zero_()
+
+    def clear_beyond(self, lengths: Sequence[int]) -> None:
+        """Zero the slots of the first rows beyond their lengths."""
+        for states in self._both():
+            slot = torch.arange(states.shape[3], device=states.device)
+            free = slot >= torch.tensor(lengths, device=states.device)[:, None]  # [B, S]
+            states[:, : len(lengths)].masked_fill_(free[:, None, :, None], 0)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""

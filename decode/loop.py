@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from decode.lossy import accept_typically
 from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import PlainProposer, Proposer, Step, Use, as_proposer, check_proposer
-from decode.sampling import RequestProcessors, Sampling
+from decode.sampling import NO_TOKEN, RequestProcessors, Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target, check_target
@@ -33,9 +34,15 @@ from decode.tree import Tree
 def generate(
     target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = None, **settings: Any
 ) -> list[Answer]:
-    """The answers to the prompts, in order. Arguments and errors are those of `stream`."""
+    """The answers to the prompts, in order. Arguments and errors are those of `stream`.
+
+    Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
+    """
     chunks = stream(target, prompts, proposer, **{"text": False, **settings})
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
+    for answer in answers.values():
+        if answer.error is not None:
+            warnings.warn(answer.error, RuntimeWarning, stacklevel=2)
     given = settings.get("request_ids")
     return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
 
@@ -76,8 +83,10 @@ def stream(
     lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers (`decode.lossy`).
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
-    the distribution of answers. Raises ValueError for settings out of range and prompts that do not fit, and TypeError
-    for unknown arguments and those of another kind, before any work is done.
+    the distribution of answers. A request whose logits or processed scores are NaN or infinite, or forbid every token,
+    finishes with "error", its tokens so far and a line in `Answer.error`; the others go on. Raises ValueError for
+    settings out of range and prompts that do not fit, and TypeError for unknown arguments and those of another kind,
+    before any work is done.
     """
     _refuse_unknown(unknown)
     check_target(target)
@@ -149,7 +158,8 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
                 accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
             else:
                 accepted = unpack(verdict.packed)
-        _refuse_faults(run, accepted, requests, drafted)
+        _refuse_wrong_trees(run, accepted, requests, drafted)
+        has_failed = NO_TOKEN in accepted.bonus
         session.keep(accepted.path)
         yield from _extend(requests, accepted, seconds, run)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
@@ -164,6 +174,8 @@ def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request
             session.select(kept)
             tree, verdict, accepted = tree.select(kept), verdict.select(kept), accepted.select(kept)
             requests = [requests[row] for row in kept]
+        if has_failed:
+            session.clear_free_slots()
         upload = _begin_upload(run, session, requests, accepted, is_prefill)
         step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
         with seconds.measure("proposer"), fusing(run.target.fuses_steps):
@@ -223,11 +235,12 @@ def _prepare(run: _Run, session: Session, tree: Tree, step: Step, upload: Upload
     return session.check(tree, upload["roots"], run.nodes).cut(depths, upload["limits"])
 
 
-def _refuse_faults(run: _Run, accepted: Accepted, requests: list[Request], drafted: Tree) -> None:
-    """Raise for logits that are no numbers, and for a tree that is not valid: then no text has changed."""
+def _refuse_wrong_trees(run: _Run, accepted: Accepted, requests: list[Request], drafted: Tree) -> None:
+    """Raise ValueError for a tree that was found invalid on a GPU. No text has changed then."""
     if WRONG_TREE in accepted.bonus:
         drafted.to(torch.device("cpu")).check(len(requests), run.nodes, run.target.vocabulary)
-    accepted.check([request.request_id for request in requests])
+        wrong = requests[accepted.bonus.index(WRONG_TREE)].request_id
+        raise ValueError(f"request {wrong}: the draft tree is not valid")
 
 
 def _make_step(

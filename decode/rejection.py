@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decode.sampling import NO_TOKEN
+
 
 class Randomness(Protocol):
     """The random decisions of a rule: keyed noise in use, every possible outcome in tests."""
@@ -38,7 +40,7 @@ class SampledTree:
     tokens: Sequence[int]  # [N]
     parents: Sequence[int]  # [N]; -1 for the root; a parent comes before its children
     sampled: Sequence[bool]  # [N]; sampled from q(parent), else deterministic; the root's entry is ignored
-    p: Callable[[int], Tensor]  # node -> the target's probabilities after it
+    p: Callable[[int], Tensor]  # node -> the target's probabilities after it; NaN if its logits are no numbers
     q: Callable[[int], Tensor]  # node -> the draft's probabilities after it; called only for parents of sampled nodes
 
 
@@ -48,6 +50,9 @@ def accept_by_traversal(tree: SampledTree, randomness: Randomness) -> tuple[list
     It decides from the leaves up. On a chain it is block verification (Sun et al., ICLR 2025, algorithm 2), which
     accepts as much as any rule can.
 
+    A node without probabilities (NaN) is a leaf, and the token after it is NO_TOKEN: that is as likely as in plain
+    decoding.
+
     p_path is the probability of accepting the path down to a node, given the decisions so far. A child gets
     min(1, p_path p/q). When everything below it was rejected, p and p_path become their residuals.
     """
@@ -55,7 +60,8 @@ def accept_by_traversal(tree: SampledTree, randomness: Randomness) -> tuple[list
 
     def visit(node: int, p_path: float) -> tuple[list[int], int] | None:
         p = tree.p(node)
-        for child, q in _propose_children(tree, node, children[node], p):
+        is_broken = bool(p[0].isnan())  # all are NaN or none is
+        for child, q in _propose_children(tree, node, [] if is_broken else children[node], p):
             token = tree.tokens[child]
             p_child = min(1.0, p_path * float(p[token] / q[token]))
             accepted = visit(child, p_child) if p_child > 0 else None
@@ -65,7 +71,7 @@ def accept_by_traversal(tree: SampledTree, randomness: Randomness) -> tuple[list
             if p_path <= 0:
                 return None
         if node == 0 or randomness.accept(p_path):  # at the root, p_path stays 1
-            return [node], randomness.draw(p)
+            return [node], NO_TOKEN if is_broken else randomness.draw(p)
         return None
 
     accepted = visit(0, 1.0)

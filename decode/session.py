@@ -209,6 +209,12 @@ class Session:
         self.cache.select(rows)
 
     @torch.inference_mode()  # the cache may have been made in it
+    def clear_free_slots(self) -> None:
+        """Zero all slots beyond the committed tokens: 0 times a NaN in a hidden slot would be NaN."""
+        self._move_now()
+        self.cache.clear_free_slots()
+
+    @torch.inference_mode()  # the cache may have been made in it
     def _move_now(self) -> None:
         if self._moves is not None:
             self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])

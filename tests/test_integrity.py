@@ -1,4 +1,4 @@
-"""Refused by name: wrong roots and windows, logits that are no numbers, proposers in two streams, row-coupled models"""
+"""Refused by name: wrong roots and windows, proposers in two streams, row-coupled models. Logits that are no numbers"""
 
 from __future__ import annotations
 
@@ -56,35 +56,34 @@ def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, step: int, val
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
 @pytest.mark.parametrize("draft", ["none", "ngram", "sampled", "lossy"])
-def test_logits_that_are_no_numbers_stop_the_run(
+def test_logits_that_are_no_numbers_end_their_request_alone(
     target: Target, monkeypatch: pytest.MonkeyPatch, draft: str, settings: dict[str, float], value: float
 ) -> None:
     proposers = {
         "ngram": NGramProposer(length=4),
         "sampled": DraftProposer(Target(tiny("llama")), sampled=True, length=4),
     }
+    options: dict[str, Any] = {"stop_ids": [], "max_new_tokens": 60, "lossy_typical_acceptance": draft == "lossy"}
+    options |= {"sampling": Sampling(seed=2, **settings)}
+    expected = generate(target, PROMPTS, proposers.get(draft), **options)
     spoil_logits(target, monkeypatch, step=5, value=value)
-    sampling = Sampling(seed=2, **settings)
-    with pytest.raises(FloatingPointError, match="request 1: the model's logits"):
-        generate(
-            target,
-            PROMPTS,
-            proposers.get(draft),
-            sampling=sampling,
-            stop_ids=[],
-            max_new_tokens=120,
-            lossy_typical_acceptance=draft == "lossy",
-        )
+    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen: the model's logits") as warned:
+        first, second = generate(target, PROMPTS, proposers.get(draft), **options)
+    assert len(warned) == 1 and str(warned[0].message) == second.error
+    assert first.tokens == expected[0].tokens and first.finish == "length" and first.error is None
+    assert second.finish == "error" and 5 <= len(second.tokens) < 60
+    assert second.tokens == expected[1].tokens[: len(second.tokens)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_they_stop_the_run_where_only_the_most_likely_tokens_are_sorted(
+def test_they_end_it_where_only_the_most_likely_tokens_are_sorted(
     target: Target, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     monkeypatch.setattr("decode.cpu.fast_top_p.TOP", 8)
     spoil_logits(target, monkeypatch, step=5, value=value)
-    with pytest.raises(FloatingPointError, match="request 1: the model's logits"):
-        generate(target, PROMPTS, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
+    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen"):
+        answers = generate(target, PROMPTS, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
+    assert [answer.finish for answer in answers] == ["context", "error"] and len(answers[1].tokens) == 5
 
 
 def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:

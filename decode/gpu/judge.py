@@ -33,7 +33,7 @@ class Nodes(NamedTuple):
 
 
 def judge_sampled_trees(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where any node's logits are NaN or infinite.
+    """The accepted path, [B, N] bool, and the bonus token [B], NO_TOKEN where its logits are NaN or infinite.
 
     logits [B, N, V]; keys [B, >= N]: a row uses their noise in order, one for each node that it tests and one for the
     bonus token. Without logits processors. Large batches are judged in parts, to save memory.
@@ -56,7 +56,6 @@ def _split(tree: Tree, size: int) -> list[Tree]:
 def _judge_part(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
     """`judge_sampled_trees` for a part of the batch."""
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)
-    broken = (p[:, :, 0].isnan() & tree.real).any(dim=1)
     nodes, order = Nodes(*(getattr(tree, name) for name in Nodes._fields)), None
     if tree.sampled is not None:  # level by level, sampled siblings first
         order = (2 * tree.depth.where(tree.real, tree.width) + ~tree.sampled).sort(dim=1, stable=True).indices
@@ -64,7 +63,7 @@ def _judge_part(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) ->
     on_path, bonus = _judge(nodes, p, to_uniforms(keys))
     if order is not None:
         on_path = torch.empty_like(on_path).scatter_(1, order, on_path)
-    return on_path, torch.where(broken, NO_TOKEN, bonus)
+    return on_path, bonus
 
 
 def reorder(nodes: Nodes, order: Tensor) -> Nodes:
@@ -84,8 +83,16 @@ def reorder(nodes: Nodes, order: Tensor) -> Nodes:
 
 @fused
 def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`judge_sampled_trees` by the target's probabilities p [B, N, V]."""
+    """`judge_sampled_trees` by the target's probabilities p [B, N, V].
+
+    A node without probabilities (NaN) becomes a leaf.
+    """
     rows = torch.arange(len(p), device=p.device)
+    broken = p[:, :, 0].isnan()
+    p = torch.where(broken[:, :, None], 1 / p.shape[2], p)
+    nodes = torch.arange(p.shape[1], device=p.device)
+    above = tree.ancestors & (nodes != nodes[:, None])  # [B, N, N] without the node itself
+    tree = tree._replace(real=tree.real & ~(above & broken[:, None]).any(dim=2))
     earlier = find_earlier_siblings(tree)
     left = compute_residuals(tree, *find_draft_probabilities(tree, earlier), p)
     p_path = left[:, :, -1]
@@ -97,7 +104,8 @@ def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     accepted[:, 0] = True
     last = torch.where(accepted, post, tree.tokens.shape[1]).argmin(dim=1)
     used = (before + tested)[rows, last]
-    return tree.ancestors[rows, last], inverse_cdf(left[rows, last, :-1], uniforms[rows, used])
+    bonus = inverse_cdf(left[rows, last, :-1], uniforms[rows, used])
+    return tree.ancestors[rows, last], torch.where(broken[rows, last], NO_TOKEN, bonus)
 
 
 def compute_residuals(tree: Nodes, q: Tensor, inverse: Tensor, p: Tensor) -> Tensor:

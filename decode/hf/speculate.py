@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from decode.answer import Chunk
+from decode.answer import NO_NUMBERS, Chunk
 from decode.cpu.packed_linear import can_pack
 from decode.hf.arguments import (
     drop_ignored,
@@ -73,7 +73,8 @@ def speculate(
     Rows that end early are padded, even if no end token is set. stop_strings: with `tokenizer`, as arguments of
     `generate`; in a generation config transformers refuses them for callables.
 
-    Raises ValueError for settings that cannot be honoured, and for models that cannot be a target.
+    Raises ValueError for settings that cannot be honoured, and for models that cannot be a target; FloatingPointError
+    for a row whose logits or processed scores are NaN or infinite.
     """
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     check_proposer(proposer)
@@ -123,10 +124,12 @@ def _collect(
 ) -> tuple[Tensor, list[int]]:
     """Prompts and answers, padded to the longest, and each answer's length.
 
-    The streamer gets each step's tokens at once.
+    The streamer gets each step's tokens at once. Raises FloatingPointError for a row that ended in an error.
     """
     answers: list[list[int]] = [[] for _ in input_ids]
     for chunk in chunks:
+        if chunk.finish == "error":
+            raise FloatingPointError(f"row {chunk.request_id}: {NO_NUMBERS}")
         answers[chunk.request_id] += chunk.tokens
         if streamer is not None:
             streamer.put(torch.tensor(chunk.tokens))
