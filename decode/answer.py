@@ -15,7 +15,7 @@ from decode.text import Prompt, TextStream, Tokenizer, as_whole, as_whole_number
 
 NO_NUMBERS = (
     "no token can be chosen: the model's logits, or a logits processor's scores, are NaN or infinite, or a processor "
-    "forbids every token; check the weights and the processors, and try float32 or bfloat16 if the model runs in float16"
+    "forbids every token; check weights and processors, and try float32 or bfloat16 if the model runs in float16"
 )
 
 

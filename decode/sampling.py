@@ -27,6 +27,7 @@ from transformers.generation import logits_process
 
 from decode.cpu.fast_top_p import FastTopP
 
+LOWEST_TEMPERATURE = 1e-30  # scores that are divided by less could overflow in float32
 NO_TOKEN = -1  # instead of a drawn token, where logits are NaN or infinite
 STATEFUL = (  # of transformers' processors; the first calls a function of the user
     PrefixConstrainedLogitsProcessor,
@@ -228,8 +229,9 @@ class Sampling:
     seed: int = field(default_factory=lambda: int(torch.randint(1 << 62, ())))
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
+            allowed = f"0 (greedy) or a positive number, at least {LOWEST_TEMPERATURE}"
+            raise ValueError(f"temperature is {self.temperature}; it must be {allowed}")
         if self.top_k < 0:
             raise ValueError(f"top-k is {self.top_k}; it must be 0 (off) or a positive number of tokens")
         if not 0 < self.top_p <= 1:

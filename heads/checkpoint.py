@@ -118,6 +118,7 @@ def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     _refuse_misfits(layout, tensors, states, head)
     dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
     states = {name: _convert(state, dtype, copy=True) for name, state in states.items()}  # out of the mapped file
+    _refuse_no_numbers(layout, states)
     head.borrowed = states.pop("borrowed", None)
     head.load_state_dict(states, assign=True)
     return head
@@ -138,6 +139,14 @@ def _refuse_misfits(layout: Layout, tensors: Mapping[str, Tensor], states: Mappi
     faults = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
     if found := [f"{fault}: {_list(names)}" for fault, names in faults.items() if names]:
         raise ValueError("; ".join(found))
+
+
+def _refuse_no_numbers(layout: Layout, states: Mapping[str, Tensor]) -> None:
+    """Raise ValueError with the file's names of tensors that are NaN or infinite somewhere, for example in float16."""
+    bad = [name for name, ours in layout.names.items() if ours in states and not bool(states[ours].isfinite().all())]
+    if bad:
+        dtype = states[layout.names[bad[0]]].dtype
+        raise ValueError(f"values are NaN or infinite in {str(dtype).removeprefix('torch.')}: {_list(bad)}")
 
 
 def _list(names: Sequence[str]) -> str:

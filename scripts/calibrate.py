@@ -77,10 +77,13 @@ def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]]
     """The head's drafts along the target's own answers to the prompts."""
     chunks = stream(target, prompts, NGramProposer(), batch_size=1, max_new_tokens=max_new_tokens, text=False)
     answers = (chunk.answer for chunk in chunks if chunk.answer)
-    bar = tqdm(answers, total=len(prompts), unit="answer", disable=None)
-    return Trials.join(
-        [try_head(target, proposer, answer.prompt, answer.tokens) for answer in bar if len(answer.tokens) > 1]
-    )
+    trials = []
+    for answer in tqdm(answers, total=len(prompts), unit="answer", disable=None):
+        if answer.error is not None:
+            raise ValueError(answer.error)
+        if len(answer.tokens) > 1:
+            trials.append(try_head(target, proposer, answer.prompt, answer.tokens))
+    return Trials.join(trials)
 
 
 def describe(calibration: Calibration) -> str:

@@ -39,8 +39,9 @@ Each line of FILE is one answer, in the order in which they were finished: id, s
 (messages for chats), finished (whether the model ended it), response_tokens (number), token_ids (of prompts and
 answers: what train.py reads), vocabulary (its fingerprint). An answer can have no response but "dropped": "loop" (the
 last 60 tokens repeat with a period under 20), "context" (no room after the prompt), "empty" (cut off before the first
-word) or "template" (the chat template fails). If a later turn is dropped, the line is the conversation before it, with
-the reason in "cut". An answer that is cut off ends its conversation.
+word), "template" (the chat template fails) or "nan" (the model's logits are NaN or infinite). If a later turn is
+dropped, the line is the conversation before it, with the reason in "cut". An answer that is cut off ends its
+conversation.
 
 Start an interrupted run again, and prompts whose answers are in FILE are not asked again; their settings are in
 FILE.settings.json, with fingerprints of the model's weights, vocabulary and chat template. Of several temperatures
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     renderer.encode(job.conversation)  # raises what a template refuses before any work
             answers.begin(describe_model(target.model, target.tokenizer), args.changed_model)
             distil(missing, target, renderer, answers, args.batch_size, args.max_new_tokens, args.seed)
+        answers.check()
         print(answers.describe())
 
 

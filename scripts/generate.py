@@ -15,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from decode import Answer, Chunk, Sampling, stream
+from decode.answer import NO_NUMBERS
 from proposers import MergedProposer
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import (
@@ -42,10 +43,11 @@ On a colour terminal, accepted draft tokens are coloured: green (one token ahead
 
 A prompt with several turns is a conversation: each turn is asked after the answers to the earlier turns. All first
 turns are answered before the second ones. A conversation ends early if its next turn does not fit into the context;
-the others continue, and the exit status is 1.
+the others continue, and the exit status is 1. A prompt whose logits are NaN or infinite ends with a line on stderr; the
+others continue, and the exit status is 2.
 
 With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (number), tokens
-(ids, end token included), text, finish (eos, stop, length or context), steps (forward passes of the model), tau
+(ids, end token included), text, finish (eos, stop, length, context or error), steps (forward passes of the model), tau
 (tokens per step), tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead), seconds.
 """
 
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
         settings |= {"nodes": args.nodes or NODES, "lossy_typical_acceptance": args.lossy_typical_acceptance}
-        turns = max(1 + len(conversation.later) for conversation in conversations)
+        turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[int]()
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):
             asked, encoded = encode_turn(conversations, turn, target, renderer)
@@ -79,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 break
             chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
             titled = turns + len(conversations) > 2
-            print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
+            failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
         if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):
             proposer.keep_answers()
             store.save(drafting.store)
+        if failed:
+            raise ValueError(f"prompt {', '.join(map(str, failed))}: {NO_NUMBERS}")
         if any(conversation.is_open for conversation in conversations):
             raise SystemExit(1)
 
@@ -109,9 +113,12 @@ def make_parser() -> Parser:
     return parser
 
 
-def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> None:
-    """Print answers in order: as they grow, with statistics on stderr, or each as a line of JSON at its end."""
-    coloured, places = has_colour(sys.stdout), list(asked)
+def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> list[int]:
+    """Print answers in order: as they grow, with statistics on stderr, or each as a line of JSON at its end.
+
+    Returns the numbers of conversations that end here, because the answer ended in an error.
+    """
+    coloured, places, failed = has_colour(sys.stdout), list(asked), list[int]()
     with OrderedOutput(len(asked)) as output:
         for index, place in enumerate(places if titled and not as_json else ()):
             output.put(index, f"--- prompt {place}, turn {asked[place].answers} ---\n")
@@ -127,8 +134,12 @@ def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_js
             else:
                 output.put(index, "\n")
                 output.put(index, describe(chunk.answer) + "\n", sys.stderr)
-            conversation.add(chunk.answer.text)
+            if chunk.answer.error is None:
+                conversation.add(chunk.answer.text)
+            else:
+                failed.append(places[index])
             output.end(index)
+    return failed
 
 
 def describe(answer: Answer) -> str:

@@ -27,6 +27,8 @@ SPECIAL = re.compile(r"</s>|<pad>")
 BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
 QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
 
+BAD = 3 + ord("^") - 32  # the token of "^"
+
 
 class Run(NamedTuple):
     status: int
@@ -165,6 +167,39 @@ def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, m
     assert call(*options, name=str(looping)).out == run.out
 
 
+def spoil(folder: Path, tokens: Any) -> Path:
+    """Make the model's embeddings of tokens NaN."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64")
+    model.model.embed_tokens.weight.data[tokens] = float("nan")
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_without_numbers_is_dropped_alone(call: Call, save_model: Callable[..., Path]) -> None:
+    folder = str(save_model())
+    rows = [{"prompt": "zz"}, {"prompt": "t^o"}, {"prompt": "Why?"}, {"turns": ["^", "x"]}]
+    options = [write("in.jsonl", rows), "--max-new-tokens", "6"]
+    call(*options, "--out", "before.jsonl", name=folder)
+    before = {row["id"]: row for row in map(json.loads, Path("before.jsonl").read_text().splitlines())}
+    assert not any("^" in before[row]["response"] for row in (1, 3))
+    spoil(Path(folder), BAD)
+    run = call(*options, name=folder)
+    found = {row["id"]: row for row in read()}
+    assert run.status == 0 and "2 whose logits are NaN or infinite" in run.out
+    assert [found[row] for row in (1, 3)] == [before[row] for row in (1, 3)]
+    assert found[2] == {"id": 2, "source": "in", "temperature": 0.0, "prompt": "t^o", "dropped": "nan"}
+    assert found[4]["dropped"] == "nan"
+    again = call(*options, name=folder)
+    assert (again.status, again.out) == (0, run.out)
+
+
+def test_all_prompts_without_numbers_are_an_error(call: Call, save_model: Callable[..., Path]) -> None:
+    folder = str(spoil(save_model(), BAD))
+    run = call(write("in.jsonl", [{"prompt": "^"}, {"prompt": "a^"}]), name=folder)
+    assert run.status == 2 and "the logits of all 2 prompts are NaN or infinite" in run.err
+    assert run.err.strip().count("error:") == 1
+
+
 def answered(text: str, finish: Any) -> Answer:
     return Answer([0], [6] * len(text), text, finish, Stats())
 
@@ -283,8 +318,11 @@ GOOD = {"id": 1, "prompt": "x"}
         ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: there is no question to answer"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "line 2: a message is by one of system"),
         ({"messages": [{"role": "user"}]}, "line 2: a prompt is text, not null"),
-        ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a positive number, not -1"),
-        ({"prompt": "x", "temperature": "hot"}, 'line 2: a temperature is 0 (greedy) or a positive number, not "hot"'),
+        ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a number from 1e-30 on, not -1"),
+        (
+            {"prompt": "x", "temperature": "hot"},
+            'line 2: a temperature is 0 (greedy) or a number from 1e-30 on, not "hot"',
+        ),
     ],
 )
 def test_a_bad_row_is_found_before_a_model_is_loaded(
@@ -298,7 +336,8 @@ def test_a_bad_row_is_found_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "nan"], "--temperature: a temperature is 0 (greedy) or a positive number, not NaN"),
+        (["--temperature", "1e-40"], "a temperature is 0 (greedy) or a number from 1e-30 on, not 1e-40"),
+        (["--temperature", "nan"], "--temperature: a temperature is 0 (greedy) or a number from 1e-30 on, not NaN"),
         (["--temperature", "hot"], "invalid float value: 'hot'"),
         (["--model", "nowhere/at/all"], "there is no such folder"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),

@@ -18,7 +18,7 @@ from decode.sampling import NO_TOKEN
 from proposers import DraftProposer, MedusaProposer, MergedProposer, NGramProposer
 from tests.drafting import make_head
 from tests.models import tiny
-from tests.test_gpu_rules import TEXTS, VOCABULARY, draft_tree
+from tests.test_gpu_rules import TEXTS, draft_tree
 
 LAST = 40  # the first position without numbers
 LONG = [(7 * place) % 90 + 3 for place in range(LAST - 9)]  # the answer gets there

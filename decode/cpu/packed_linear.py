@@ -8,6 +8,7 @@ compiler, oneDNN's packed layers take its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,7 @@ from decode.cpu.native_ops import can_run, load_native_ops, pack, unpack
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
+BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
 
 
@@ -120,13 +122,30 @@ def pack_linear(*linears: nn.Linear) -> PackedLinear | OneDnnLinear:
 def pack_layers(module: nn.Module) -> None:
     """Pack all linear layers of a module, in place.
 
-    Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are.
+    Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are. Raises
+    ValueError with the name of a weight that is NaN or infinite.
     """
-    merge_layers(module, can_pack, pack_linear)
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
-                setattr(parent, name, pack_linear(child))
+    try:
+        merge_layers(module, can_pack, pack_linear)
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
+                    setattr(parent, name, pack_linear(child))
+    except RuntimeError as error:
+        if weight := find_bad_weight(module):
+            raise ValueError(f"the weight {weight} {BAD_WEIGHT}") from error
+        raise
+
+
+def find_bad_weight(module: nn.Module) -> str | None:
+    """The name of the first weight with a value that is NaN or infinite; None without one. It reads all weights."""
+    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PACKED[:2]))
+    weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
+    for name, weight in weights:
+        is_readable = weight.is_floating_point() and weight.device.type != "meta"
+        if is_readable and not bool(weight.detach().float().isfinite().all()):
+            return name
+    return None
 
 
 def join_linears(*linears: nn.Linear) -> nn.Linear:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import sqrt
+from math import isnan, sqrt
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
 from decode.models.attention_windows import AttentionWindow
 from decode.models.features import find_decoder
 from decode.models.stock_model import StockModel
@@ -57,6 +58,8 @@ def self_test(target: StockModel) -> float:
         return error
     if _looks_ahead(target, allowed):
         raise ValueError(f"{name} looks ahead like an encoder; only models whose tokens see no later ones can be used")
+    if isnan(error):
+        _refuse_no_numbers(target)
     _refuse_row_coupling(name, _measure_errors(target, range(5))[1], allowed)  # a wrong mask mixes nodes, but not rows
     if target.dtype not in TOLERANCE and error <= 2 * min(_measure_rounding(target), MOST):
         _refuse_windows(name, missed)
@@ -65,6 +68,20 @@ def self_test(target: StockModel) -> float:
         f"{name} fails the tree self-test and cannot verify a tree: its logits on a small tree differ from those on "
         f"the tree's paths by {error:.1e} standard deviations ({allowed:.0e} are allowed for {target.dtype})"
     )
+
+
+def _refuse_no_numbers(target: StockModel) -> None:
+    """Raise ValueError for a model whose own logits are NaN or infinite, with the weight that is to blame."""
+    prompt, tokens = _make_example(target)
+    ids = torch.tensor([[*prompt, *tokens.tolist()]], device=target.device)
+    if bool(target.model(input_ids=ids, use_cache=False).logits.isfinite().all()):
+        return
+    name, dtype = target.config.model_type, str(target.dtype).removeprefix("torch.")
+    if weight := find_bad_weight(target.model):
+        raise ValueError(f"{name} cannot be used in {dtype}: its weight {weight} {BAD_WEIGHT}")
+    advice = ": its numbers overflow; try bfloat16 or float32" if target.dtype == torch.float16 else ""
+    fault = "its logits are NaN or infinite, though all weights are finite"
+    raise ValueError(f"{name} cannot be used in {dtype}: {fault}{advice}")
 
 
 def find_tolerance(target: StockModel) -> float:

@@ -164,6 +164,8 @@ def ask_loop(
     chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
     ordered = [answers[row] for row in range(len(prompts))]
+    if failed := [answer.error for answer in ordered if answer.error is not None]:
+        raise ValueError(failed[0])
     longest = max((answer.stats.seconds for answer in ordered), key=lambda spent: spent.total)  # of the whole batch
     return Measured(
         [answer.tokens for answer in ordered],

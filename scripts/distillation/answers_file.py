@@ -69,6 +69,14 @@ class AnswersFile:
                 raise ValueError(f"{self.path} has another prompt with the id {json.dumps(job.id)}; give another --out")
         return [job for job in jobs if job.id not in self.rows]
 
+    def check(self) -> None:
+        """Raise ValueError if no prompt has an answer because all logits are NaN or infinite."""
+        if self.rows and all(row.get("dropped") == "nan" for row in self.rows.values()):
+            raise ValueError(
+                f"the logits of all {len(self.rows)} prompts are NaN or infinite; check the model's weights, and try "
+                f"--dtype float32 or bfloat16; then remove {self.path} to begin anew"
+            )
+
     def describe(self) -> str:
         """The contents in one line."""
         rows = self.rows.values()
@@ -77,8 +85,8 @@ class AnswersFile:
         return (
             f"{self.path}: {len(rows) - dropped.total()} answers, {tokens} tokens; dropped: {dropped['loop']} that "
             f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a "
-            f"word, {dropped['template']} that the chat template refuses; "
-            f"{sum('cut' in row for row in rows)} conversations were cut before such an answer"
+            f"word, {dropped['template']} that the chat template refuses, {dropped['nan']} whose logits are NaN or "
+            f"infinite; {sum('cut' in row for row in rows)} conversations were cut before such an answer"
         )
 
     def _read(self) -> None:

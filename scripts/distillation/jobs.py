@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Answer, Sampling, Target, stream
+from decode.sampling import LOWEST_TEMPERATURE
 from decode.text import decode
 from scripts.shared.prompts import read_prompts
 from training.conversations import TEMPLATE_KEYS, Conversation
@@ -34,6 +35,8 @@ class Job:
 
     def take(self, answer: Answer, renderer: Renderer) -> dict[str, Any] | None:
         """Add an answer. Returns the finished row, or None if another question follows."""
+        if answer.finish == "error":
+            return self.drop("nan", renderer)
         if answer.finish == "criterion":
             return self.drop("loop", renderer)
         finished = answer.finish == "eos"
@@ -148,9 +151,11 @@ def sort_by_length(lengths: dict[int, int], window: int) -> list[int]:
 
 
 def check_temperature(value: Any, place: str) -> float:
-    """The temperature. Raises ValueError, naming the place, unless it is 0 or a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{place}: a temperature is 0 (greedy) or a positive number, not {json.dumps(value):.40}")
+    """The temperature. Raises ValueError, naming the place, unless `Sampling` takes it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (value != 0 and not LOWEST_TEMPERATURE <= value < float("inf")):
+        lowest = f"0 (greedy) or a number from {LOWEST_TEMPERATURE} on"
+        raise ValueError(f"{place}: a temperature is {lowest}, not {json.dumps(value):.40}")
     return float(value)
 
 
