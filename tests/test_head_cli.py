@@ -260,6 +260,18 @@ def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, tmp_path
     (folder / kind / FILE).unlink()
 
 
+def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "response": "yes", "token_ids": [[[5], [6]]]} for prompt in PROMPTS]
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}]
+    rows = [{"prompt": "dropped", "dropped": "loop"}, *rows, {"messages": talk}]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [{"prompt": prompt} for prompt in (*PROMPTS, "ab")]
+    (tmp_path / "alone.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    ask = [*BASE, "--head", "spoilt", "--max-new-tokens", "8", "--prompt-file"]
+    shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
+    assert shown[0] == shown[1] and shown[0][0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

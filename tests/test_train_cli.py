@@ -263,6 +263,16 @@ def test_another_model_at_the_same_path_is_refused(
     assert call(*SHORT, "--resume", out=out).status == 0
 
 
+def test_bad_rows_are_skipped_and_named_after_the_others(call: Call, place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "more.jsonl"
+    file.write_text((place / "answers.jsonl").read_text() + '{"prompt": "a", "response": null}\n')
+    run = call(*SHORT, "--plan", "--data", str(file))
+    assert run.status == 0
+    assert f"skipped: 1 row cannot be trained on: {file}, line 201: an answer is text, not null" in run.err
+    call(*SHORT, "--plan", "--data", str(file), "--max-bad", "0").refused("more than --max-bad 0")
+    call(*SHORT, "--max-bad", "2").refused("--max-bad is 2.0; it must be a share from 0 to 1")
+
+
 def test_a_head_knows_the_weights_that_it_was_trained_for(place: Path, trained: Path, tmp_path: Path) -> None:
     target = Target.load(place, dtype="float64")
     with warnings.catch_warnings(action="error"):

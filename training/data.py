@@ -86,8 +86,8 @@ def load_dataset(
 def describe_bad(bad: Sequence[str], rows: int | None = None) -> str:
     """The first bad rows, with file, line and reason, and the number of all."""
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    total = "" if rows is None else f" of {rows}"
-    return f"{len(bad)}{total} rows cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
+    total = f" of {rows} rows" if rows is not None else " row" if len(bad) == 1 else " rows"
+    return f"{len(bad)}{total} cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
 
 
 def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False) -> list[Example]:
