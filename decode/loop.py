@@ -288,6 +288,8 @@ def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, run: 
     for request, chunk, size in zip(requests, chunks, accepted.sizes, strict=True):
         stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
         request.stats.add(stats)
+        if request.finish and size > 1 and (finish := getattr(run.proposer, "finish", None)) is not None:
+            finish(request.request_id, chunk.tokens, chunk.drafted)
         if request.finish and isinstance(run.sampling.processors, RequestProcessors):
             run.sampling.processors.release(request.request_id)
         yield replace(chunk, stats=stats, answer=request.answer(run.target.tokenizer) if request.finish else None)

@@ -63,6 +63,8 @@ class Proposer(Protocol):
     the first token.
     If it has a method `fuse(target, features)`, a prompt's features [B, T, F] go through it after each forward pass,
     and the prefill's step has the results [B, T, *]. A long prompt's features of several layers take gigabytes.
+    If it has a method `finish(request_id, tokens, accepted)`, that is called when a request ends after a draft, because
+    no later step has the request: with the tokens that the last step added, the first `accepted` of them draft tokens.
     """
 
     @property

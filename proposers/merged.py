@@ -26,8 +26,7 @@ class MergedProposer:
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
-    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them. The last trees
-    of a request are not counted: the loop ends before the proposer learns of them.
+    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them.
 
     Raises ValueError for a size below 1.
     """
@@ -101,6 +100,10 @@ class MergedProposer:
             source.observe(step)
         if self.head is not None:
             self.head.observe(step)
+
+    def finish(self, request_id: int, tokens: Sequence[int], accepted: int) -> None:
+        """Learn from a request's last tree. Arguments as in `decode.Proposer`."""
+        self._learn(self._trees.pop(request_id).learn(tokens), accepted)
 
     def _learn(self, followed: Sequence[tuple[Node, int]], accepted: int) -> None:
         """Learn whose tokens were accepted, and how often the head's continuations are news.

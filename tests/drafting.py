@@ -92,6 +92,7 @@ class Recorder:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.layers = proposer, proposer.layers
+        self.finish = getattr(proposer, "finish", lambda *last: None)
         self.trees: list[Tree] = []
         self.accepted: list[list[int]] = []  # draft tokens, of each row at each step
         self.drafted: dict[tuple[int, ...], Paths] = {}

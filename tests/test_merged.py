@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from decode import Target, generate
+from decode import Sampling, Target, generate
 from proposers import (
     AnswerStore,
     Continuation,
@@ -185,16 +185,21 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
     assert any(len(path) == 2 and path[0] in range(3, 8) for path in paths)  # the table ends at depth 1
 
 
-def test_accepted_tokens_are_counted_by_source(target: Target) -> None:
-    """All but those of each request's last tree, which no proposer sees again."""
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_accepted_tokens_are_counted_by_source(target: Target, temperature: float) -> None:
+    """All of them, those of each request's last tree too, wherever it ends."""
     head = HeadSource(HydraProposer(make_head("hydra", target, output="target")))
     proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
     assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
-    recorder = Recorder(proposer)
-    for _ in range(2):
-        generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], recorder, max_new_tokens=30, stop_ids=())
-    assert sum(proposer.accepted_by_source.values()) == sum(map(sum, recorder.accepted)) > 0
-    assert proposer.accepted_by_source["stored"] > 0
+    accepted = 0
+    for length in (30, 30, 11, 1):
+        limits = {"max_new_tokens": length, "stop_ids": [], "sampling": Sampling(temperature, seed=1)}
+        end = generate(target, [[5, 6, 7, 5, 6]], **limits)[0].tokens[-1]
+        for ends in ([], [end]):
+            answers = generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], proposer, **{**limits, "stop_ids": ends})
+            accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
+            assert sum(proposer.accepted_by_source.values()) == accepted
+    assert proposer.accepted_by_source["stored"] > 0 < accepted
     assert sum(proposer.renew().accepted_by_source.values()) == 0
 
 

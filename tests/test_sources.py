@@ -98,7 +98,8 @@ def test_a_draft_model_continues_the_tree(target: Target) -> None:
     plain = generate(target, PROMPTS, **SETTINGS, criterion=criterion)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert {accepted for row in recorder.accepted[1:] for accepted in row} == {4}
-    assert recorder.proposer.accepted_by_source == {"draft": sum(map(sum, recorder.accepted))}
+    accepted = sum(sum(answer.stats.accepted_by_depth) for answer in answers)
+    assert recorder.proposer.accepted_by_source == {"draft": accepted}
 
 
 def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
