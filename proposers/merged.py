@@ -71,7 +71,9 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, step.stop_ids)
+            GrowingTree(
+                root, request_id, self.sources, self.counts, least, room - 1, step.stop_ids, step.target.vocabulary
+            )
             for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))

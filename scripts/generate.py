@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = load_target(model)
         renderer = Renderer(target.tokenizer, args.template_option, args.chat)
         encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
-        store = open_store(drafting)
+        store = open_store(drafting, target)
         proposer = make_proposer(drafting, target, model, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
         if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):
             proposer.keep_answers()
-            store.save(drafting.store)
+            store.save(drafting.store, target)
         if failed:
             raise ValueError(f"prompt {', '.join(map(str, failed))}: {NO_NUMBERS}")
         if any(conversation.is_open for conversation in conversations):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from decode import Target
+from decode.models.fingerprint import fingerprint_vocabulary
 
 GRAM = 3  # tokens that are looked up
 LONGEST = 16  # longer matches count as this long
@@ -101,20 +104,29 @@ class AnswerStore:
                     answer = []
         return answers
 
-    def save(self, file: Path | str) -> None:
-        """Write the answers to a file. Until it is complete, the file keeps what it had."""
+    def save(self, file: Path | str, target: Target | None = None) -> None:
+        """Write the answers to a file. Until it is complete, the file keeps what it had.
+
+        target: whose tokens they are. The file then carries the fingerprint of its vocabulary, which `load` compares.
+        """
         file = Path(file)
         tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
         aside = file.with_name(f"{file.name}.partial")
-        save_file({"tokens": tokens}, aside, {"answer_store": VERSION, "sha256": _checksum(tokens)})
+        save_file(
+            {"tokens": tokens}, aside, {"answer_store": VERSION, "sha256": _checksum(tokens), **_describe(target)}
+        )
         aside.replace(file)
 
-    def load(self, file: Path | str) -> None:
+    def load(self, file: Path | str, target: Target | None = None) -> None:
         """Replace the answers by those of a file.
 
-        Raises ValueError if it is damaged, or no answer store of this version; the store then stays as it was.
+        target: who they are for. Raises ValueError if the file is of another vocabulary (of a file without a
+        fingerprint, which older versions wrote, only the largest token is compared), if it is damaged, or no answer
+        store of this version; the store then stays as it was.
         """
-        tokens = _read(Path(file))
+        tokens, metadata = _read(Path(file))
+        if target is not None:
+            _refuse_other_vocabulary(Path(file), tokens, metadata, target)
         with self._lock:
             self._clear()
             rest = iter(tokens)
@@ -162,7 +174,26 @@ class AnswerStore:
         return hash(tuple(gram)) % self._buckets
 
 
-def _read(file: Path) -> list[int]:
+def _describe(target: Target | None) -> dict[str, str]:
+    """What a file carries to be recognised; nothing without a tokenizer."""
+    if target is None or target.tokenizer is None:
+        return {}
+    return {"vocabulary": fingerprint_vocabulary(target.tokenizer)}
+
+
+def _refuse_other_vocabulary(file: Path, tokens: list[int], metadata: Mapping[str, str], target: Target) -> None:
+    """Raise ValueError for a store of another tokenizer: its tokens mean nothing here."""
+    written, ours = metadata.get("vocabulary"), _describe(target).get("vocabulary")
+    reason = None
+    if None not in (written, ours) and written != ours:
+        reason = f"its vocabulary's fingerprint is {written}, the model's is {ours}"
+    elif max(tokens, default=END) >= target.vocabulary:
+        reason = f"it has token {max(tokens)}, and the model has {target.vocabulary} tokens"
+    if reason is not None:
+        raise ValueError(f"{file} has answers of another tokenizer ({reason}); name another file to begin a new store")
+
+
+def _read(file: Path) -> tuple[list[int], dict[str, str]]:
     try:
         with safe_open(file, "pt") as stored:
             metadata, tokens = stored.metadata() or {}, stored.get_tensor("tokens")
@@ -172,8 +203,7 @@ def _read(file: Path) -> list[int]:
         raise ValueError(f"{file} is an answer store of version {metadata.get('answer_store')}; expected {VERSION}")
     if metadata.get("sha256") != _checksum(tokens):
         raise ValueError(f"{file} is damaged: its checksum is wrong")
-    result: list[int] = tokens.tolist()
-    return result
+    return tokens.tolist(), metadata
 
 
 def _checksum(tokens: torch.Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from proposers.sources.source import Named, Source
@@ -59,7 +60,7 @@ class GrowingTree:
     adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
     least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
-    which there are none.
+    which there are none. vocabulary: the target's; tokens outside of it, as of a damaged store, are ignored.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class GrowingTree:
         least: float,
         deepest: int,
         stop_ids: Container[int] = (),
+        vocabulary: float = inf,
     ) -> None:
         self.sources, self.counts = sources, counts
-        self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
+        self.least, self.deepest, self.stop_ids, self.vocabulary = least, deepest, stop_ids, vocabulary
         self.root = Node(root, None, 0)
         self.root.states = [source.start(request_id) for source in sources]
         self._made = {(-1, root): self.root}  # by the parent's serial number and the token
@@ -151,7 +153,7 @@ class GrowingTree:
             counts = kinds.get(kind)
             if counts is not None:
                 p = correct(p, counts)
-            if p >= least and (token not in likely or p > likely[token][0]):
+            if p >= least and 0 <= token < self.vocabulary and (token not in likely or p > likely[token][0]):
                 likely[token] = p, source
 
     def _wait_for(self, node: Node) -> None:

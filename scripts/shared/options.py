@@ -134,13 +134,16 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
 
 
-def open_store(options: ProposerOptions) -> AnswerStore | None:
-    """The store of the answers in the options' file, if there is one yet; None for proposers that have no store."""
+def open_store(options: ProposerOptions, target: Target) -> AnswerStore | None:
+    """The store of the answers in the options' file, if there is one yet; None for proposers that have no store.
+
+    Raises ValueError for a store of another vocabulary.
+    """
     if "store" not in OPTIONS[options.proposer]:
         return None
     store = AnswerStore()
     if options.store is not None and Path(options.store).exists():
-        store.load(options.store)
+        store.load(options.store, target)
     return store
 
 
