@@ -257,7 +257,7 @@ class Sampling:
         if self.greedy:
             return warpers
         if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:

@@ -259,6 +259,15 @@ def test_other_settings_are_taken(target: Target, settings: dict[str, Any]) -> N
     assert generate(target, A, **given)[0].tokens == generate(target, A, max_new_tokens=NEW)[0].tokens
 
 
+@pytest.mark.parametrize("temperature", [2, np.float32(2), np.int64(2)])
+def test_a_temperature_may_be_a_whole_number(target: Target, temperature: Any) -> None:
+    answers = [
+        generate(target, A, sampling=Sampling(temperature=each, seed=3), max_new_tokens=NEW)
+        for each in (temperature, 2.0)
+    ]
+    assert answers[0][0].tokens == answers[1][0].tokens
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "stop ids as texts": ({"stop_ids": ["11"]}, "stop_ids are whole numbers, not '11' \\(str\\)"),
     "stop ids as text": ({"stop_ids": "11"}, "stop_ids are a list of whole numbers, not '11'"),
