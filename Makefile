@@ -1,21 +1,27 @@
 # `make demo` and `make test` both work as the first command after a clone. They need Python 3.11 or newer, and make.
 PYTHON ?= python3
 TESTARGS ?=
+VERSION ?= newest
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PINS := -c constraints.txt
+REQUIREMENTS := -e ".[dev]"
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PINS)
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+TRANSFORMERS_PIN := $(shell sed -n 's/^transformers==//p' constraints.txt)
+OLDEST := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-upstream lint clean
+.PHONY: help demo test test-upstream test-transformers test-edges lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    compare plain and speculative decoding with the default model"
 	@echo "make test    run the tests; choose others with TESTARGS, e.g. make test TESTARGS=\"-m slow\""
 	@echo "make test-upstream TRANSFORMERS=FOLDER    run transformers' own tests of generation through speculate"
+	@echo "make test-transformers VERSION=oldest|newest|5.20.0    run the tests of what transformers may change"
 	@echo "make lint    run ruff and mypy"
 	@echo "make clean   remove the virtual environment and all caches in this folder"
 	@echo "The first command creates $(VENV) with $(PYTHON); choose another: make test PYTHON=python3.12"
@@ -24,13 +30,30 @@ demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py
 
 # One process for each core, with one thread each: the tests' models are too small for more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(TESTARGS)
+	@$(PYTEST) $(TESTARGS)
 
 # FOLDER is a checkout of transformers' repository. Takes ten minutes; not part of `make test`.
 test-upstream: $(STAMP)
 	@$(PIP) --quiet parameterized pytest-timeout timeout-decorator httpx
 	@$(BIN)/python tests/upstream/run.py "$(TRANSFORMERS)" $(TESTARGS)
+
+# In an environment of its own, made anew, where torch alone is pinned: with the oldest transformers that pyproject.toml
+# takes, the newest that the index has, or another release.
+test-transformers:
+	@rm -rf $(VENV)-$(VERSION)
+	@$(MAKE) --no-print-directory test-edges VENV=$(VENV)-$(VERSION) PINS= \
+		REQUIREMENTS='-e ".[dev]" $(if $(filter newest,$(VERSION)),,transformers==$(VERSION:oldest=$(OLDEST)))'
+
+EDGES := tests/test_transformers_versions.py tests/test_custom_generate*.py tests/test_generate_arguments.py \
+	tests/test_architectures.py tests/test_compatibility.py tests/test_loading.py tests/test_default_model.py \
+	tests/test_snippets.py tests/test_examples.py
+test-edges: $(STAMP)
+	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
+	[ "$$found" != "$(TRANSFORMERS_PIN)" ] || pinned=", the pinned one, with the newest of all other packages"; \
+	echo "testing with transformers $$found$$pinned"; \
+	$(PYTEST) -m "not gpu" $(EDGES) $(TESTARGS) || { echo "the tests above fail with transformers $$found"; exit 1; }
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -38,7 +61,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
@@ -59,5 +82,5 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 			$(PIP) "$(TORCH)"; \
 	fi
 	@echo "installing draftless and its other requirements into $(VENV) (80 MB, a minute)"
-	@PYTHONWARNINGS=ignore $(PIP) --quiet -e ".[dev]"
+	@PYTHONWARNINGS=ignore $(PIP) --quiet $(REQUIREMENTS)
 	@touch $@
