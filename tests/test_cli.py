@@ -51,8 +51,8 @@ class Run(NamedTuple):
 Call = Callable[..., Run]
 
 
-def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(ALPHABET)}, []))
+def make_tokenizer(template: str | None, alphabet: Sequence[str] = ALPHABET) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -77,7 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "endless", ends=None)
     save(root / "bare", template=None)
     save(root / "short", max_position_embeddings=60)
-    save(root / "other", vocab_size=len(ALPHABET) + 1)
+    save(root / "other")
+    make_tokenizer(TEMPLATE, ALPHABET[::-1]).save_pretrained(root / "other")
     save(root / "recurrent", "mamba")
     save(root / "damaged")
     (root / "damaged" / "model.safetensors").write_bytes(b"half of it")
@@ -258,7 +259,7 @@ def refuse(run: Run, message: str) -> None:
         (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
         (["--proposer", "auto", "--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
         (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
-        (["--proposer", "draft", "--draft-model", "other"], "a draft must share the target's tokenizer"),
+        (["--proposer", "draft", "--draft-model", "other"], "the draft model's tokenizer is not the target's"),
         (["--model", "bare", "--chat"], "no chat template; leave out --chat"),
         (["--verbose"], "unrecognized arguments: --verbose"),
     ],
