@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = describe_settings(options, target, head)
         model = describe_model(target.model, target.tokenizer)
         state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
+        if state is None and accelerator.is_main_process:
+            print_plan(objective, dataset, options.take(Schedule), BatchLoader(dataset.examples, teacher))
         options.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             objective,

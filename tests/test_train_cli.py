@@ -21,11 +21,13 @@ import scripts.train
 from decode import Target
 from heads import MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
+from scripts.head_training.measurements import TRIALS
 from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
 from training.teacher import Batch
 
+PLANNED = 1 + TRIALS  # batches that the plan before a training measures
 SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
 
 
@@ -35,11 +37,23 @@ class Run(NamedTuple):
     err: str
 
     def refused(self, *messages: str) -> None:
-        """One clear line on stderr, below the progress bar if there is one, and nothing on stdout."""
-        assert (self.status, self.out) == (2, "")
+        """One clear line on stderr, below the progress bar if there is one, and nothing on stdout but a plan."""
+        assert self.status == 2 and (not self.out or list(read_plan(self.out)) == PLAN)
         (error,) = [line for line in self.err.splitlines() if line and "%|" not in line]
         assert error.startswith("train.py: error: ")
         assert all(message in error for message in messages), error
+
+
+PLAN = [
+    *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "a step", "time"),
+    *("with features cached", "warning"),
+]
+
+
+def read_plan(out: str) -> dict[str, str]:
+    """The values of a printed plan by name."""
+    *rows, warning = out.splitlines()
+    return {row[:21].strip(): row[22:] for row in rows} | {warning.partition(":")[0]: warning}
 
 
 Call = Callable[..., Run]
@@ -70,10 +84,9 @@ def call(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
 def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp_path: Path) -> None:
     run = call(*SHORT, "--plan", "--cache", str(tmp_path / "cache"))
     assert (run.status, run.err) == (0, "")
-    rows = {line[:21].strip(): line[22:] for line in run.out.splitlines()}
-    assert [*rows] == [
-        *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "time", "with features cached")
-    ]
+    rows = read_plan(run.out)
+    assert [*rows] == PLAN
+    assert "has 68% of the model's parameters" in rows["warning"]
     head = load_head(trained)
     assert rows["parameters"].startswith(f"{sum(parameter.numel() for parameter in head.parameters()):,} (")
     assert rows["steps"].startswith("9,") and rows["time"].startswith("1 min")
@@ -320,7 +333,7 @@ def test_an_exploding_loss_ends_the_training(
         nonlocal steps
         steps += 1
         loss = forward(self, batch)
-        return type(loss)(loss.total * (damage if steps == 8 else 1), loss.anchors, loss.agreed)
+        return type(loss)(loss.total * (damage if steps == PLANNED + 8 else 1), loss.anchors, loss.agreed)
 
     with monkeypatch.context() as patch:
         patch.setattr(MedusaObjective, "forward", explode)

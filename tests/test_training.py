@@ -27,7 +27,7 @@ from tests.training_runs import (
     train_until,
 )
 from training.checkpoint import CHECKPOINT, read_metrics
-from training.data import Example, choose_draft_vocabulary
+from training.data import Example, choose_draft_vocabulary, size_draft_vocabulary
 from training.objectives import MedusaObjective
 from training.schedule import Schedule, padding_share, plan_batches
 from training.teacher import Targets, collate
@@ -255,3 +255,11 @@ def test_the_most_frequent_answer_tokens_are_chosen() -> None:
     examples = [Example((9, 9, 9, 4, 4, 2), ((3, 6),)), Example((4, 7, 7), ((1, 3),))]
     for size, tokens in ((3, [2, 4, 7]), (1, [4]), (5, [0, 1, 2, 4, 7])):
         assert choose_draft_vocabulary(examples, vocab_size=10, size=size).tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "size"),
+    [(1 << 16, 40, 1 << 16), (1 << 18, 40, 1 << 13), (1 << 18, 10_000, 9_800), (1 << 18, 60_000, 1 << 15)],
+)
+def test_the_draft_vocabulary_of_a_large_vocabulary_covers_the_answers(vocabulary: int, tokens: int, size: int) -> None:
+    assert size_draft_vocabulary([Example(tuple(range(tokens)), ((0, tokens),))], vocabulary) == size

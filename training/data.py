@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from training.json_lines import read_lines
 from training.rendering import Renderer, Texts
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
+LARGE_VOCABULARY = 1 << 16  # above it, a new head drafts a part of the tokens ...
+COVERAGE, SMALLEST_DRAFT, LARGEST_DRAFT = 0.98, 1 << 13, 1 << 15  # ... of this share of answers' tokens and size
 VALIDATION_SHARE = 50  # one prompt in this many is held out for validation,
 MIN_PROMPTS = 10  # and at least one if there are this many
 MAX_BAD = 0.1  # share of the rows
@@ -141,9 +144,26 @@ def _find_period(tokens: Sequence[int]) -> int:
 
 def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int) -> Tensor:
     """The `size` tokens most frequent in answers, ascending, as in EAGLE-3. Ties go to the lower ids."""
-    counts = Counter(token for one in examples for begin, end in one.spans for token in one.tokens[begin:end])
+    counts = _count_answer_tokens(examples)
     chosen = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size]
     return torch.tensor(sorted(chosen))
+
+
+def size_draft_vocabulary(examples: Sequence[Example], vocab_size: int) -> int:
+    """The size of a new head's draft vocabulary: all tokens, or of a large vocabulary those that answers need.
+
+    These are the most frequent ones that cover 98 % of the answers' tokens, at most 32k. Small data names few tokens,
+    and other texts need more, so there are at least 8k.
+    """
+    if vocab_size <= LARGE_VOCABULARY:
+        return vocab_size
+    frequent = sorted(_count_answer_tokens(examples).values(), reverse=True)
+    covered = sum(before < COVERAGE * sum(frequent) for before in accumulate(frequent, initial=0))
+    return min(max(covered, SMALLEST_DRAFT), LARGEST_DRAFT)
+
+
+def _count_answer_tokens(examples: Sequence[Example]) -> Counter[int]:
+    return Counter(token for one in examples for begin, end in one.spans for token in one.tokens[begin:end])
 
 
 def _split(

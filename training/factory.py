@@ -12,7 +12,7 @@ import torch
 from decode import Target
 from heads import HEADS, LayerConfig, choose_features
 from heads.vocabulary import Output
-from training.data import Example, choose_draft_vocabulary
+from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, size_draft_vocabulary
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
@@ -22,10 +22,11 @@ NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The shape of a new head; None is its config's default.
+    """The shape of a new head; None is its config's default, or what a large vocabulary needs.
 
-    draft_vocab: draft only the tokens most frequent in the examples' answers. heads, layers, output: for Medusa and
-    Hydra. prefix: Hydra++'s prefix layer.
+    draft_vocab: draft only the tokens most frequent in the examples' answers; above 64k tokens the default is what
+    `size_draft_vocabulary` finds. heads, layers, output: for Medusa and Hydra; above 64k tokens the default output is
+    the target's. prefix: Hydra++'s prefix layer.
     """
 
     draft_vocab: int | None = None
@@ -40,14 +41,15 @@ def make_head(kind: str, target: Target, examples: Sequence[Example], shape: Hea
     torch.manual_seed(seed)
     network, config = HEADS[kind]
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
-    draft_size = min(shape.draft_vocab or vocab, vocab)
+    draft_size = min(shape.draft_vocab or size_draft_vocabulary(examples, vocab), vocab)
+    large: Output | None = "target" if vocab > LARGE_VOCABULARY and kind not in REGRESSION else None
     sizes: dict[str, Any] = {
         "draft_size": draft_size,
         "target_layers": model_config.num_hidden_layers,
         "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
         "heads": shape.heads,
         "layers": shape.layers,
-        "output": shape.output,
+        "output": shape.output or large,
         "prefix": _layer_config(target) if shape.prefix else None,
     }
     if kind in REGRESSION:

@@ -24,36 +24,54 @@ from training.schedule import Schedule, padding_share
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
+LARGE_SHARE = 1 / 20  # of the model's parameters: a head that is larger makes drafting expensive
 NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; BATCH: prompts at a time
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
-    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed."""
+    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed.
+
+    Then a warning, if the head has more than a twentieth of the model's parameters.
+    """
     examples = dataset.examples
     lengths = [len(example.tokens) for example in examples]
     steps = list(schedule.plan(lengths))
     batches = [batch for step in steps for batch in step]
-    trials = batches[:TRIALS]
+    measured = batches[:TRIALS]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
-    target_seconds, head_seconds = _measure(objective, trials, load_batch)
+    share = count / _count_parameters(load_batch.teacher.target.model)
+    target_seconds, head_seconds = _measure(objective, measured, load_batch)
     seconds = target_seconds + head_seconds
     tokens, seen = (
-        sum(examples[number].answer_tokens for batch in part for number in batch) for part in (trials, batches)
+        sum(examples[number].answer_tokens for batch in part for number in batch) for part in (measured, batches)
     )
     # The optimizer will need at most 8 bytes a weight: AdamW keeps two numbers for each, Muon one.
     memory = _peak_memory(load_batch.teacher.target.device) + 8 * count
     rows = {
-        "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16)",
+        "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16), {share:.1%} of the model's",
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
         f"{len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
-        "memory": f"{memory / 2**30:.2f} GiB, measured on {len(trials)} batches",
+        "memory": f"{memory / 2**30:.2f} GiB, measured on {len(measured)} batches",
         "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
-        "time": _format_time(seconds * len(batches) / len(trials)) + ", without validations",
-        "with features cached": _format_time(head_seconds * len(batches) / len(trials)),
+        "a step": f"{seconds * len(batches) / len(measured) / len(steps):.2f} s",
+        "time": _format_time(seconds * len(batches) / len(measured)) + ", without validations",
+        "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }
-    print("\n".join(f"{name:21} {value}" for name, value in rows.items()))
+    print("\n".join(f"{name:21} {value}" for name, value in rows.items()), flush=True)
+    if share > LARGE_SHARE:
+        print(
+            f"warning: the head has {share:.0%} of the model's parameters; above {LARGE_SHARE:.0%}, drafting costs "
+            "much of what it saves. A smaller --draft-vocab or, for medusa and hydra, --output target makes it smaller"
+        )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """A model's parameters, those of packed layers too."""
+    packed = (module for module in model.modules() if hasattr(module, "packed"))
+    loose = sum(parameter.numel() for parameter in model.parameters())
+    return loose + sum(module.in_features * module.out_features for module in packed)
 
 
 def validate(target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> Validation:
@@ -81,16 +99,21 @@ def plot_training(folder: Path, file: Path) -> None:
 
 
 def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch: BatchLoader) -> tuple[float, float]:
-    """Seconds in the target and in the head for these batches, after a warm-up batch."""
+    """Seconds in the target and in the head for these batches, after a warm-up batch.
+
+    A training that follows draws the same random numbers as without.
+    """
     target_seconds = head_seconds = 0.0
     target = load_batch.teacher.target
     objective.to(target.device)
-    for trial, numbers in enumerate([batches[0], *batches]):
+    for trial, numbers in enumerate([batches[0], *batches]):  # the first is a warm-up
         started = perf_counter()
         batch = load_batch(numbers)
         float(batch.probabilities.sum())  # synchronizes with a GPU
         between = perf_counter()
-        with torch.autocast(target.device.type, target.dtype, enabled=target.dtype == torch.bfloat16):
+        devices = [target.device] if target.device.type == "cuda" else []
+        autocast = torch.autocast(target.device.type, target.dtype, enabled=target.dtype == torch.bfloat16)
+        with torch.random.fork_rng(devices), autocast:
             loss = objective(batch).total
         loss.backward()
         float(loss.detach())

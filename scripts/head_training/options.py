@@ -101,10 +101,13 @@ class TrainOptions:
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(
         "medusa and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
-        "target, the model's, not trained (default: shared)",
+        "target, the model's, not trained (default: shared; of more than 64k tokens, target)",
         choices=get_args(Output),
     )
-    draft_vocab: int | None = number("draft only the N tokens most frequent in the answers (default: all tokens)")
+    draft_vocab: int | None = number(
+        "draft only the N tokens most frequent in the answers (default: all; of more than 64k, those that cover "
+        "98 %% of the answers, 8k to 32k)"
+    )
 
     loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
     decay: float = number("weight of each draft token relative to the one before", DECAY)
