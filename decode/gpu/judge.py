@@ -90,9 +90,8 @@ def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(p), device=p.device)
     broken = p[:, :, 0].isnan()
     p = torch.where(broken[:, :, None], 1 / p.shape[2], p)
-    nodes = torch.arange(p.shape[1], device=p.device)
-    above = tree.ancestors & (nodes != nodes[:, None])  # [B, N, N] without the node itself
-    tree = tree._replace(real=tree.real & ~(above & broken[:, None]).any(dim=2))
+    on_way = (tree.ancestors & broken[:, None]).sum(dim=2)  # [B, N] broken nodes down to each, itself included
+    tree = tree._replace(real=tree.real & (on_way <= broken))
     earlier = find_earlier_siblings(tree)
     left = compute_residuals(tree, *find_draft_probabilities(tree, earlier), p)
     p_path = left[:, :, -1]
