@@ -39,7 +39,7 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
     batches = [batch for step in steps for batch in step]
     measured = batches[:TRIALS]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
-    share = count / _count_parameters(load_batch.teacher.target.model)
+    share = count / _count_parameters(load_batch.teacher.target)
     target_seconds, head_seconds = _measure(objective, measured, load_batch)
     seconds = target_seconds + head_seconds
     tokens, seen = (
@@ -67,10 +67,11 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         )
 
 
-def _count_parameters(model: nn.Module) -> int:
-    """A model's parameters, those of packed layers too."""
-    packed = (module for module in model.modules() if hasattr(module, "packed"))
-    loose = sum(parameter.numel() for parameter in model.parameters())
+def _count_parameters(target: Target) -> int:
+    """A model's parameters, those of packed layers too. An output matrix that is tied to the embeddings counts once."""
+    tied = target.model.get_output_embeddings() if target.config.tie_word_embeddings else None
+    packed = (module for module in target.model.modules() if hasattr(module, "dense_weight") and module is not tied)
+    loose = sum(parameter.numel() for parameter in target.model.parameters())
     return loose + sum(module.in_features * module.out_features for module in packed)
 
 
