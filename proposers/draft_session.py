@@ -17,7 +17,7 @@ from decode import Session, Step, Target, Tree
 class DraftSession:
     """Reads the texts of one stream with a draft model. Tokens wait until a draft needs them.
 
-    Logits have the target's vocabulary, of which the draft model may lack some padding, or have more.
+    Logits have the target's vocabulary. The draft model's own output may be padded to another size.
     """
 
     def __init__(self, draft: Target) -> None:

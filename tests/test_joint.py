@@ -23,6 +23,7 @@ from proposers import MedusaProposer
 from scripts import train
 from tests.models import VOCABULARY, tiny
 from tests.predictable import train_predictable, walk, write_answers
+from tests.training_runs import PLANNED
 from training.data import Dataset, Example
 from training.feature_cache import BatchLoader
 from training.medusa2 import (
@@ -280,14 +281,14 @@ def test_a_resumed_training_matches_an_uninterrupted_one(
     def stop_at_the_third(self: BatchLoader, numbers: Sequence[int]) -> Batch:
         nonlocal loaded
         loaded += 1
-        if loaded == 3:
+        if loaded == PLANNED + 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return load(self, numbers)
 
     monkeypatch.setattr(BatchLoader, "__call__", stop_at_the_third)
     with pytest.raises(SystemExit):
         stage(*options, out=tmp_path / "out")
-    assert loaded == 3
+    assert loaded == PLANNED + 3
     resumed = stage(*options, "--resume", out=tmp_path / "out")
     one, other = (torch.load(folder / "checkpoint.pt") for folder in (whole, resumed))
     assert one["progress"] == other["progress"]

@@ -21,13 +21,11 @@ import scripts.train
 from decode import Target
 from heads import MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
-from scripts.head_training.measurements import TRIALS
-from tests.training_runs import OPTIONS, SHAPE, assert_same, losses, save_predictable, train
+from tests.training_runs import OPTIONS, PLANNED, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
 from training.teacher import Batch
 
-PLANNED = 1 + TRIALS  # batches that the plan before a training measures
 SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
 
 

@@ -36,6 +36,7 @@ OPTIONS += ["--device", "cpu", "--dtype", "float32"]
 SHAPE = ["--heads", "3", "--layers", "2"]  # for medusa and hydra
 ADAMW = "--adamw"  # in these tests only: no Muon, which computes in bfloat16 and amplifies rounding
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
+PLANNED = 1 + measurements.TRIALS  # batches that the plan before a training measures
 SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that small data has several shards
 
 

@@ -57,7 +57,7 @@ def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Con
         if not end:
             raise ValueError(
                 f'{place}: there is no answer to train on: give "prompt" with "response" or "completion", or messages '
-                'of which one after the first is by "assistant"'
+                'with one by "assistant" after the first'
             )
         messages = messages[:end]
     else:

@@ -56,7 +56,7 @@ def make_sampling(config: GenerationConfig, processors: Sequence[LogitsProcessor
 
 
 def make_criterion(criteria: Sequence[StoppingCriteria], prompts: Prompts) -> Callable[[int, list[int]], bool]:
-    """The criterion of `decode.stream` by `generate`'s criteria, of which each row has its own."""
+    """The criterion of `decode.stream`, from `generate`'s criteria. Each row has its own copies."""
     count = len(prompts.tokens)
     rows = [[_select_criterion(criterion, row, count) for criterion in criteria] for row in range(count)]
 

@@ -65,7 +65,7 @@ class TrainOptions:
     kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
     data: tuple[Path, ...] = flag(
         "JSON Lines files of prompts with their answers, or of conversations (docs/training.md has the formats); best "
-        "the model's own answers, as distill.py writes them, of which the token ids are read",
+        "the model's own answers, as distill.py writes them; their token ids are read",
         **{"type": Path, "nargs": "+", "required": True, "metavar": "FILE"},
     )
     out: Path = flag("the folder for the head", type=Path, required=True, metavar="DIR")
