@@ -46,9 +46,8 @@ test-transformers:
 	@$(MAKE) --no-print-directory test-edges VENV=$(VENV)-$(VERSION) PINS= \
 		REQUIREMENTS='-e ".[dev]" $(if $(filter newest,$(VERSION)),,transformers==$(VERSION:oldest=$(OLDEST)))'
 
-EDGES := tests/test_transformers_versions.py tests/test_custom_generate*.py tests/test_generate_arguments.py \
-	tests/test_architectures.py tests/test_compatibility.py tests/test_loading.py tests/test_default_model.py \
-	tests/test_snippets.py tests/test_examples.py
+EDGES := tests/decode/hf $(addprefix tests/decode/models/test_,architectures.py compatibility.py default_model.py \
+	loading.py transformers_versions.py) tests/test_snippets.py tests/test_examples.py
 test-edges: $(STAMP)
 	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
 	[ "$$found" != "$(TRANSFORMERS_PIN)" ] || pinned=", the pinned one, with the newest of all other packages"; \

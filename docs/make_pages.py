@@ -1,7 +1,7 @@
 """Writes the generated pages and parts of pages in docs/.
 
 python-api.md is made from signatures, cli.md from parsers, the file tree of architecture.md from docstrings, and the
-tables of generate.md from tests/generate_arguments.py.
+tables of generate.md from tests/support/generate_arguments.py.
 
     python docs/make_pages.py
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 def make_pages() -> dict[str, str]:
     """The text of each generated page, by its name in docs/."""
-    tables = importlib.import_module("tests.generate_arguments").make_tables()
+    tables = importlib.import_module("tests.support.generate_arguments").make_tables()
     return {
         "python-api.md": describe_api(),
         "cli.md": describe_commands(),

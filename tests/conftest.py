@@ -16,7 +16,7 @@ import decode.models.curve_cache
 from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.native_ops import load_native_ops
-from tests.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 END = 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_pages import FOLDERS, anchor, list_files, make_pages
-from tests.test_architectures import ACCEPTED, REFUSED
+from tests.decode.models.test_architectures import ACCEPTED, REFUSED
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("heads/pretrained/*/*/README.md")])

@@ -20,8 +20,8 @@ import proposers.load
 from decode import Target, generate
 from docs.make_pages import COMMANDS, find_parser
 from heads import save_head
-from tests.drafting import make_head
-from tests.models import CACHE, tiny
+from tests.support.drafting import make_head
+from tests.support.models import CACHE, tiny
 
 ROOT = Path(__file__).parent.parent
 PAGES = {

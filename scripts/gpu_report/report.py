@@ -29,7 +29,7 @@ from scripts.shared.command import check_writable
 from scripts.shared.options import ModelOptions, Options
 
 CONTEXTS, BATCH_SIZES = (256, 4096, 32_768), (1, 4, 16)
-TESTS = ("-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py")
+TESTS = ("-m", "pytest", "-q", "-m", "gpu", "tests/decode/gpu/test_gpu.py")
 METHODS: dict[str, Callable[[Target], Proposer | None]] = {
     "none": lambda target: None,
     "ngram, 16 nodes": lambda target: NGramProposer(length=15),

@@ -1,0 +1,73 @@
+"""Acceleration gives the same tokens for every architecture. Kernels are exported but not compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode import Proposer, Target, generate
+from decode.cpu.acceleration import accelerated_copy
+from decode.models.stock_model import StockModel
+from decode.session import Session
+from proposers import NGramProposer
+from tests.decode.models.test_architectures import ACCEPTED, OracleTree
+from tests.support.models import VOCABULARY, WINDOW, needs_compiler, tiny
+from tests.support.trees import tree_of_rows
+
+pytestmark = [pytest.mark.slow, needs_compiler]
+LENGTHS = (2 * WINDOW + 5, WINDOW - 3, WINDOW, WINDOW + 3)
+UNCOMPILED = {  # their layers stay packed
+    *("gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),  # experts in all layers
+    *("gemma3n_text", "gemma4_text"),  # several states a token; keys that layers share in a dictionary
+}
+
+
+@pytest.fixture(params=["packed", "compiled"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def draw_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_greedy_tokens_are_those_of_the_plain_model(name: str, mode: str, exported: list[str]) -> None:
+    model, prompts = tiny(name, dtype=torch.float32), draw_prompts()
+    plain, fast = Target(model), Target(model, accelerate=mode)
+    assert fast.compiled == (mode == "compiled" and name not in UNCOMPILED)
+    expected = [answer.tokens for answer in generate(plain, prompts, max_new_tokens=16)]
+    answers = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+    for count in (1, 4):
+        proposers: list[Proposer | None] = [None, NGramProposer(length=4), OracleTree(answers)]
+        for proposer in proposers:
+            made = generate(fast, prompts[:count], proposer, batch_size=count, max_new_tokens=16)
+            assert [answer.tokens for answer in made] == expected[:count]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_bfloat16_logits_are_as_exact_as_those_of_the_plain_model(name: str, mode: str, exported: list[str]) -> None:
+    """Compared with the same weights in float64, over trees. Experts that are chosen by a hair give outliers."""
+    model = tiny(name, dtype=torch.bfloat16)
+    exact = read_logits(tiny(name, dtype=torch.bfloat16).double())
+    plain, fast = (read_logits(accelerated_copy(model, each)) for each in ("off", mode))
+    errors = [(logits - exact).abs().median() / exact.std() for logits in (plain, fast)]
+    assert errors[1] < 1.5 * errors[0] + 0.002
+    assert (plain - fast).abs().median() / exact.std() < 0.1
+
+
+def read_logits(model: PreTrainedModel) -> Tensor:
+    """The logits of two trees after prompts of different lengths, alone and in a batch."""
+    prompts, found = draw_prompts(), []
+    for rows in ([0], [0, 1, 2, 3]):
+        session = Session(StockModel(model), len(rows))
+        session.extend([prompts[row] for row in rows])
+        for _ in range(2):
+            trees = [([5 + row, 6, 7, 8, 9, 10, 11][: 7 - row], [-1, 0, 0, 1, 2, 4, 4][: 7 - row]) for row in rows]
+            tree = tree_of_rows(trees)
+            found.append(session.verify(tree).logits[tree.real].flatten())
+            session.keep([[0, 2][: 2 - row % 2] for row in rows])
+    return torch.cat(found).double()

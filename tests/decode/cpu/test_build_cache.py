@@ -1,0 +1,267 @@
+"""What is compiled is compiled once, kept in the cache and found again. Failures leave nothing that looks whole."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode import Target
+from decode.cpu import acceleration, build_cache, compiled_layers, layer_kernel
+from decode.cpu.acceleration import accelerate
+from decode.cpu.build_cache import build_once, is_whole
+from decode.cpu.compiled_layers import compile_layers
+from decode.cpu.layer_call import LayerCall
+from decode.cpu.layer_kernel import describe_module, name_kernel
+from tests.support.models import needs_compiler, tiny
+
+
+class Builder:
+    """Writes a file of these bytes, or half of it and raises. Counts."""
+
+    def __init__(self, content: bytes = b"a library", error: Exception | None = None) -> None:
+        self.content, self.error, self.count = content, error, 0
+
+    def __call__(self, into: Path) -> None:
+        self.count += 1
+        into.write_bytes(self.content if self.error is None else self.content[:4])
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_file_is_built_once(kernel_folder: Path) -> None:
+    build = Builder()
+    path = build_once("some.so", build)
+    assert build_once("some.so", build) == path == kernel_folder / "some.so" and build.count == 1
+    assert path.read_bytes() == b"a library" and is_whole(path)
+    assert {file.suffix for file in kernel_folder.iterdir()} == {".so", ".sha256", ".lock"}
+    other = Builder(b"another")
+    assert build_once("other.so", other).read_bytes() == b"another" and path.read_bytes() == b"a library"
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "other bytes": lambda path: path.write_bytes(b"A library"),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": Path.unlink,
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "no checksum": lambda path: path.with_suffix(".sha256").unlink(),
+    "half a checksum": lambda path: path.with_suffix(".sha256").write_text("ab12"),
+    "no text for a checksum": lambda path: path.with_suffix(".sha256").write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_rebuilt(damage: str, kernel_folder: Path) -> None:
+    build = Builder()
+    path = build_once("some.so", build)
+    DAMAGES[damage](path)
+    assert not is_whole(path)
+    assert build_once("some.so", build).read_bytes() == b"a library" and build.count == 2 and is_whole(path)
+
+
+def test_leftovers_of_a_killed_build_are_not_used(kernel_folder: Path) -> None:
+    left = kernel_folder / "some.partial"
+    left.mkdir(parents=True)
+    (left / "some.so").write_bytes(b"a li")
+    (kernel_folder / "some.sha256").write_text("of another build")
+    assert build_once("some.so", Builder()).read_bytes() == b"a library" and not left.exists()
+
+
+def test_a_failed_build_leaves_nothing(kernel_folder: Path) -> None:
+    for error in (RuntimeError("no headers"), OSError(errno.ENOSPC, "No space left on device")):
+        with pytest.raises(type(error)):
+            build_once("some.so", Builder(error=error))
+        assert [file.suffix for file in kernel_folder.iterdir()] == [".lock"]
+    assert is_whole(build_once("some.so", Builder()))
+
+
+def test_threads_that_need_the_same_file_build_it_once(kernel_folder: Path) -> None:
+    build = Builder()
+    threads = [Thread(target=build_once, args=("some.so", build)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert build.count == 1 and is_whole(kernel_folder / "some.so")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail)
+        with pytest.raises(OSError, match="Read-only"):
+            build_once("some.so", Builder())
+    kernel_folder.write_text("a file")
+    with pytest.raises(OSError, match="kernels"):
+        build_once("some.so", Builder())
+
+
+@pytest.fixture
+def compiled(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of kernels that were compiled, or tried to."""
+    files: list[Path] = []
+    compile_kernel = compiled_layers.compile_kernel
+
+    def count(layer: nn.Module, call: LayerCall, dimensions: Any, into: Path) -> None:
+        files.append(into)
+        compile_kernel(layer, call, dimensions, into)
+
+    monkeypatch.setattr(compiled_layers, "compile_kernel", count)
+    return files
+
+
+def start(mode: str = "compiled", **changes: Any) -> bool:
+    """Load a model like another process would. Returns whether it is compiled."""
+    compiled_layers._LOADED.clear()
+    model: PreTrainedModel = tiny("llama", **{"dtype": torch.float32, "num_hidden_layers": 1, **changes})
+    return Target(model, accelerate=mode).compiled
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once_and_found_again(
+    compiled: list[Path], kernel_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start() and len(compiled) == 1
+    assert capsys.readouterr().err.count("compiling a kernel") == 1
+    assert start() and start(seed=1) and len(compiled) == 1 and not capsys.readouterr().err
+    (kernel,) = kernel_folder.glob("*.pt2")
+    kernel.write_text("damaged")
+    assert start() and len(compiled) == 2 and is_whole(kernel)
+
+
+@needs_compiler
+def test_a_failure_is_remembered_and_retried_on_request(
+    compiled: list[Path], kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceleration, "WORTH_COMPILING", 0)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no headers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._inductor.aoti_compile_and_package", fail)
+        for mode, count in (("auto", 1), ("auto", 1), ("compiled", 2), ("auto", 2)):
+            assert not start(mode) and len(compiled) == count
+    (failure,) = kernel_folder.glob("*.failed")
+    assert failure.read_text() == "RuntimeError: no headers" and not [*kernel_folder.glob("*.pt2")]
+    assert not start("auto") and len(compiled) == 2
+    assert start("compiled") and len(compiled) == 3
+    assert start("auto") and len(compiled) == 3  # what the retry compiled is found
+
+
+@needs_compiler
+def test_a_kernel_that_cannot_be_loaded_is_a_failure(compiled: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("not for this machine")
+
+    monkeypatch.setattr(compiled_layers, "load_kernel", fail)
+    assert not start() and not start("auto") and len(compiled) == 1
+
+
+@needs_compiler
+def test_layers_stay_packed_if_their_kernels_cannot_be_kept(
+    compiled: list[Path], kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_folder.write_text("a file")
+    assert not start() and not compiled and kernel_folder.read_text() == "a file"
+    kernel_folder.unlink()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        assert not start() and not [*kernel_folder.glob("*.pt2")]
+    assert start() and all(map(is_whole, kernel_folder.glob("*.pt2")))
+
+
+def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, dimensions, options, the default dtype, versions and the CPU; not the weights or the layer's number."""
+    layer = tiny("llama", dtype=torch.float32).model.layers[0]
+
+    def name(form: Any = "form", dimensions: Any = (("B", "N", 32),), other: nn.Module = layer) -> str:
+        return name_kernel(other, LayerCall((form,), (1, 1, 64), []), dimensions)
+
+    assert name() == name(other=tiny("llama", dtype=torch.float32, seed=1).model.layers[1])
+    names = [name(), name("another"), name(dimensions=(("B", "N", 33),)), name(dimensions=((1, "N", 32),))]
+    settings = {"attention_bias": True}, {"attn_implementation": "eager"}, {"hidden_act": "relu"}, {"head_dim": 4}
+    for setting in settings:
+        names.append(name(other=tiny("llama", **{"dtype": torch.float32, **setting}).model.layers[0]))
+    names.append(name(other=tiny("llama", dtype=torch.float32).model.layers[0].train()))  # dropout
+    for option in layer_kernel.OPTIONS:
+        with monkeypatch.context() as patch:
+            patch.setitem(layer_kernel.OPTIONS, option, "another")
+            names.append(name())
+    torch.set_default_dtype(torch.float64)
+    try:
+        names.append(name())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for environment in (("2.0", "a CPU"), ("3.0", "a CPU"), ("3.0", "another CPU")):
+        monkeypatch.setattr(layer_kernel, "environment", lambda environment=environment: environment)
+        names.append(name())
+    monkeypatch.setattr(layer_kernel.transformers, "__version__", "99")
+    names.append(name())
+    assert len({*names}) == len(names)
+
+
+def test_an_edited_comment_does_not_recompile_and_an_edited_computation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def describe(code: str) -> str:
+        """What describes a layer whose source file was just edited."""
+        (tmp_path / "edited_layer.py").write_text(code)
+        sys.modules.pop("edited_layer", None)
+        layer_kernel._digest_code.cache_clear()
+        return build_cache.digest(describe_module(importlib.import_module("edited_layer").Layer()))
+
+    code = "from torch import nn\n\nclass Layer(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    assert describe(code) == describe(code) == describe(f"# A comment.\n\n{code}")
+    assert describe(code) != describe(code.replace("2", "3"))
+
+
+def test_layers_of_a_kind_share_a_name_after_they_ran() -> None:
+    """Merged layers keep their last input; some models call the parts in another order."""
+    model = accelerate(tiny("llama", dtype=torch.float32), "packed")
+    layer, ids = model.model.layers[0], torch.tensor([[3, 4]])
+    described = describe_module(layer)
+    model(ids)
+    layer.self_attn.q_proj(torch.ones(1, 1, 32))
+    assert describe_module(layer) == described == describe_module(model.model.layers[1])
+
+
+def test_models_that_cannot_run_the_trials_are_left_alone(compiled: list[Path]) -> None:
+    model = accelerate(tiny("llama", dtype=torch.float32, vocab_size=8), "packed")  # the trials use tokens up to 17
+    compile_layers(model)
+    assert not compiled and not compiled_layers.compiled_layers(model)
+
+
+def test_the_sources_of_the_ops_are_part_of_the_package() -> None:
+    folder = Path(build_cache.__file__).parent
+    project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["decode.cpu"]
+    sources = {file for file in folder.iterdir() if file.is_file() and file.suffix != ".py"}
+    assert sources == {file for pattern in patterns for file in folder.glob(pattern)}
+
+
+@pytest.mark.slow
+def test_importing_the_library_does_not_import_the_compiler() -> None:
+    code = "import decode, sys; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -1,0 +1,277 @@
+"""Compiled decoder layers change a model's speed and nothing else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode import Target, generate
+from decode.cpu import acceleration, compiled_layers
+from decode.cpu.acceleration import accelerate, accelerated_copy
+from decode.cpu.compiled_layers import CompiledLayer
+from decode.cpu.layer_kernel import Kernel
+from decode.cpu.packed_linear import PackedLinear
+from decode.models.self_test import self_test
+from decode.tree import Tree
+from proposers import NGramProposer
+from tests.support.models import CACHE, needs_compiler, tiny
+
+pytestmark = needs_compiler
+PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
+
+
+def plain_and_compiled(kind: str, **settings: Any) -> tuple[Target, Target]:
+    model = tiny(kind, **{"dtype": torch.float32, **settings})
+    return Target(model), Target(model, accelerate="compiled")
+
+
+def layers_of(model: PreTrainedModel) -> list[CompiledLayer]:
+    return compiled_layers.compiled_layers(model)
+
+
+def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the states that kernels return."""
+    load = compiled_layers.load_kernel
+
+    def load_changed(path: Any) -> Kernel:
+        kernel = load(path)
+        return lambda inputs: [change(kernel(inputs)[0])]
+
+    monkeypatch.setattr(compiled_layers, "load_kernel", load_changed)
+
+
+def assert_same_tokens(plain: Target, compiled: Target) -> None:
+    for proposer in (None, NGramProposer(length=4)):
+        for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, [7, 8, 9] * 30, [4] * 5, [50, 60]]):
+            answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, compiled)]
+            assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count"),
+    [
+        ("llama", torch.float32, 2),
+        pytest.param("llama", torch.bfloat16, 2, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", torch.float32, 3, marks=pytest.mark.slow),
+        pytest.param("gpt2", torch.float32, 2, marks=pytest.mark.slow),
+        pytest.param("gpt2", torch.bfloat16, 2, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", torch.float32, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_of_several_architectures(kind: str, dtype: torch.dtype, count: int) -> None:
+    """Really compiled, for all sizes of batches, trees and caches, and any number of threads."""
+    plain, compiled = plain_and_compiled(kind, dtype=dtype, max_position_embeddings=600)
+    assert len(layers_of(compiled.model)) == count and compiled.compiled == (count > 0) and not plain.compiled
+    allowed = 1e-4 if dtype == torch.float32 else 1.0  # wrong logits differ by more than 3
+    assert_close_on_all_sizes(plain, compiled, allowed)
+    if dtype == torch.float32:
+        assert_same_tokens(plain, compiled)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert_close_on_all_sizes(plain, compiled, allowed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def assert_close_on_all_sizes(plain: Target, compiled: Target, allowed: float) -> None:
+    """Logits, in standard deviations. The cache grows twice, rows are ragged, each step verifies another tree."""
+    for rows in (1, 2, 3, 7):
+        sessions = [target.open(rows) for target in (plain, compiled)]
+        for nodes in (40, 1, 2, 3, 5, 16, 33, 64, 1, 300, 90):
+            if nodes < 60 or rows < 3:
+                tree = Tree.chain([[(7 * row + 3 * node) % 90 + 3 for node in range(nodes)] for row in range(rows)])
+                expected, found = (session.verify(tree).logits.float() for session in sessions)
+                assert float((expected - found).abs().max() / expected.std()) < allowed
+                for session in sessions:
+                    session.keep([range(max(nodes - row, 1)) for row in range(rows)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "gemma3n_text"])
+def test_a_compiled_model_generates_the_same_tokens(kind: str, exported: list[str]) -> None:
+    model = tiny(kind, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, compiled = Target(model), Target(model, accelerate="compiled")
+    assert compiled.compiled == (kind != "gemma3n_text")  # whose layers have several states a token
+    assert torch.equal(plain.output_matrix, compiled.output_matrix)
+    assert_same_tokens(plain, compiled)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_kernel_serves_all_numbers_of_rows_nodes_and_slots(exported: list[str]) -> None:
+    plain, compiled = plain_and_compiled("llama", max_position_embeddings=600)
+    assert len({*exported}) == 1
+    exported.clear()
+    assert_close_on_all_sizes(plain, compiled, 1e-4)
+    assert len(exported) == 2 * (2 * 10 + 2 * 7)  # all passes but the first of a session, whose cache is empty
+
+
+def test_compiled_layers_share_the_models_tensors(exported: list[str]) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    norm = model.model.layers[1].input_layernorm.weight
+    accelerate(model, "compiled")
+    first, second = layers_of(model)
+    assert (first.number, second.number) == (0, 1)
+    packed = model.model.layers[1].mlp.down_proj.packed
+    for shared in (norm, packed):
+        assert any(tensor.data_ptr() == shared.data_ptr() for tensor in second._tensors)
+
+
+@pytest.mark.slow
+def test_layers_alike_share_a_kernel_and_others_do_not(exported: list[str]) -> None:
+    def kernels(kind: str, **changes: Any) -> set[str]:
+        exported.clear()
+        accelerate(tiny(kind, **{"dtype": torch.float32, **changes}), "compiled")
+        return {*exported}
+
+    llama = kernels("llama")
+    assert len(llama) == 1 and kernels("llama", seed=1) == llama
+    others = {"rms_norm_eps": 0.1}, {"dtype": torch.bfloat16}
+    found = [llama, *(kernels("llama", **other) for other in others)]
+    assert len(set.union(*found)) == len(found)
+    assert len(kernels("gemma3_text")) == 2  # with windows, and without
+
+
+@pytest.mark.parametrize(
+    "change", [lambda states: states * 1.01, lambda states: states * torch.nan, lambda states: states[:, :1]]
+)
+def test_layers_with_a_wrong_kernel_stay_packed(
+    change: Callable[[Tensor], Tensor], exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_kernels(monkeypatch, change)
+    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
+    assert exported and not layers_of(model) and isinstance(model.model.layers[0].self_attn.o_proj, PackedLinear)
+
+
+def test_a_wrong_kernel_is_noticed_despite_huge_states(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models; layers add little to such states
+    assert layers_of(accelerated_copy(model, "compiled"))
+    compiled_layers._LOADED.clear()
+    change_kernels(monkeypatch, lambda states: states + 0.01)
+    assert not layers_of(accelerated_copy(model, "compiled"))
+
+
+def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
+    exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    monkeypatch.setattr(compiled_layers, "_find_cache_layer", lambda layer: 1 - layer.self_attn.layer_idx)
+    assert not layers_of(accelerate(model, "compiled"))
+
+
+def test_the_self_test_runs_compiled_layers(exported: list[str]) -> None:
+    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
+    exported.clear()
+    target = Target(model)
+    assert len(exported) == 6  # one tree with two kinds of other nodes, another tree; two layers
+    assert self_test(target) < 1e-3
+
+
+def test_features_are_those_of_the_plain_model(exported: list[str]) -> None:
+    found = []
+    for target in plain_and_compiled("llama"):
+        session = target.open(1, layers=(1, -1))
+        with torch.inference_mode():
+            session.extend(PROMPTS[:1])
+            found.append([session.verify(Tree.chain([[4] * nodes])).features for nodes in (1, 2, 30)])
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
+
+
+def test_hooks_and_other_forwards_are_kept(exported: list[str]) -> None:
+    model = tiny("llama", dtype=torch.float32, num_hidden_layers=3)
+    first, second, third = model.model.layers
+    seen: list[str] = []
+    original = first.mlp.forward
+    first.mlp.forward = lambda inputs: seen.append("forward") or original(inputs)
+    second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
+    third.register_forward_hook(lambda *_: seen.append("hook"))
+    accelerate(model, "compiled")
+    assert [layer.number for layer in layers_of(model)] == [2]
+    target = Target(model)
+    seen.clear()
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert seen == ["forward", "hook within", "hook"] * 3
+    target.model.model.layers[2].mlp.register_forward_hook(lambda *_: seen.append("late hook"))
+    seen.clear()
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert seen == ["forward", "hook within", "late hook", "hook"] * 3
+
+
+def test_a_layer_with_a_hook_on_its_output_is_compiled(exported: list[str]) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    model.model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+    plain, compiled = Target(model), Target(model, accelerate="compiled")
+    assert len(layers_of(compiled.model)) == 2
+    assert_same_tokens(plain, compiled)
+
+
+def test_weights_are_freed_with_the_model(exported: list[str]) -> None:
+    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
+    layer = ref(model.model.layers[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_other_calls_run_the_layer_itself(exported: list[str]) -> None:
+    """With gradients, without a cache, with transformers' cache."""
+    plain, compiled = plain_and_compiled("llama")
+    session, ids = compiled.open(1), torch.tensor([[4, 5]])
+    session.extend(PROMPTS[:1])
+    exported.clear()
+    with torch.enable_grad():
+        compiled.model(ids[:, :1], **{CACHE: session.cache}, position_ids=torch.tensor([[11]]))
+    with torch.inference_mode():
+        for use_cache in (False, True):
+            logits = [target.model(ids, use_cache=use_cache).logits for target in (plain, compiled)]
+            assert torch.allclose(*logits, atol=1e-4)
+    assert not exported
+    session.verify(Tree.chain([[4]]))
+    assert len(exported) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_in_another_dtype_computes_what_it_should(dtype: torch.dtype, exported: list[str]) -> None:
+    plain, compiled = plain_and_compiled("llama")
+    exported.clear()
+    for target in (plain, compiled):
+        target.model.to(dtype)
+    logits = [target.model(torch.tensor(PROMPTS[:1])).logits.float() for target in (plain, compiled)]
+    assert torch.allclose(*logits, atol=1e-4 if dtype == torch.float64 else 0.5)
+    assert Target(compiled.model).dtype == dtype and not exported
+
+
+def test_models_that_cannot_be_compiled_are_refused(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nothing to compile"):
+        Target(tiny("llama"), accelerate="compiled")  # in float64
+    with pytest.raises(ValueError, match="packed already"):
+        Target(accelerate(tiny("llama", dtype=torch.float32)), accelerate="compiled")
+    model = tiny("llama", dtype=torch.float32)
+    before = {name: type(module) for name, module in model.named_modules()}
+    monkeypatch.setattr(acceleration, "load_native_ops", lambda: "no headers")
+    with pytest.raises(ValueError, match=r"\(no headers\); they need a C\+\+ compiler"):
+        Target(model, accelerate="compiled")
+    assert not Target(model, accelerate="auto").compiled
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_auto_compiles_large_models(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    size = sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
+    for worth, compiled in ((size + 1, False), (size, True)):
+        monkeypatch.setattr(acceleration, "WORTH_COMPILING", worth)
+        assert Target(model, accelerate="auto").compiled == compiled
+        assert not Target(model).compiled and not Target(model, accelerate="packed").compiled
+        assert Target(model, accelerate="compiled").compiled

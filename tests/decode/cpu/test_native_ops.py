@@ -1,0 +1,341 @@
+"""The C++ ops against float64, for random shapes, and packed layers where they cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import decode
+from decode.cpu.build_cache import is_whole
+from decode.cpu.native_ops import load_native_ops, pack, unpack
+from decode.cpu.packed_linear import PackedLinear
+from tests.support.models import needs_compiler
+
+pytestmark = needs_compiler
+EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # the largest relative error of rounding
+DTYPES = [*EPSILON]
+
+
+@pytest.fixture(autouse=True)
+def ops() -> Iterator[None]:
+    assert load_native_ops() is None
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, at an odd offset in memory."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers, with gaps between them in the last dimension."""
+    return torch.stack([tensor, torch.full_like(tensor, 99.0)], dim=-1)[..., 0]
+
+
+FORMS: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor, unaligned, strided]
+
+
+def make_layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tuple[nn.Linear, PackedLinear]:
+    linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    return linear, PackedLinear(linear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(40))
+def test_linear_layers_of_random_shapes(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    size = draw.choice([1, 2, 3, 63, 129, draw.randint(1, 700)])
+    outputs = draw.choice([1, 64, 65, draw.randint(1, 300)])
+    torch.set_num_threads(seed % 4 + 1)
+    linear, packed = make_layer(size, outputs, draw.random() < 0.5, dtype)
+    for shape in ((draw.randint(1, 80),), (draw.randint(1, 5), draw.randint(1, 16)), ()):
+        inputs = draw.choice(FORMS)(torch.randn(*shape, size).to(dtype))
+        weight, bias = linear.weight.double(), torch.zeros(outputs) if linear.bias is None else linear.bias.double()
+        exact, sizes = inputs.double() @ weight.T + bias, inputs.double().abs() @ weight.T.abs() + bias.abs()
+        found = packed(inputs)
+        assert found.shape == exact.shape and found.dtype == dtype
+        allowed = 4 * EPSILON[torch.float32] * (2 + size**0.5) * sizes + 1.01 * EPSILON[dtype] * exact.abs()
+        assert bool(((found.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_number_of_rows_or_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    _, packed = make_layer(333, 150, True, dtype)
+    inputs = torch.randn(80, 333).to(dtype)
+    expected = packed(inputs)
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        for rows in range(1, 80):
+            assert torch.equal(packed(inputs[:rows]), expected[:rows])
+            assert torch.equal(packed(inputs[rows]), expected[rows])
+
+
+def make_halved(inputs: int, outputs: int) -> tuple[nn.Linear, PackedLinear]:
+    """A float32 layer whose weights bfloat16 holds exactly."""
+    linear = nn.Linear(inputs, outputs)
+    linear.weight.data = linear.weight.detach().bfloat16().float()
+    return linear, PackedLinear(linear)
+
+
+@pytest.mark.parametrize("inputs", [1, 64, 129, 576])
+def test_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(inputs: int) -> None:
+    torch.manual_seed(0)
+    linear, halved = make_halved(inputs, 150)
+    full = PackedLinear(linear)
+    full.packed = nn.Buffer(pack(linear.weight))
+    full._layout = torch.float32, torch.float32
+    assert halved.packed.dtype == torch.bfloat16 and torch.equal(halved.dense_weight(), linear.weight)
+    for rows in (1, 5, 6, 7, 24, 25, 60):
+        states = torch.randn(rows, inputs)
+        assert torch.equal(halved(states), full(states))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_halved_weights_in_another_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear, halved = make_halved(33, 20)
+    inputs = torch.randn(3, 33).to(dtype)
+    assert torch.allclose(halved.to(dtype)(inputs), linear.to(dtype)(inputs), rtol=0.02, atol=0.01)
+    assert torch.equal(halved.dense_weight(), linear.weight)
+    with pytest.raises(RuntimeError):
+        halved(inputs.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_inputs_and_packing(dtype: torch.dtype) -> None:
+    linear, packed = make_layer(7, 5, True, dtype)
+    for shape in ((0,), (0, 4), (3, 0)):
+        assert packed(torch.empty(*shape, 7, dtype=dtype)).shape == (*shape, 5)
+    assert torch.equal(unpack(pack(linear.weight), 5, 7), linear.weight)
+    assert torch.equal(packed.dense_weight(), linear.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 128, 70), (7, 64)])  # whole panels, and parts of them
+def test_several_weights_are_packed_as_one(dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    weights = [torch.randn(size, 9).to(dtype) for size in sizes]
+    assert torch.equal(pack(*weights), pack(torch.cat(weights)))
+
+
+def test_inputs_that_the_linear_op_cannot_take_are_errors() -> None:
+    _, packed = make_layer(8, 5, False, torch.float32)
+    for inputs in (torch.ones(1, 7), torch.ones(1, 9), torch.ones(1, 8).bfloat16()):
+        with pytest.raises(RuntimeError):
+            packed(inputs)
+        with pytest.raises(RuntimeError, match="inputs must have the dtype and the 8 columns of the packed weight"):
+            torch.ops.draftless.linear(inputs, packed.packed, None, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear, packed = make_layer(33, 20, True, dtype)
+    gradients = []
+    for layer in (linear, packed):
+        inputs = torch.linspace(-1, 1, 99).view(3, 33).to(dtype).requires_grad_()
+        layer(inputs).square().sum().backward()
+        gradients.append(inputs.grad)
+    assert gradients[0].abs().max() > 0.1
+    assert torch.allclose(*gradients, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_under_autocast_compute_what_dense_ones_do(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear, packed = make_layer(32, 20, True, dtype)
+    for inputs in (torch.randn(3, 32), torch.randn(3, 32).bfloat16()):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.allclose(packed(inputs).float(), linear(inputs).float(), atol=0.02)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Softmax attention in float64, as the op returns it."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.double().repeat_interleave(groups, dim=1) for part in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scale + mask.double()
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+
+
+def draw_mask(rows: int, nodes: int, slots: int, dtype: torch.dtype) -> Tensor:
+    """A mask like a tree's: a ragged row of committed slots, some nodes after it; each node sees something."""
+    slot, lengths = torch.arange(slots), torch.randint(slots, (rows, 1, 1, 1))
+    committed, in_tree = slot < lengths, (slot >= lengths) & (slot < lengths + nodes)
+    seen = committed | (in_tree & (torch.rand(rows, 1, nodes, slots) < 0.5))
+    seen |= slot == torch.minimum(lengths + torch.arange(nodes)[:, None], torch.tensor(slots - 1))  # itself
+    return torch.zeros(rows, 1, nodes, slots, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda states: torch.cat([states, torch.full_like(states, torch.nan)], dim=2)[:, :, : states.shape[2]],  # a cache
+    lambda states: states.transpose(1, 2).contiguous().transpose(1, 2),  # slots far apart
+    *FORMS,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(60))
+def test_attention_of_random_shapes(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    torch.set_num_threads(seed % 4 + 1)
+    rows, heads, groups, nodes = (draw.randint(1, most) for most in (4, 3, 5, 20))
+    slots, size = draw.choice([1, 17, 64, 128, draw.randint(1, 700)]), draw.choice([1, 8, 64, draw.randint(1, 130)])
+    value_size = draw.choice([size, 64, draw.randint(1, 130)])
+    mask = draw_mask(draw.choice([rows, 1]), nodes, slots, dtype)
+    shapes = (rows, heads * groups, nodes, size), (rows, heads, slots, size), (rows, heads, slots, value_size)
+    query, key, value = (torch.randn(shape).to(dtype) for shape in shapes)
+    exact = attend(query, key, value, mask, size**-0.5)
+    query, key, value = draw.choice(FORMS)(query), draw.choice(LAYOUTS)(key), draw.choice(LAYOUTS)(value)
+    found = torch.ops.draftless.attention(query, key, value, mask, size**-0.5)
+    assert found.shape == exact.shape and found.dtype == dtype and found.is_contiguous()
+    errors = (found.double() - exact).abs()
+    assert bool((errors <= 1e-5 + 1.01 * EPSILON[dtype] * exact.abs()).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("magnitude", [1e4, 1e20, 1e36])
+def test_attention_to_large_scores(dtype: torch.dtype, sign: int, magnitude: float) -> None:
+    """The largest score that a node sees takes all."""
+    torch.manual_seed(0)
+    slots, nodes = 300, 5
+    mask = draw_mask(2, nodes, slots, dtype)
+    steps = torch.arange(slots)[torch.randperm(slots)] + 1.0  # [slots]: exact in bfloat16 up to 256
+    steps = steps.bfloat16().float()
+    query = torch.full((2, 4, nodes, 8), sign * magnitude**0.5, dtype=dtype)
+    key = (steps[:, None] * magnitude**0.5 / 8 / slots).expand(2, 2, slots, 8).to(dtype)
+    value = torch.randn(2, 2, slots, 8).to(dtype)
+    exact = attend(query, key, value, mask, 1.0)
+    found = torch.ops.draftless.attention(query, key, value, mask, 1.0)
+    assert bool(torch.isfinite(found).all()) and torch.allclose(found.double(), exact, atol=0.01)
+
+
+REPORT = """
+import errno, json, os, sys
+from pathlib import Path
+import torch
+from decode.cpu.acceleration import accelerated_copy
+from decode.cpu.native_ops import load_native_ops
+from tests.support.models import tiny
+
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+model, ids, write_text = tiny("llama", dtype=torch.float32), torch.tensor([[5, 6, 7]]), Path.write_text
+for scenario in json.load(sys.stdin):
+    Path.write_text = fail if scenario.pop("full", None) else write_text
+    os.environ.update({"CXX": "g++", **scenario})
+    load_native_ops.cache_clear()
+    try:
+        refusal = accelerated_copy(model, "compiled") and ""
+    except ValueError as error:
+        refusal = str(error)
+    packed = accelerated_copy(model, "auto")
+    same = torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
+    print(json.dumps([load_native_ops(), refusal, type(packed.lm_head).__name__, same]))
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What a process reports where the ops cannot be compiled, loaded or kept, for different reasons."""
+    folder = tmp_path_factory.mktemp("without")
+    strange, empty = folder / "strange", folder / "empty"
+    strange.write_text("#!/bin/sh\nprintf '\\377 an error: strange\\n' >&2; exit 1\n")
+    empty.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    for script in (strange, empty):
+        script.chmod(0o700)
+    scenarios: dict[str, dict[str, str]] = {
+        "no compiler": {"CXX": "/nonexistent"},
+        "it fails": {"CXX": "false"},
+        "its errors are not UTF-8": {"CXX": str(strange)},
+        "it writes no library": {"CXX": "true"},
+        "it writes an empty library": {"CXX": str(empty)},
+        "a file in place of the folder": {"XDG_CACHE_HOME": str(strange)},
+        "no space": {"full": "yes", "CXX": str(empty), "XDG_CACHE_HOME": str(folder / "full")},
+    }
+    asked = json.dumps([{"XDG_CACHE_HOME": str(folder / "cache"), **each} for each in scenarios.values()])
+    command, root = [sys.executable, "-c", REPORT], Path(__file__).parents[3]
+    result = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=root)
+    assert result.returncode == 0, result.stderr
+    return dict(zip(scenarios, map(json.loads, result.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "reason"),
+    [
+        ("no compiler", "No such file or directory: '/nonexistent'"),
+        ("it fails", "the compiler failed"),
+        ("its errors are not UTF-8", "an error: strange"),
+        ("it writes no library", "No such file or directory"),
+        ("it writes an empty library", "Could not load this library"),
+        ("a file in place of the folder", "Not a directory"),
+        ("no space", "No space left on device"),
+    ],
+)
+def test_without_the_ops_onednn_packs_layers(reports: dict[str, list[Any]], scenario: str, reason: str) -> None:
+    found, refusal, layer, same = reports[scenario]
+    assert reason in found and "\n" not in found
+    assert refusal.startswith(f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++")
+    assert layer == "OneDnnLinear" and same
+
+
+WORK = """
+import sys, types
+import torch
+decode = sys.modules["decode"] = types.ModuleType("decode")  # without importing all of it, which takes seconds
+decode.__path__ = [sys.argv[1]]
+from decode.cpu.native_ops import load_native_ops
+from decode.cpu.packed_linear import PackedLinear
+assert load_native_ops() is None, load_native_ops()
+linear = torch.nn.Linear(9, 9)
+assert torch.allclose(PackedLinear(linear)(torch.ones(2, 9)), linear(torch.ones(2, 9)), atol=1e-5)
+"""
+KILLING = """#!/bin/sh
+[ "$1" = -shared ] || exec g++ "$@" -O0
+echo linking >> log
+[ $(wc -l < log) -gt 1 ] && exec g++ "$@"
+while [ "$1" != -o ]; do shift; done
+printf half > "$2"
+kill -9 $PPID
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_build_one_library_after_a_killed_build(tmp_path: Path) -> None:
+    """The compiler kills the process for which it first links. Then a damaged library lies in its place."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(KILLING)
+    compiler.chmod(0o700)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+
+    work = [sys.executable, "-c", WORK, str(Path(decode.__file__).parent)]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(work, cwd=tmp_path, env=environment)
+
+    assert start().wait() == -9
+    (half,) = tmp_path.rglob("*.so")
+    library = half.parents[1] / half.name
+    assert half.read_text() == "half" and not library.exists()
+    library.write_bytes(b"damaged")
+    library.with_suffix(".sha256").write_bytes(b"\xff")
+    running = [start(), start()]
+    assert [process.wait() for process in running] == [0, 0]
+    assert (tmp_path / "log").read_text().count("linking") == 2
+    assert [*tmp_path.rglob("*.so")] == [library] and is_whole(library)

@@ -1,0 +1,221 @@
+"""Packing a model's layers changes its speed and nothing else."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from decode import Target, generate
+from decode.cpu import acceleration, packed_linear
+from decode.cpu.acceleration import accelerate, accelerated_copy
+from decode.cpu.packed_linear import (
+    PACKED,
+    MergedLinear,
+    MergedPart,
+    OneDnnLinear,
+    PackedLinear,
+    can_pack,
+    pack_linear,
+)
+from decode.models import grouped_attention
+from decode.models.grouped_attention import grouped_sdpa
+from proposers import MedusaProposer, NGramProposer
+from tests.support.drafting import make_head
+from tests.support.models import needs_compiler, tiny
+
+DTYPES = [torch.float32, torch.bfloat16]
+has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
+KINDS = ["llama", "qwen2", "gemma3_text", "gemma3n_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(params=["the op", "oneDNN"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class of packed layers, with and without a compiler."""
+    if request.param == "the op":
+        return PackedLinear
+    for module in (acceleration, grouped_attention, packed_linear):
+        monkeypatch.setattr(module, "load_native_ops", lambda: "no compiler")
+    return OneDnnLinear
+
+
+@pytest.mark.parametrize(("dtype", "bias", "outputs"), [*product(DTYPES, [False, True], [100, 97])])
+@needs_compiler
+def test_a_packed_layer_computes_the_same_as_the_dense_one(
+    form: type[nn.Module], dtype: torch.dtype, bias: bool, outputs: int
+) -> None:
+    if form is OneDnnLinear and not has_onednn[dtype]:
+        pytest.skip("this CPU has no bfloat16 matrix kernels")
+    torch.manual_seed(0)
+    linear = nn.Linear(64, outputs, bias=bias, dtype=dtype)
+    packed = packed_linear.pack_linear(linear)
+    assert type(packed) is form
+    for shape in ((), (1,), (1, 1), (2, 1), (1, 2), (3,), (5,), (2, 7), (4, 16), (2, 200), (0, 4)):
+        inputs = torch.randn(*shape, 64, dtype=dtype)
+        exact = nn.functional.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        allowed = 2 * (linear(inputs).double() - exact).abs() + (1e-6 if dtype == torch.float32 else 2e-3)
+        assert packed(inputs).shape == exact.shape
+        assert ((packed(inputs).double() - exact).abs() <= allowed.amax(-1, keepdim=True)).all()
+
+
+def test_merged_layers_compute_the_same_as_separate_ones() -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(32, size, bias=bias) for size, bias in [(24, True), (8, False), (40, True)]]
+    merged = MergedLinear(linears, pack_linear)
+    parts = [MergedPart(merged, index) for index in range(3)]
+    one, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    # Also if parts get different tensors, are called out of order, or not all are called.
+    for inputs in ([one, one, one], [one, other, one], [other, one, one]):
+        for order in ([0, 1, 2], [2, 0, 1], [1], [0, 0, 1]):
+            for index in order:
+                expected = linears[index](inputs[index])
+                assert torch.allclose(parts[index](inputs[index]), expected, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_model_generates_the_same_tokens(form: type[nn.Module], kind: str) -> None:
+    model = tiny(kind, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompts = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
+    plain, packed = Target(model), Target(model, accelerate="auto")
+    assert any(isinstance(module, form) for module in packed.model.modules())
+    for proposer in (None, NGramProposer(length=4)):
+        answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, packed)]
+        assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert plain.model is model and model.config._attn_implementation in ("sdpa", "eager")
+
+
+@needs_compiler
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_that_are_no_multiples_of_anything(form: type[nn.Module], dtype: torch.dtype, tied: bool) -> None:
+    """An odd vocabulary, narrow heads, biases, one key-value head."""
+    if form is OneDnnLinear and not has_onednn[dtype]:
+        pytest.skip("this CPU has no bfloat16 matrix kernels")
+    sizes = {"vocab_size": 101, "hidden_size": 27, "intermediate_size": 33, "head_dim": 6, "num_attention_heads": 3}
+    biases = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    model = tiny("llama", dtype=dtype, **sizes, **biases)
+    packed, ids = accelerated_copy(model, "packed"), torch.arange(33).view(3, 11)
+    assert isinstance(packed.lm_head, PACKED)
+    expected, found = (each(ids).logits.float() for each in (model, packed))
+    assert (expected - found).abs().max() < (1e-4 if dtype == torch.float32 else 0.2) * expected.std()
+    if dtype == torch.float32:
+        targets = Target(model), Target(model, accelerate="packed")
+        assert torch.equal(targets[0].output_matrix, targets[1].output_matrix)
+        answers = [generate(target, [[5], [6, 7]], NGramProposer(), max_new_tokens=20) for target in targets]
+        assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("before", "after"), [*product(DTYPES, [torch.float64, torch.float16]), DTYPES, DTYPES[::-1]])
+def test_a_packed_model_in_another_dtype_is_right_or_fails(
+    form: type[nn.Module], before: torch.dtype, after: torch.dtype
+) -> None:
+    model = tiny("llama", dtype=before, vocab_size=101)
+    packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7, 8]])
+    packed = packed.to(after)  # shares tensors with the model, which changes too
+    expected = tiny("llama", dtype=before, vocab_size=101).to(after)(ids).logits.float()
+    if form is OneDnnLinear:
+        with pytest.raises(RuntimeError):
+            packed(ids)
+    else:
+        allowed = 1e-4 if after == torch.float64 else 0.3
+        assert (packed(ids).logits.float() - expected).abs().max() < allowed * expected.std()
+        assert packed.lm_head.dense_weight().dtype == after
+
+
+def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
+    """They take effect only in part: norms and embeddings are shared."""
+    model = tiny("llama", dtype=torch.float32)
+    packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7]])
+    before = packed(ids).logits
+    model.model.layers[0].mlp.down_proj.weight.data.zero_()
+    assert torch.equal(packed(ids).logits, before)
+    model.model.norm.weight.data.mul_(2)
+    assert torch.allclose(packed(ids).logits, 2 * before, atol=1e-4)
+
+
+def test_dense_weights_are_freed_and_tied_embeddings_kept() -> None:
+    model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
+    accelerate(model)
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
+
+
+def test_a_copy_shares_its_tensors() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    copy = accelerated_copy(model, "auto")
+    assert copy.model.embed_tokens.weight is model.model.embed_tokens.weight
+    assert isinstance(copy.lm_head, PackedLinear) and type(model.lm_head) is nn.Linear
+
+
+def test_what_is_packed_is_not_packed_again() -> None:
+    model = accelerate(tiny("llama", dtype=torch.float32))
+    assert accelerated_copy(model, "auto") is model is accelerate(model)
+    target = Target(model, accelerate="auto")
+    proposer = MedusaProposer(make_head("medusa", target)).prepare(target)
+    packed = proposer.head
+    assert proposer.prepare(target).head is packed
+
+
+def test_what_cannot_be_packed_is_left_alone() -> None:
+    assert not can_pack(nn.Linear(4, 4, dtype=torch.float64))
+    assert not can_pack(nn.Linear(4, 4, device="meta"))
+    assert not can_pack(nn.Embedding(4, 4))
+    model = accelerate(tiny("llama"))
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_padding_mask_still_works_on_a_packed_model() -> None:
+    """A call of the model with transformers' ordinary 2-D mask returns the stock model's logits."""
+    model = tiny("llama", dtype=torch.float32)
+    ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    stock = model(ids, attention_mask=mask).logits[:, 2:]
+    packed = accelerated_copy(model, "auto")(ids, attention_mask=mask).logits[:, 2:]
+    assert torch.allclose(stock, packed, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 3), (4, 1)])
+@needs_compiler
+def test_grouped_attention_is_that_of_transformers(
+    form: type[nn.Module], dtype: torch.dtype, heads: int, groups: int
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Module().eval()
+    module.num_key_value_groups = groups
+    module.is_causal = False
+    query = torch.randn(3, heads * groups, 7, 9)
+    key, value = torch.randn(3, heads, 70, 9), torch.randn(3, heads, 70, 5)
+    seen = torch.rand(3, 1, 7, 70) < 0.3
+    seen[..., 0] = True
+    mask = torch.zeros(3, 1, 7, 70).masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
+    parts = [part.to(dtype) for part in (query, key, value, mask)]
+    allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for scaling in (None, 0.7):
+        exact, _ = sdpa_attention_forward(module, *(part.double() for part in parts), scaling=scaling)
+        found, _ = grouped_sdpa(module, *parts, scaling=scaling)
+        assert found.shape == exact.shape and found.dtype == dtype and (found - exact).abs().max() < allowed
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_grouped_attention_has_the_gradients_of_transformers(place: int) -> None:
+    """Of queries, keys or values alone, as for an adapter on one of them."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    states = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
+    mask = torch.zeros(1, 1, 5, 5).masked_fill_(torch.ones(5, 5).triu(1) > 0, torch.finfo(torch.float32).min)
+    gradients: list[Tensor] = []
+    for attend in (sdpa_attention_forward, grouped_sdpa):
+        parts = [part.clone().requires_grad_(index == place) for index, part in enumerate(states)]
+        attend(module, *parts, mask)[0].square().sum().backward()
+        assert parts[place].grad is not None
+        gradients.append(parts[place].grad)
+    assert torch.allclose(*gradients, atol=1e-5)

@@ -1,0 +1,172 @@
+"""Steps of fixed shape: results of a session with any lengths and rows, and nothing in them that depends on data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from decode import Sampling, Session, Target, Tree
+from decode.accept import accept, unpack
+from decode.gpu import graph
+from decode.gpu.fixed_cache import round_up
+from decode.gpu.fixed_session import FixedSession, make_buffer
+from decode.noise import KEY_NAMES, TEXT, row_keys
+from tests.support.models import tiny
+from tests.support.recorded_graphs import recorded_graphs
+from tests.support.trees import tree_of_rows
+
+LAYERS = (1, -1)
+VOCABULARY = 8  # so few that random drafts are accepted
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)
+
+
+def make_trees(choose: random.Random, rows: int, width: int) -> Tree:
+    """A tree of at most `width` nodes for each row, one as large. No two siblings have the same token."""
+    return tree_of_rows([make_row(choose, choose.randint(1, width) if row else width) for row in range(rows)])
+
+
+def make_row(choose: random.Random, size: int) -> tuple[list[int], list[int]]:
+    tokens, parents = [choose.randrange(VOCABULARY)], [-1]
+    for node in range(1, size):
+        parents.append(choose.randrange(node))
+        siblings = {tokens[other] for other in range(1, node) if parents[other] == parents[node]}
+        tokens.append(choose.choice([token for token in range(VOCABULARY) if token not in siblings]))
+    return tokens, parents
+
+
+def open_sessions(kind: str, rows: int, sampling: Sampling, length: int = 5) -> tuple[FixedSession, Session]:
+    """A session with steps of fixed shape and one without, which have read the same prompts."""
+    target = Target(tiny(kind, vocab_size=VOCABULARY, max_position_embeddings=1024))
+    sessions = FixedSession(target, rows, LAYERS, sampling), target.open(rows, LAYERS)
+    for session in sessions:
+        session.extend([[(7 * row + place) % VOCABULARY for place in range(length + row)] for row in range(rows)])
+    return sessions
+
+
+def add_noise(session: FixedSession) -> dict[int, list[int]]:
+    """Upload the noise of a step. Returns texts as long as the committed ones."""
+    texts = {row: [0] * length for row, length in enumerate(session.lengths)}
+    if not session.sampling.greedy:
+        keys = row_keys(session.sampling.seed, [*texts], session.lengths, 64, TEXT)
+        session.begin_upload().add({KEY_NAMES[TEXT]: keys})
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])  # gpt2 looks positions up
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_results_are_those_of_a_session(kind: str, sampling: Sampling) -> None:
+    """While trees change in size, rows leave, and the cache grows past its first 256 slots."""
+    choose, rows = random.Random(1), 5
+    fixed, session = open_sessions(kind, rows, sampling, length=236)
+    capacities, longest = set(), 0
+    for step in range(14):
+        tree = make_trees(choose, rows, choose.choice([1, 5, 8]))
+        texts = add_noise(fixed)
+        found, expected = fixed.verify(tree), session.verify(tree)
+        assert found.packed is not None and found.features is not None and expected.features is not None
+        assert found.logits.shape == expected.logits.shape and found.features.shape == expected.features.shape
+        torch.testing.assert_close(found.logits[tree.real], expected.logits[tree.real])
+        torch.testing.assert_close(found.features[tree.real], expected.features[tree.real])
+        accepted = accept(tree, expected.logits, sampling, texts)
+        assert unpack(found.packed) == accepted
+        for each in (fixed, session):
+            each.keep(accepted.path)
+        longest = max(longest, *map(len, accepted.path))
+        capacities.add(fixed.cache.capacity)
+        if step in (4, 8, 11):
+            kept = choose.sample(range(rows), rows - 1)
+            rows = rows - 1
+            for each in (fixed, session):
+                each.select(sorted(kept))
+        assert fixed.lengths == session.lengths
+    assert fixed.cache.layers[0].keys.shape[0] == round_up(rows) == 2
+    assert len(capacities) == 2 and longest > 1
+
+
+class Step(nn.Module):
+    """A session's step as a function of its buffers and its cache."""
+
+    def __init__(self, session: FixedSession) -> None:
+        super().__init__()
+        self.model = session.target.model
+        self.compute = session.compute
+        self.blocks = session.cache.blocks  # no modules
+
+    def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:
+        for block, states in zip(self.blocks, cache, strict=True):
+            block.hold(*states)
+        return vars(self.compute(buffers))
+
+
+def copy_cache(session: FixedSession) -> list[tuple[Tensor, Tensor]]:
+    return [(block.keys.clone(), block.values.clone()) for block in session.cache.blocks]
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 4])
+@torch.no_grad()
+def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chain: bool) -> None:
+    """Its shapes are numbers, and what it computes later, with more tokens committed, is what the session computes."""
+    session, _ = open_sessions("gemma3_text", rows, sampling)
+
+    def begin_step(width: int) -> tuple[Tree, dict[str, Tensor]]:
+        """A tree and what a step reads, padded to 8 nodes."""
+        tokens = torch.randint(VOCABULARY, (rows, width))
+        tree = Tree.chain(tokens.tolist()) if chain else make_trees(random.Random(width), rows, width)
+        add_noise(session)
+        inputs = session._list_inputs(tree)
+        buffers = {name: make_buffer(name, tensor, rows, 8) for name, tensor in inputs.items()}
+        for name, tensor in inputs.items():
+            buffers[name][tuple(map(slice, tensor.shape))] = tensor
+        session.cache.make_room(8)
+        return tree, buffers
+
+    _, buffers = begin_step(8)
+    cache = copy_cache(session)
+    exported = torch.export.export(Step(session), (buffers, copy_cache(session)), strict=False)
+    values = tree_leaves([node.meta.get("val") for node in exported.graph.nodes])
+    sizes: list[Any] = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+    assert len(sizes) > 100 and all(type(size) is int for size in sizes)
+    for block, states in zip(session.cache.blocks, cache, strict=True):
+        block.hold(*states)
+    for width in (3, 7):
+        tree, buffers = begin_step(width)
+        result = exported.module()(buffers, copy_cache(session))
+        add_noise(session)
+        expected = session.verify(tree)
+        torch.testing.assert_close(result["logits"][:, :width][tree.real], expected.logits[tree.real])
+        assert expected.packed is not None
+        accepted = unpack(expected.packed)
+        assert unpack(result["packed"]) == accepted
+        session.keep(accepted.path)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured once. Other graphs are tried if it was memory that this one lacked."""
+    monkeypatch.setattr(graph, "_failed", False)
+    calls = []
+
+    def compute(buffers: Mapping[str, Tensor]) -> Tensor:
+        calls.append(buffers)
+        if len(calls) == 2:
+            raise error("not now")
+        return buffers["x"] + 1
+
+    with recorded_graphs():
+        captured = graph.Captured(graph.make_pool(torch.device("cuda")), {"x": torch.zeros(1)})
+        assert [float(captured.run(compute, {"x": torch.tensor([x])})) for x in (1.0, 2.0, 3.0)] == [2, 3, 4]
+    assert len(calls) == 4
+    assert graph._failed == (error is RuntimeError)
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="need a CUDA device"):
+        Target(tiny("llama"), accelerate="graphs")

@@ -1,0 +1,108 @@
+"""On a GPU: losslessness in every dtype, and no more synchronization than one a step."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode import Proposer, Sampling, Target, generate
+from decode.gpu import graph
+from heads import save_head
+from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer, load_best
+from proposers.calibration import Calibration
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
+
+
+def proposers(target: Target) -> list[Proposer | None]:
+    heads = [
+        HEAD_PROPOSERS[kind](make_head(kind, target), nodes=nodes) for kind in HEAD_PROPOSERS for nodes in (12, None)
+    ]
+    drafts = [DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
+    return [None, NGramProposer(length=4), *drafts, *heads]
+
+
+def test_load_best_finds_a_head(tmp_path: Path) -> None:
+    target = on_gpu("llama", torch.float32)
+    for kind in ("medusa", "eagle3"):
+        save_head(make_head(kind, target), tmp_path / kind)
+        Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(tmp_path / kind)
+    best = load_best(target, [tmp_path / "medusa", tmp_path / "eagle3"])
+    assert best is not None and best.head.kind in ("medusa", "eagle3")
+    assert generate(target, PROMPTS, best, max_new_tokens=24)[0].tokens == generate(target, PROMPTS)[0].tokens[:24]
+
+
+def on_gpu(kind: str, dtype: torch.dtype, accelerate: str = "off") -> Target:
+    return Target(tiny(kind, dtype=dtype).cuda(), accelerate=accelerate)
+
+
+@pytest.mark.parametrize("accelerate", ["off", "graphs"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float, accelerate: str) -> None:
+    target = on_gpu(kind, dtype, accelerate)
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
+    plain = generate(on_gpu(kind, dtype), PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
+    for proposer in proposers(target):
+        for batch_size in (1, 4):
+            answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert not graph._failed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_differs_at_near_ties_only(kind: str, dtype: torch.dtype) -> None:
+    target = on_gpu(kind, dtype)
+    plain = generate(target, PROMPTS, max_new_tokens=24, batch_size=1)
+    for proposer in proposers(target):
+        for answer, expected in zip(generate(target, PROMPTS, proposer, max_new_tokens=24), plain, strict=True):
+            if answer.tokens != expected.tokens:
+                pairs = zip(answer.tokens, expected.tokens, strict=False)
+                place = next(index for index, (one, other) in enumerate(pairs) if one != other)
+                ids = torch.tensor([answer.prompt + answer.tokens[:place]], device="cuda")
+                logits = target.model(ids).logits[0, -1].float()
+                best, second = logits.topk(2).values
+                assert best - second < 0.1 * logits.std()
+
+
+def test_sampled_drafts_keep_the_distribution() -> None:
+    target = Target(tiny("llama", vocab_size=12, initializer_range=0.3, dtype=torch.float32).cuda())
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, dtype=torch.float32).cuda())
+    counts = []
+    for seed, proposer in enumerate([None, DraftProposer(draft, sampled=True, length=3)]):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        answers = generate(target, [[3, 4]] * 2400, proposer, sampling=sampling, max_new_tokens=3, stop_ids=[])
+        counts.append(torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double())
+    one, other = counts
+    seen = one + other > 0
+    assert ((one - other) ** 2 / (one + other))[seen].sum() < 31.3  # 11 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_each_step_synchronizes_once(temperature: float) -> None:
+    """To read what was accepted."""
+    target = on_gpu("llama", torch.float32)
+    proposer = NGramProposer(length=4)
+    settings = {"sampling": Sampling(temperature=temperature, seed=1), "stop_ids": [], "max_new_tokens": 64}
+    generate(target, [[5, 6, 5, 6, VOCABULARY - 1]], proposer, **settings)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            answer = generate(target, [[5, 6, 5, 6, VOCABULARY - 1]], proposer, **settings)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    syncs = [warning for warning in caught if "synchron" in str(warning.message)]
+    assert len(syncs) <= answer.stats.steps + 5  # a few while the prompt is read

@@ -1,0 +1,210 @@
+"""What runs on a GPU, run on the CPU: the same tokens as the rules that go row by row, and the checks of trees."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode import Sampling, Tree
+from decode.accept import accept_sampled_tree, read_accepted, walk
+from decode.gpu.at_once import follow
+from decode.gpu.check import check_on_device
+from decode.gpu.draw import draw_all
+from decode.gpu.judge import judge_sampled_trees
+from decode.gpu.transfer import Upload, copy_packed
+from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
+from proposers.trees.sampled import sample_by_gumbel
+from tests.decode.test_tree import random_tree
+from tests.support.trees import tree_of_rows
+
+VOCABULARY = 6
+TEXTS = {4: [1, 2, 3], 7: [5], 8: [2, 2]}
+
+
+def draft_tree(seed: int, all_sampled: bool, chains: bool) -> Tree:
+    """Trees of three rows whose sampled tokens were sampled from q, without replacement among siblings."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    rows, marks = [], []
+    width = 10
+    q = torch.rand(3, width, VOCABULARY, dtype=torch.float64) ** 3
+    q[torch.rand(q.shape) < 0.3] = 0
+    q[:, :, 0] += 0.01
+    q /= q.sum(dim=2, keepdim=True)
+    for row in range(3):
+        tokens, parents, sampled = [0], [-1], [False]
+        left = q[row].clone()
+        for node in range(1, choose.randint(1, width)):
+            parent = node - 1 if chains else choose.randrange(node)
+            sampled.append(all_sampled or choose.random() < 0.6)
+            if sampled[-1] and left[parent].sum() > 0:
+                tokens.append(int(torch.multinomial(left[parent], 1)))
+                left[parent, tokens[-1]] = 0
+            else:
+                tokens.append(choose.randrange(VOCABULARY))
+            parents.append(parent)
+        rows.append((tokens, parents))
+        marks.append(sampled)
+    tree = tree_of_rows(rows)
+    mark = torch.zeros(3, tree.width, dtype=torch.bool)
+    for row, sampled in enumerate(marks):
+        mark[row, : len(sampled)] = torch.tensor(sampled)
+    return replace(tree, q=q[:, : tree.width], sampled=None if all_sampled else mark)
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 4.0])
+@pytest.mark.parametrize("all_sampled", [True, False])
+@pytest.mark.parametrize("chains", [True, False])
+def test_sampled_trees_are_judged_as_row_by_row(
+    chains: bool, all_sampled: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = set()
+    for seed in range(150):
+        tree = draft_tree(seed, all_sampled, chains)
+        assert tree.q is not None
+        # Logits near the draft's, so that drafts are accepted to every depth.
+        noise = torch.randn(3, tree.width, VOCABULARY, dtype=torch.float64)
+        logits = (tree.q + 0.02).log() + noise / sharpness
+        sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
+        expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
+        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
+        monkeypatch.setattr("decode.gpu.judge.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
+        on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
+        assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
+        assert bonus.tolist() == expected.bonus, seed
+        lengths |= {len(path) for path in expected.path}
+    assert {1, 2, 3, 4} <= lengths
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
+def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        tree = random_tree(random.Random(seed))
+        torch.manual_seed(seed)
+        logits = 2 * torch.randn(3, tree.width, VOCABULARY, dtype=torch.float64)
+        sampling = Sampling(**{"temperature": 0.9, "seed": seed, **settings})
+        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, TEXT)
+        expected = walk(tree, logits, sampling, TEXTS)
+        for most in (1, 1 << 27):  # row by row, and all rows at once
+            monkeypatch.setattr("decode.gpu.draw.MOST", most)
+            found = read_accepted(tree, *follow(tree, draw_all(tree, logits, sampling, keys)))
+            # Of siblings with the same token the walk takes the first, the other the one that leads further.
+            assert found.tokens[0][: len(expected.tokens[0])] == expected.tokens[0]
+            if not has_twins(tree):
+                assert (found.path, found.bonus) == (expected.path, expected.bonus)
+
+
+def has_twins(tree: Tree) -> bool:
+    for row, size in enumerate(tree.sizes.tolist()):
+        pairs = [*zip(tree.parents[row, :size].tolist(), tree.tokens[row, :size].tolist(), strict=True)]
+        if len({*pairs}) < len(pairs):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("stream", [TEXT, ACCEPTANCE, DRAFT])
+def test_keys_of_rows_are_those_of_their_numbers(stream: int) -> None:
+    made = row_keys((1 << 62) - 5, [3, 1 << 40], [0, 99], 4, stream)
+    for row, (request_id, position) in enumerate([(3, 0), (1 << 40, 99)]):
+        for level in range(4):
+            arguments = (position + level,) if stream == TEXT else (position, stream, level)
+            assert int(made[row, level]) == key((1 << 62) - 5, request_id, *arguments)
+
+
+def test_a_valid_tree_stays_as_it_is_but_for_its_root() -> None:
+    for seed in range(50):
+        tree = random_tree(random.Random(seed))
+        checked = check_on_device(tree, torch.tensor([1, 2, 3]), 12, VOCABULARY)
+        assert checked.wrong is not None and not checked.wrong.any()
+        assert checked.tokens[:, 0].tolist() == [1, 2, 3]
+        assert torch.equal(checked.tokens[:, 1:], tree.tokens[:, 1:])
+        assert torch.equal(checked.parents, tree.parents) and torch.equal(checked.sizes, tree.sizes)
+
+
+def test_a_wrong_tree_is_mended_and_marked_in_its_row_only() -> None:
+    caught = 0
+    for seed in range(300):
+        choose = random.Random(seed)
+        tree = random_tree(choose)
+        spoilt = Tree(tree.tokens.clone(), tree.parents.clone(), tree.sizes.clone(), tree.height)
+        row, node = choose.randrange(3), choose.randrange(tree.width)
+        what = choose.choice([spoilt.tokens, spoilt.parents])
+        what[row, node] = choose.choice([-7, -1, VOCABULARY, 40])
+        if choose.random() < 0.2:
+            spoilt.sizes[row] = choose.choice([0, 99])
+        wrong = not is_valid(spoilt, row)
+        checked = check_on_device(spoilt, tree.tokens[:, 0], 12, VOCABULARY)
+        assert checked.wrong is not None
+        assert checked.wrong.tolist() == [each == row and wrong for each in range(3)], seed
+        caught += wrong
+        # Nothing of it can index out of range.
+        mended = Tree(checked.tokens, checked.parents, checked.sizes, tree.width)
+        mended.check(3, 12, VOCABULARY)
+    assert caught > 100
+
+
+def is_valid(tree: Tree, row: int) -> bool:
+    """What the CPU's check says of a row, whose root is replaced."""
+    tokens = tree.tokens.clone()
+    tokens[:, 0] = 0
+    one = slice(row, row + 1)
+    try:
+        Tree(tokens[one], tree.parents[one], tree.sizes[one], tree.height).check(1, 12, VOCABULARY)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_tree_deeper_than_its_height_is_marked() -> None:
+    """In the rows that are. Noise is laid out by depth, so no depth may exceed the height."""
+    for depth, height in product(range(1, 9), range(1, 9)):
+        chain = Tree.chain([[0] * (depth + 1), [0, 1]])
+        tree = Tree(chain.tokens, chain.parents, chain.sizes, height)
+        checked = check_on_device(tree, torch.tensor([0, 0]), 12, VOCABULARY)
+        assert checked.wrong is not None and checked.wrong.tolist() == [depth > height, False]
+        assert int(checked.depth.max()) <= height
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 0], [-1, -1, 1]])
+def test_a_chain_that_is_none_is_marked(parents: list[int]) -> None:
+    tree = Tree(torch.tensor([[1, 2, 3]]), torch.tensor([parents]), torch.tensor([3]), 2, is_chain=True)
+    checked = check_on_device(tree, torch.tensor([1]), 9, VOCABULARY)
+    assert checked.wrong is not None and checked.wrong.tolist() == [True]
+
+
+def test_packed_tensors_arrive_unchanged() -> None:
+    tensors = {
+        "numbers": torch.tensor([[1, -2], [3, 1 << 60]]),
+        "flags": torch.tensor([True, False, True]),
+        "nothing": torch.empty(0, dtype=torch.long),
+        "columns": torch.arange(6.0, dtype=torch.float64).view(2, 3).T,
+        "small": torch.tensor(7, dtype=torch.int32),
+    }
+    arrived = copy_packed(tensors, torch.device("meta"))  # a device without memory shows shapes
+    assert {name: (each.shape, each.dtype) for name, each in arrived.items()} == {
+        name: (each.shape, each.dtype) for name, each in tensors.items()
+    }
+    upload = Upload(torch.device("cpu"))
+    upload.add(tensors)
+    assert all(upload[name] is tensor for name, tensor in tensors.items()) and "other" not in upload
+    with pytest.raises(KeyError):
+        upload["other"]
+
+
+def test_gumbel_samples_are_without_replacement() -> None:
+    rounds, q = 20_000, torch.tensor([0.0, 0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    exponential = torch.empty(1, rounds, 5, dtype=torch.float64).exponential_(
+        generator=torch.Generator().manual_seed(0)
+    )
+    sampled = sample_by_gumbel(q.expand(1, rounds, -1), exponential, 2)[0]  # [rounds, 2]
+    counts = torch.bincount(sampled @ torch.tensor([5, 1]), minlength=25).view(5, 5)
+    expected: Tensor = rounds * q[:, None] * q / (1 - q[:, None])
+    expected.fill_diagonal_(0)
+    assert (counts[expected == 0] == 0).all()
+    cells = expected > 0
+    assert float(((counts - expected)[cells] ** 2 / expected[cells]).sum()) < 31.3  # 11 degrees of freedom

@@ -1,0 +1,365 @@
+"""`speculate` inside transformers' own `generate`: the same tokens, with all settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from decode import PlainProposer, Proposer, Target, Tree, speculate
+from proposers import DraftProposer, NGramProposer
+from tests.support.models import CONTEXT, VOCABULARY, tiny
+from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: PreTrainedModel) -> Tensor:
+    """transformers' own tokens for the batch, [3, 7 + NEW]."""
+    return model.generate(BATCH, attention_mask=MASK, max_new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def make_proposers(model: PreTrainedModel) -> dict[str, Callable[[], Proposer]]:
+    """Deterministic proposers: weak drafts, and the model as its own draft, with every draft token accepted."""
+    itself, draft = Target(model), Target(tiny("llama", num_hidden_layers=1))
+    return {
+        "none": PlainProposer,
+        "ngram": lambda: NGramProposer(length=5),
+        "draft tree": lambda: DraftProposer(draft, width=3, length=3),
+        "itself": lambda: DraftProposer(itself, length=6),
+    }
+
+
+@pytest.fixture(scope="module", params=["none", "ngram", "draft tree", "itself"])
+def proposer(request: pytest.FixtureRequest, make_proposers: dict[str, Callable[[], Proposer]]) -> Proposer:
+    return make_proposers[request.param]()
+
+
+def assert_same(
+    model: PreTrainedModel, proposer: Proposer | None, make: Callable[[], dict] = dict, ids: Tensor = BATCH
+) -> Tensor:
+    """Compare with transformers' own decoding. `make` returns new settings for each: some have state."""
+    mask = (ids != 0).long()
+    expected = model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW, **make()})
+    got = generate(model, ids, proposer, attention_mask=mask, **make())
+    assert got.tolist() == expected.tolist() and got.dtype == expected.dtype
+    return got
+
+
+# Greedy decoding
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "mistral window"])
+def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
+    model = tiny(kind)
+    for ids in (PROMPT, torch.cat([BATCH, BATCH[1:2].expand(3, -1)], dim=1), PROMPT, PROMPT[:, :1]):
+        for proposer in (None, NGramProposer(length=5), DraftProposer(Target(model), width=2, length=3)):
+            assert_same(model, proposer, ids=ids)
+
+
+@pytest.mark.parametrize("ends", [11, [11, 40, 57], torch.tensor([11, 40, 57, 88, 24])])
+def test_end_tokens(model: PreTrainedModel, proposer: Proposer, ends: Any) -> None:
+    assert_same(model, proposer, lambda: {"eos_token_id": ends})
+    assert_same(model, proposer, lambda: {"eos_token_id": ends, "pad_token_id": 3}, ids=BATCH[1:2])
+
+
+def test_rows_are_padded_to_the_longest(model: PreTrainedModel, plain: Tensor, proposer: Proposer) -> None:
+    ends = [int(plain[0, BATCH.shape[1] + 3]), int(plain[1, BATCH.shape[1] + 8])]
+    got = assert_same(model, proposer, lambda: {"eos_token_id": ends, "pad_token_id": 1})
+    assert (got[0] == 1).any()
+
+
+@pytest.mark.parametrize("settings", [{"max_new_tokens": None, "max_length": 19}, {"max_new_tokens": 1}])
+def test_lengths_count_the_padding(model: PreTrainedModel, proposer: Proposer, settings: dict) -> None:
+    assert_same(model, proposer, lambda: settings)
+
+
+def test_a_generation_config(model: PreTrainedModel) -> None:
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=11, pad_token_id=0)
+    got = model.generate(BATCH, attention_mask=MASK, generation_config=config, custom_generate=speculate)
+    assert got.tolist() == model.generate(BATCH, attention_mask=MASK, generation_config=config).tolist()
+
+
+def test_padding_is_found_without_a_mask(model: PreTrainedModel) -> None:
+    assert generate(model, BATCH).tolist() == model.generate(BATCH, max_new_tokens=NEW).tolist()
+
+
+def test_it_ends_at_the_context_length(model: PreTrainedModel) -> None:
+    ids = torch.full((1, CONTEXT - 5), 7)
+    assert generate(model, ids, NGramProposer()).shape == (1, CONTEXT)
+    with pytest.raises(ValueError, match="leaves no room"):
+        generate(model, torch.full((1, CONTEXT), 7))
+
+
+# Logits processors
+
+
+class Shift(LogitsProcessor):
+    """Depends on the length, on the first token (padding) and on the last."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        weight = (input_ids[:, :1] + 3 * input_ids[:, -1:] + input_ids.shape[1]) % 7
+        return scores + weight * torch.sin(torch.arange(scores.shape[-1]) * weight)
+
+
+def allow(row: int, tokens: Tensor) -> list[int]:
+    """Each row of the batch allows other tokens. It fails for a prefix with tokens that were not allowed."""
+    new = tokens.tolist()[BATCH.shape[1] :]
+    assert all(token % 5 == (place + row) % 5 for place, token in enumerate(new))
+    return [token for token in range(VOCABULARY) if token % 5 == (len(new) + row) % 5]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.5},
+    "repetition in the prompt": {"encoder_repetition_penalty": 1.5},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
+    "least tokens": {"min_new_tokens": 6, "eos_token_id": list(range(3, 30))},
+    "least length": {"min_length": 12, "eos_token_id": list(range(3, 30))},
+    "forced end": {"forced_eos_token_id": 55, "eos_token_id": 55},
+    "longer is worse": {"exponential_decay_length_penalty": (4, 1.4), "eos_token_id": 55},
+    "bad words": {"bad_words_ids": [[5, 9], [30], [31]]},
+    "bias": {"sequence_bias": {(40,): 3.0, (40, 41): 5.0}},
+    "suppressed": {"suppress_tokens": [5, 6, 86], "begin_suppress_tokens": list(range(50))},
+    "allowed": {"prefix_allowed_tokens_fn": allow},
+    "watermark": {"watermarking_config": WatermarkingConfig()},
+    "own": {"logits_processor": [Shift()]},
+    "many": {"logits_processor": [Shift()], "repetition_penalty": 1.5, "min_new_tokens": 6, "eos_token_id": [3, 4, 5]},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_have_the_same_effect_as_in_transformers(
+    model: PreTrainedModel, plain: Tensor, proposer: Proposer, name: str
+) -> None:
+    got = assert_same(model, proposer, lambda: PROCESSORS[name])
+    assert got.tolist() != plain.tolist()
+
+
+def test_allowed_tokens_with_sampled_drafts(model: PreTrainedModel) -> None:
+    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=4)
+    assert_same(model, draft, lambda: {"prefix_allowed_tokens_fn": allow})
+    got = generate(model, BATCH, draft, attention_mask=MASK, prefix_allowed_tokens_fn=allow, do_sample=True)
+    for row, tokens in enumerate(got):
+        allow(row, tokens)
+
+
+def test_processors_see_prefixes_of_the_text_only(model: PreTrainedModel, proposer: Proposer) -> None:
+    """No rejected draft tokens, and nothing after the end of a row: a grammar may fail there."""
+    asked: list[list[int]] = []
+
+    class Watch(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            asked.extend(input_ids.tolist())
+            return scores
+
+    ends = model.generate(BATCH, attention_mask=MASK, max_new_tokens=NEW)[:2, -4].tolist()
+    settings = {"attention_mask": MASK, "eos_token_id": ends, "pad_token_id": 0, "logits_processor": [Watch()]}
+    for tokens, start in zip(generate(model, BATCH, proposer, **settings).tolist(), BATCH.tolist(), strict=True):
+        new = tokens[len(start) :]
+        stop = min((new.index(end) for end in ends if end in new), default=NEW - 1)
+        for size in range(stop + 1):
+            asked.remove(start + new[:size])
+    assert asked == []
+
+
+# Stopping criteria
+
+
+class SumReached(StoppingCriteria):
+    """Ends a row by the sum of its tokens, padding included. Records its inputs, those of copies too."""
+
+    def __init__(self, remainder: int) -> None:
+        self.remainder = remainder
+        self.seen: list[list[int]] = []
+        self.note = self.seen.extend  # not copied
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.note(input_ids.tolist())
+        return (input_ids.sum(dim=1) + input_ids.shape[1]) % 11 == self.remainder
+
+
+@pytest.mark.parametrize("remainder", range(4))
+def test_criteria_see_each_prefix_of_each_row_once(model: PreTrainedModel, proposer: Proposer, remainder: int) -> None:
+    expected = SumReached(remainder), SumReached(remainder)
+    got = SumReached(remainder), SumReached(remainder)
+    pairs = zip(expected, got, (PROMPT, BATCH), strict=True)
+    for theirs, ours, ids in pairs:
+        rows = [
+            model.generate(
+                row[None], attention_mask=(row != 0).long()[None], max_new_tokens=NEW, stopping_criteria=[theirs]
+            )
+            for row in ids
+        ]
+        answers = generate(model, ids, proposer, attention_mask=(ids != 0).long(), stopping_criteria=[ours])
+        assert [row[: len(alone[0])].tolist() for row, alone in zip(answers, rows, strict=True)] == [
+            alone[0].tolist() for alone in rows
+        ]
+        assert sorted(ours.seen) == sorted(theirs.seen)
+
+
+def test_max_time(model: PreTrainedModel, proposer: Proposer) -> None:
+    assert generate(model, PROMPT, proposer, max_time=1e-9).shape[1] == PROMPT.shape[1] + 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
+    stop = text[9:12]
+    expected = model.generate(PROMPT, max_new_tokens=NEW, stop_strings=[stop], tokenizer=tokenizer)
+    for settings in (
+        {"stopping_criteria": [StopStringCriteria(tokenizer, [stop])]},
+        {"stop_strings": [stop], "tokenizer": tokenizer},
+        {"stop_strings": stop, "tokenizer": tokenizer, "min_new_tokens": 2},
+    ):
+        got = generate(model, PROMPT, proposer, **settings)
+        assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
+    with pytest.raises(ValueError, match="stop_strings need the tokenizer"):
+        generate(model, PROMPT, proposer, stop_strings=[stop])
+
+
+# Streamers and results
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_gets_every_step_once(model: PreTrainedModel, proposer: Proposer) -> None:
+    streamer = Recorder()
+    got = generate(model, PROMPT, proposer, streamer=streamer)
+    assert list(chain(*streamer.tokens)) == got[0].tolist() and streamer.ended == 1
+    assert streamer.tokens[0] == PROMPT[0].tolist()
+    assert len(streamer.tokens) == 1 + NEW or not isinstance(proposer, PlainProposer)
+
+
+def test_transformers_own_streamers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture
+) -> None:
+    got = generate(model, PROMPT, NGramProposer(length=5), streamer=TextStreamer(tokenizer, skip_prompt=True))
+    text = tokenizer.decode(got[0, PROMPT.shape[1] :])
+    assert capsys.readouterr().out == text + "\n"
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    thread = Thread(target=generate, args=(model, PROMPT), kwargs={"streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == text
+    thread.join()
+
+
+def test_a_dictionary_on_request(model: PreTrainedModel) -> None:
+    got = generate(model, return_dict_in_generate=True)
+    expected = model.generate(PROMPT, max_new_tokens=NEW, return_dict_in_generate=True)
+    assert type(got) is type(expected) and got.sequences.tolist() == expected.sequences.tolist()
+    assert got.scores is None
+
+
+# Sampling
+
+
+def test_torch_seed_reproduces(model: PreTrainedModel, make_proposers: dict[str, Callable[[], Proposer]]) -> None:
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 30, "temperature": 1.2, "attention_mask": MASK}
+
+    def sample(seed: int, proposer: Proposer | None) -> list:
+        torch.manual_seed(seed)
+        return [generate(model, BATCH, proposer, **settings).tolist() for _ in range(2)]
+
+    first = sample(0, None)
+    assert first[0] != first[1] and first != sample(1, None)
+    for make in make_proposers.values():
+        assert sample(0, make()) == first
+    drawn = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=3)
+    assert sample(0, drawn) == sample(0, drawn)
+
+
+def test_greedy_decoding_leaves_the_generator_alone(model: PreTrainedModel) -> None:
+    state = torch.get_rng_state()
+    generate(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    {"top_k": 0, "typical_p": 0.5},
+    {"temperature": 0.6, "top_k": 9, "renormalize_logits": True, "repetition_penalty": 1.4},
+]
+
+
+@pytest.mark.parametrize("settings", SAMPLED)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_samples_follow_transformers_distribution(model: PreTrainedModel, settings: dict, sampled: bool) -> None:
+    settings = {"do_sample": True, "max_new_tokens": 2, **settings}
+    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=sampled, length=1)
+    torch.manual_seed(7)
+    rows = 1000
+    got = generate(model, PROMPT, draft, num_return_sequences=rows, **settings)
+    assert got.shape == (rows, PROMPT.shape[1] + 2)
+    first = Counter(got[:, -2].tolist())
+    most_likely = first.most_common(1)[0][0]
+    second = Counter(got[got[:, -2] == most_likely][:, -1].tolist())
+    prompts = PROMPT, torch.cat([PROMPT, torch.tensor([[most_likely]])], dim=1)
+    for ids, counts in zip(prompts, (first, second), strict=True):
+        # transformers' own probabilities, from its scores
+        scores = model.generate(
+            ids, **{**settings, "max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+        )
+        p = scores.scores[0][0].double().softmax(-1)
+        total = sum(counts.values())
+        seen = torch.tensor([counts[token] for token in range(VOCABULARY)])
+        assert not bool(seen[p == 0].any())
+        common = p * total >= 5
+        cells = torch.cat([seen[common], seen[~common].sum()[None]])
+        expected = torch.cat([p[common], p[~common].sum()[None]]) * total
+        chi = float(((cells - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum())
+        freedom = int((expected > 0).sum()) - 1
+        assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
+
+
+class Counting:
+    """Records its budget."""
+
+    layers = ()
+
+    def propose(self, step: Any, budget: int) -> Tree:
+        self.budget = budget
+        return PlainProposer().propose(step, budget)
+
+
+def test_nodes_reach_the_proposer(model: PreTrainedModel) -> None:
+    counting = Counting()
+    generate(model, PROMPT, counting, nodes=3, max_new_tokens=9)
+    assert counting.budget <= 3

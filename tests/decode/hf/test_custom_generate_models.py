@@ -1,0 +1,81 @@
+"""`speculate` tests a model once, notices its changes, and does not change it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import decode.target
+from proposers import NGramProposer
+from tests.support.models import tiny
+from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate
+
+
+def test_a_model_is_tested_once_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = []
+    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target.model) or 0.0)
+    for accelerate in ("off", "auto"):
+        model = tiny("llama", dtype=torch.float32)
+        for _ in range(3):
+            generate(model, accelerate=accelerate, max_new_tokens=2)
+        assert len(tested) == 1
+        tested.clear()
+        forgotten = weakref.ref(model)
+        del model
+        gc.collect()
+        assert forgotten() is None
+
+
+def test_a_changed_model_is_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = []
+    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target) or 0.0)
+    model = tiny("llama", dtype=torch.float32)
+    generate(model)
+    model.double()
+    generate(model)
+    model.set_attn_implementation("eager")
+    generate(model)
+    assert len(tested) == 3
+
+
+def test_other_sizes_and_windows_are_noticed() -> None:
+    model = tiny("mistral", dtype=torch.float64)
+    generate(model)
+    model.config.sliding_window = 2
+    expected = model.generate(PROMPT, max_new_tokens=NEW)
+    assert generate(model).tolist() == expected.tolist()
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    model.eval()
+    assert generate(model, torch.tensor([[model.config.vocab_size - 1]])).shape[1] > 1
+
+
+def test_a_packed_copy_follows_the_weights() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    for _ in range(2):
+        assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.neg_()
+    model.model.layers[0].mlp.down_proj.weight.data += 1  # as merging adapters does, without a new version
+    assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
+    model.model.norm.weight = torch.nn.Parameter(torch.randn_like(model.model.norm.weight))
+    assert generate(model, accelerate="auto").tolist() == generate(model).tolist()
+
+
+@pytest.mark.parametrize("accelerate", ["off", "auto"])
+def test_the_model_is_left_as_it_was(accelerate: str) -> None:
+    model = tiny("llama", dtype=torch.float32)
+
+    def snapshot() -> tuple:
+        modules = [
+            (name, type(module), module.training, sorted(vars(module)), len(module._forward_hooks))
+            for name, module in model.named_modules()
+        ]
+        weights = [(name, weight.data_ptr(), weight.sum().item()) for name, weight in model.state_dict().items()]
+        return modules, weights, model.config.to_dict(), model.config._attn_implementation
+
+    before = snapshot()
+    generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, accelerate=accelerate)
+    assert snapshot() == before

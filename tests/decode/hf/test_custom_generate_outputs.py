@@ -1,0 +1,245 @@
+"""What `generate` returns besides tokens, with `speculate`: the KV cache, scores, logits, hidden states, attentions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from decode import Proposer, Target
+from proposers import DraftProposer, NGramProposer
+from tests.support.models import CACHE, tiny
+from tests.support.speculating import MAKERS, PROMPT, RAGGED, generate, make_proposer, mask_of
+
+KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
+HALF, REST = 6, 9  # new tokens of the first call and of the second
+BATCHES = {"one": PROMPT, "ragged": RAGGED}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer:
+    return make_proposer(request.param, model)
+
+
+def stock(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Any:
+    return model.generate(ids, attention_mask=mask_of(ids), return_dict_in_generate=True, **settings)
+
+
+def ours(model: PreTrainedModel, ids: Tensor, proposer: Proposer | None, **settings: Any) -> Any:
+    settings = {"attention_mask": mask_of(ids), "return_dict_in_generate": True, **settings}
+    return generate(model, ids, proposer, **settings)
+
+
+def assert_same_cache(got: Any, expected: Any, mask: Tensor) -> None:
+    """Equal keys and values in all columns that are attended to."""
+    assert type(got) is type(expected) and int(got.get_seq_length()) == int(expected.get_seq_length())
+    for one, other in zip(got.layers, expected.layers, strict=True):
+        assert type(one) is type(other)
+        if isinstance(getattr(other, "keys", None), Tensor):
+            real = mask[:, -one.keys.shape[2] :, None].bool()[:, None]
+            assert not one.keys.is_inference()  # such tensors cannot be changed outside inference mode
+            for name in ("keys", "values"):
+                ours, theirs = (getattr(layer, name) * real for layer in (one, other))
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def grown(ids: Tensor, sequences: Tensor) -> Tensor:
+    """The mask of all columns of a cache that holds `sequences` but their last token."""
+    mask = mask_of(ids)
+    return torch.cat([mask, mask.new_ones(len(ids), sequences.shape[1] - ids.shape[1] - 1)], dim=1)
+
+
+# The KV cache
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
+    whole = stock(model, ids, max_new_tokens=HALF + REST)
+    begun = ours(model, ids, proposer, max_new_tokens=HALF)
+    half = stock(model, ids, max_new_tokens=HALF)
+    assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
+    mask = torch.cat([mask_of(ids), torch.ones(len(ids), HALF).long()], dim=1)
+    for continue_with in (stock, ours):  # transformers goes on with our cache, and we with transformers'
+        cache = begun[CACHE] if continue_with is stock else half[CACHE]
+        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
+        if continue_with is stock:
+            rest = model.generate(begun.sequences, return_dict_in_generate=True, **settings)
+        else:
+            rest = generate(model, begun.sequences, proposer, return_dict_in_generate=True, **settings)
+        assert rest.sequences.tolist() == whole.sequences.tolist()
+        assert rest[CACHE] is cache
+        assert_same_cache(cache, whole[CACHE], grown(ids, rest.sequences))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_caches_of_all_kinds_of_layers(kind: str, implementation: str) -> None:
+    model = tiny(kind)
+    proposer = DraftProposer(Target(model), width=2, length=3)
+    length = RAGGED.shape[1] + HALF + REST
+    for ids in BATCHES.values():
+        whole = stock(model, ids, max_new_tokens=HALF + REST)
+        begun = ours(model, ids, proposer, max_new_tokens=HALF, cache_implementation=implementation)
+        if implementation == "dynamic":
+            half = stock(model, ids, max_new_tokens=HALF, cache_implementation=implementation)
+            assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
+        else:
+            assert type(begun[CACHE]) is StaticCache
+        cache = StaticCache(model.config, length) if implementation == "static" else DynamicCache(config=model.config)
+        sequences = ids
+        for new in (HALF, REST):
+            mask = torch.cat([mask_of(ids), torch.ones(len(ids), sequences.shape[1] - ids.shape[1]).long()], dim=1)
+            sequences = generate(model, sequences, proposer, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new)
+        assert sequences.tolist() == whole.sequences.tolist()
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
+    """A mask that is longer than the tokens says that the cache holds the others, as in transformers."""
+    got, expected = [], []
+    mask = torch.cat([mask_of(ids), torch.ones(len(ids), 3).long()], dim=1)
+    new = torch.tensor([[8, 9, 5]]).expand(len(ids), -1)
+    for texts, drafter in ((got, proposer), (expected, None)):
+        cache = DynamicCache()
+        model(
+            ids,
+            attention_mask=mask_of(ids),
+            position_ids=(mask_of(ids).cumsum(1) - 1).clamp(min=0),
+            **{CACHE: cache},
+        )
+        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
+        made = model.generate(new, **settings) if drafter is None else generate(model, new, drafter, **settings)
+        texts.append(made.tolist())
+        assert cache.get_seq_length() == ids.shape[1] + 3 + REST - 1
+    assert got == expected
+
+
+def test_rows_that_end_early_are_padded_in_the_cache(model: PreTrainedModel, proposer: Proposer) -> None:
+    plain = model.generate(RAGGED, attention_mask=mask_of(RAGGED), max_new_tokens=HALF + REST)
+    ends = [int(plain[0, RAGGED.shape[1] + 3]), int(plain[1, RAGGED.shape[1] + 8])]
+    settings = {"max_new_tokens": HALF + REST, "eos_token_id": ends, "pad_token_id": 1, "output_scores": True}
+    expected, got = stock(model, RAGGED, **settings), ours(model, RAGGED, proposer, **settings)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert_same_cache(got[CACHE], expected[CACHE], grown(RAGGED, got.sequences))
+    torch.testing.assert_close(got.scores, expected.scores)
+
+
+def test_no_cache_on_request(model: PreTrainedModel) -> None:
+    assert ours(model, PROMPT, NGramProposer(), use_cache=False).get(CACHE) is None
+
+
+def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
+    cache = DynamicCache()
+    model(PROMPT, **{CACHE: cache})
+    with pytest.raises(ValueError, match="holds 7 tokens"):
+        generate(model, PROMPT, **{CACHE: cache})
+
+    class OtherLayer(DynamicLayer):
+        """As the layers of a quantized cache."""
+
+    with pytest.raises(ValueError, match="OtherLayer"):
+        generate(model, PROMPT, **{CACHE: Cache(layers=[OtherLayer(), OtherLayer()])})
+    with pytest.raises(ValueError, match="holds 1 rows; the batch has 4"):
+        generate(model, torch.cat([RAGGED, RAGGED], dim=1), **{CACHE: cache})
+
+
+# Scores and logits
+
+
+def assert_same_scores(got: Any, expected: Any) -> None:
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(got, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert all(one.dtype == torch.float32 and not one.is_inference() for one in ours)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
+    settings: dict[str, Any] = {"output_scores": True, "output_logits": True, "max_new_tokens": 12}
+    for more in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
+        got, expected = (
+            run(**settings | more)
+            for run in (lambda **all_: ours(model, ids, proposer, **all_), lambda **all_: stock(model, ids, **all_))
+        )
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        assert_same_scores(got, expected)
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
+    """transformers' scores of the sampled text, one token at a time."""
+    settings: dict[str, Any] = {
+        **{"output_scores": True, "output_logits": True, "do_sample": True},
+        **{"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3},
+    }
+    got = ours(model, ids, proposer, max_new_tokens=8, **settings)
+    for index in range(8):
+        text = got.sequences[:, : ids.shape[1] + index]
+        mask = torch.cat([mask_of(ids), torch.ones(len(ids), index).long()], dim=1)
+        one = model.generate(text, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, **settings)
+        torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=1e-5)
+        assert bool((got.scores[index].gather(1, got.sequences[:, [ids.shape[1] + index]]) > -torch.inf).all())
+
+
+# Hidden states and attentions
+
+
+def assert_same_layers(got: Any, expected: Any, real: Tensor, name: str) -> None:
+    """Equal states of each new token in each layer. The first entry also has the prompt, without its padding."""
+    ours, theirs = getattr(got, name), getattr(expected, name)
+    assert len(ours) == len(theirs)
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for mine, stock_states in zip(one, other, strict=True):
+            assert mine.shape == stock_states.shape
+            rows = real if index == 0 else torch.ones_like(real[:, :1])
+            rows = rows[:, None, :, None] if name == "attentions" else rows[:, :, None]
+            torch.testing.assert_close(mine * rows, stock_states * rows, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Tensor) -> None:
+    model = tiny("llama", attn_implementation="eager")
+    settings = {"output_hidden_states": True, "output_attentions": True, "max_new_tokens": 8}
+    ids, names = ids.clamp(min=1), ("hidden_states", "attentions")  # eager attention over padding alone is no number
+    expected, got = stock(model, ids, **settings), ours(model, ids, proposer, **settings)
+    for name in names:
+        assert_same_layers(got, expected, mask_of(ids), name)
+    assert got.scores is None
+    without = {**settings, "use_cache": False}  # transformers then returns the states of all columns for each token
+    expected, got = stock(model, ids, **without), ours(model, ids, proposer, **without)
+    assert [each[0].shape for each in got.attentions] == [each[0].shape for each in expected.attentions]
+    torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])
+def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
+    model, settings = tiny(kind), {"output_hidden_states": True, "max_new_tokens": 5}
+    proposer = NGramProposer(length=5)
+    assert_same_layers(
+        ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings), mask_of(RAGGED), "hidden_states"
+    )
+    results = []
+    for drafter in (None, proposer):
+        cache = DynamicCache(config=model.config)
+        model(PROMPT, **{CACHE: cache})
+        text = torch.cat([PROMPT, PROMPT[:, :3]], dim=1)
+        more = {**settings, CACHE: cache, "return_dict_in_generate": True}
+        results.append(model.generate(text, **more) if drafter is None else generate(model, text, drafter, **more))
+    assert_same_layers(results[1], results[0], torch.ones(1, 3), "hidden_states")
+    states = model.get_input_embeddings()(RAGGED[1:2]).detach()
+    more = {"inputs_embeds": states, **settings, "return_dict_in_generate": True}
+    got = generate(model, None, proposer, **more)
+    assert_same_layers(got, model.generate(**more), torch.ones(1, 7), "hidden_states")

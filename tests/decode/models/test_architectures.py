@@ -1,0 +1,340 @@
+"""For every architecture: the greedy tokens of transformers' `generate`, or a refusal with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import decode.session
+from decode import Proposer, Session, Step, Target, Tree, generate
+from decode.masks import tree_masks
+from decode.models.attention_windows import AttentionWindow
+from decode.models.stock_model import StockModel
+from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
+from tests.support.drafting import make_head, tree_of_paths
+from tests.support.models import CONTEXT, VOCABULARY, WINDOW, tiny
+
+NEW_TOKENS = 16
+ACCEPTED = [
+    # dense
+    "apertus",
+    "arcee",
+    "bitnet",
+    "codegen",
+    "cohere",
+    "diffllama",
+    "ernie4_5",
+    "falcon",
+    "gemma",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "helium",
+    "hunyuan_v1_dense",
+    "llama",
+    "llama eager",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "persimmon",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    # learned positions
+    "bert decoder",
+    "biogpt",
+    "gpt2",
+    "gpt_bigcode",
+    "opt",
+    # experts
+    "glm4_moe",
+    "granitemoe",
+    "jetmoe",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    # latent attention
+    "deepseek_v2",
+    "deepseek_v3",
+    # one window for all layers
+    "ministral3",
+    "mistral window",
+    "mistral window eager",
+    "phi3 longrope",
+    "phi3 window",
+    "qwen2 all windows",
+    "starcoder2 window",
+    # layers with and without a window; soft caps (gemma2), sinks (gpt_oss), shared keys (gemma3n, gemma4)
+    "cohere2",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "gemma3_text eager",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_oss",
+    "ministral",
+    "modernbert-decoder",
+    "olmo3",
+    "qwen2 windows",
+    "qwen3 windows",
+    # layers that see their own chunk
+    "llama4_text",
+]
+SEVERAL_STATES = ["gemma3n_text"]  # of each token, in all layers but the last
+
+
+class OracleTree:
+    """Drafts random trees: wrong branches, and paths that follow the known answer for a random while.
+
+    Steps accept paths of different lengths and shapes, scattered over the cache.
+    """
+
+    layers: Sequence[int] = ()
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers  # prompt and answer of each row
+        self.random = random.Random(0)
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        paths = []
+        for number, sequence in zip(step.request_ids, step.sequences, strict=True):
+            future = self.answers[number][len(sequence) :]
+            paths.append([self._draw_path(future) for _ in range(self.random.randint(0, 4))])
+            while sum(map(len, paths[-1])) > budget - 1:
+                paths[-1].pop()
+        return tree_of_paths(step.bonus, paths)
+
+    def _draw_path(self, future: list[int]) -> list[int]:
+        right, wrong = self.random.randint(0, 4), self.random.randint(0, 2)
+        return future[:right] + [self.random.randrange(VOCABULARY) for _ in range(wrong)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture with prompts longer and shorter than its window, and transformers' answers."""
+
+    name: str
+    target: Target
+    prompts: list[list[int]]
+    answers: list[list[int]]  # prompt included
+
+
+PROPOSERS: dict[str, Callable[[Case], Proposer | None]] = {
+    "plain": lambda case: None,
+    "oracle": lambda case: OracleTree(case.answers),
+    "ngram": lambda case: NGramProposer(length=4),
+    "draft": lambda case: DraftProposer(Target(tiny(case.name, seed=1))),
+    "itself": lambda case: DraftProposer(case.target, width=2, length=3),
+    "hydra": lambda case: HydraProposer(make_head("hydra", case.target, prefix=True), nodes=9),
+    "eagle3": lambda case: EagleProposer(
+        make_head("eagle" if case.name in SEVERAL_STATES else "eagle3", case.target), depth=3, width=2, nodes=9
+    ),
+}
+
+
+@cache
+def build_case(name: str) -> Case:
+    model = tiny(name)
+    generator = torch.Generator().manual_seed(1)
+    lengths = (2 * WINDOW + 5, WINDOW - 3, WINDOW, WINDOW + 3)
+    prompts = [torch.randint(3, VOCABULARY, (1, length), generator=generator) for length in lengths]
+    answers = [
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
+        for prompt in prompts
+    ]
+    return Case(name, Target(model), [prompt[0].tolist() for prompt in prompts], [row[0].tolist() for row in answers])
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_greedy_tokens_are_those_of_transformers(name: str, proposer: str) -> None:
+    case = build_case(name)
+    for batch_size, count in ((1, 1), (4, 4)):
+        made = generate(
+            case.target,
+            case.prompts[:count],
+            PROPOSERS[proposer](case),
+            batch_size=batch_size,
+            max_new_tokens=NEW_TOKENS,
+        )
+        assert [answer.prompt + answer.tokens for answer in made] == case.answers[:count]
+        if proposer == "oracle":
+            assert all(answer.stats.tau > 1.5 for answer in made)
+
+
+REFUSED = {
+    "bamba": "bamba has layers of type linear_attention",
+    "bart": "bart takes no position_ids",
+    "bert": "bert looks ahead like an encoder",
+    "bloom": "bloom uses ALiBi",
+    "falcon alibi": "falcon uses ALiBi",
+    "falcon_h1": "falcon_h1 has layers of type hybrid",
+    "gpt_neo": "gpt_neo masks its attention by cache slots",
+    "openai-gpt": "openai-gpt cannot verify a tree",
+    "jamba": "jamba has layers of type linear_attention",
+    "lfm2": "lfm2 has layers of type conv",
+    "mamba": "mamba has layers of type linear_attention",
+    "mamba2": "mamba2 has layers of type linear_attention",
+    "minimax": "minimax has layers of type linear_attention",
+    "mpt": "mpt uses ALiBi",
+    "qwen3_next": "qwen3_next has layers of type linear_attention",
+    "recurrent_gemma": "recurrent_gemma (has layers of type linear_attention|keeps a recurrent state)",
+    "roberta decoder": "roberta fails the tree self-test",  # its positions begin after the padding token's
+    "rwkv": "rwkv keeps a recurrent state",
+    "t5": "T5ForConditionalGeneration is no decoder-only language model",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_architecture_that_cannot_verify_trees_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{REFUSED[name]}"):
+        Target(tiny(name))
+
+
+def test_attention_without_tree_masks_is_refused() -> None:
+    model = tiny("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' takes no tree mask"):
+        Target(model)
+
+
+def test_a_model_without_a_language_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaModel is no decoder-only language model"):
+        Target(tiny("llama").model)
+
+
+WRONG_MASKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "boolean for eager attention": ("llama eager", lambda masks: masks == 0),
+    "causal instead of a tree's": ("llama", lambda masks: torch.full_like(masks, -1e9).triu(1)),
+    "everything visible": ("gpt2", torch.zeros_like),
+    "full for every layer type": ("gemma3_text", lambda masks: masks["full_attention"]),
+    "windowed for every layer type": ("gpt_oss", lambda masks: masks["sliding_attention"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mistake", WRONG_MASKS)
+def test_the_self_test_catches_wrong_masks(mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, spoil = WRONG_MASKS[mistake]
+    model = tiny(name, dtype=dtype)
+    Target(model)
+    monkeypatch.setattr(decode.session, "tree_masks", lambda *args: spoil(tree_masks(*args)))
+    with pytest.raises(ValueError, match="tree"):
+        Target(model)
+
+
+@pytest.mark.parametrize("node", range(5))
+def test_the_self_test_catches_one_wrong_bit(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node of the tree attends to another that it should not, or not to its ancestor."""
+
+    def spoil(*args: Any) -> Tensor:
+        masks = tree_masks(*args)
+        if masks.shape[2] == 5:  # a tree of the self-test, after its prompt
+            slot = int(args[1][0]) + (2 if node == 3 else 3)
+            masks[0, 0, node, slot] = -1e9 if masks[0, 0, node, slot] == 0 else 0
+        return masks
+
+    monkeypatch.setattr(decode.session, "tree_masks", spoil)
+    with pytest.raises(ValueError, match="llama fails the tree self-test"):
+        Target(tiny("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_self_test_catches_ignored_positions(name: str) -> None:
+    model = tiny(name)
+    forward = model.forward
+    model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match=f"{name} fails the tree self-test"):
+        Target(model)
+
+
+def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
+    model = tiny("llama")
+
+    def fail(**kwargs: Any) -> None:
+        raise RuntimeError("no kernel for this mask\nand a long trace")
+
+    model.forward = fail
+    with pytest.raises(ValueError, match=r"^llama cannot verify a tree: .* no kernel for this mask$"):
+        Target(model)
+
+
+def test_windows_are_those_that_the_model_applies() -> None:
+    """Some configurations have a window that the model's code ignores."""
+    with pytest.raises(ValueError, match="llama has no windows, but its configuration has sliding_window=8; set"):
+        Target(tiny("llama", sliding_window=WINDOW))
+    with pytest.raises(ValueError, match="mistral has layers with different windows"):
+        Target(tiny("mistral", sliding_window=None, per_layer_config={0: {"sliding_window": WINDOW}}))
+    assert Target(tiny("llama", sliding_window=CONTEXT)).windows == {"full_attention": AttentionWindow()}
+    assert Target(tiny("mistral", sliding_window=WINDOW)).windows == {"full_attention": AttentionWindow(window=WINDOW)}
+    assert Target(tiny("mistral", sliding_window=None)).windows == {"full_attention": AttentionWindow()}
+
+
+def test_the_context_ends_where_logits_depend_on_more_than_the_path() -> None:
+    assert Target(tiny("llama")).context == CONTEXT
+    assert Target(tiny("phi3 longrope")).context == 64
+    assert StockModel(tiny("llama4_text", max_position_embeddings=1 << 20)).context < 8192
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "phi3 longrope"])
+def test_answers_fill_the_context_to_its_end(name: str) -> None:
+    """Trees extend past the context, in slots and in depth."""
+    target = Target(tiny(name, max_position_embeddings=40, original_max_position_embeddings=40))
+    prompts = [list(range(3, 3 + length)) for length in (20, 30)]
+    answers = [
+        target.model.generate(torch.tensor([prompt]), max_new_tokens=40 - len(prompt), do_sample=False)[0].tolist()
+        for prompt in prompts
+    ]
+    made = generate(target, prompts, OracleTree([[*answer, *range(9)] for answer in answers]))
+    assert [answer.prompt + answer.tokens for answer in made] == answers
+    assert {answer.finish for answer in made} == {"context"}
+
+
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if name not in SEVERAL_STATES])
+def test_features_are_the_hidden_states_of_transformers(name: str) -> None:
+    target = build_case(name).target
+    layers = (0, 1, -1)
+    session = Session(target, batch=1, layers=layers)
+    prompt, root, wrong, right, last = torch.arange(3, 3 + 2 * WINDOW).tolist(), 50, 51, 52, 53
+    first = session.verify(Tree.chain([prompt])).features
+    session.keep([list(range(len(prompt)))])
+    tree = tree_of_paths([root], [[[wrong], [right, last]]])
+    second = session.verify(tree).features
+    assert first is not None and second is not None
+    ids = torch.tensor([[*prompt, root, right, last]])
+    states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer] for layer in layers], dim=-1)
+    # These models compute softmax or rotary angles in float32, whatever their dtype.
+    atol = 1e-5 if name.endswith(" eager") or name in ("gemma2", "deepseek_v2") else 1e-9
+    torch.testing.assert_close(torch.cat([first, second[:, [0, 2, 3]]], dim=1), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", SEVERAL_STATES)
+def test_features_of_layers_with_several_states_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="works on several states at once"):
+        build_case(name).target.open(1, layers=(1,)).verify(Tree.chain([[1]]))
+
+
+def test_features_of_layers_that_do_not_exist_are_refused() -> None:
+    target = build_case("llama").target
+    for layer in (3, -4):
+        with pytest.raises(ValueError, match="features can be read from layers 0 to 2"):
+            target.open(1, layers=(layer,)).verify(Tree.chain([[1]]))

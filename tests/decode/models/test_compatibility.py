@@ -1,0 +1,101 @@
+"""Models in a wrapper of torch.compile or peft, and arguments that are no models. Architectures: test_architectures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode import Target, generate
+from proposers import NGramProposer
+from tests.support.models import tiny
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter in the place of a linear layer. As in peft's LoRA, it reads the dtype of its factors."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first, second = self.lora_A["default"], self.lora_B["default"]
+        return self.base_layer(inputs) + second(first(inputs.to(first.weight.dtype))).to(inputs.dtype)
+
+
+class PeftStandIn(nn.Module):
+    """The members of `peft.PeftModel` that matter here: `base_model.model`, `peft_config` and `get_base_model`."""
+
+    def __init__(self, model: PreTrainedModel, is_prompt_learning: bool = False) -> None:
+        super().__init__()
+        self.peft_config = {"default": SimpleNamespace(is_prompt_learning=is_prompt_learning)}
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        torch.manual_seed(0)
+        if not is_prompt_learning:
+            for layer in model.model.layers:
+                layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.model(*args, **kwargs)
+
+    def get_base_model(self) -> Any:
+        return self.base_model.model
+
+
+def answers(target: Target) -> list[list[int]]:
+    return [answer.tokens for answer in generate(target, PROMPTS, NGramProposer(length=3), max_new_tokens=12)]
+
+
+def test_a_model_of_torch_compile_decodes_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    compiled = torch.compile(model)
+    monkeypatch.setattr(type(compiled), "__call__", lambda *args, **kwargs: pytest.fail("it was compiled"))
+    target = Target(compiled)
+    assert target.model is model and answers(target) == answers(Target(model))
+
+
+@pytest.mark.parametrize("accelerate", ["off", "auto"])
+def test_a_peft_model_decodes_with_its_adapters(accelerate: str) -> None:
+    plain = answers(Target(tiny("llama", dtype=torch.float32)))
+    wrapped = PeftStandIn(tiny("llama", dtype=torch.float32))
+    expected = [
+        wrapped.get_base_model().generate(torch.tensor([prompt]), max_new_tokens=12)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    assert answers(Target(wrapped, accelerate=accelerate)) == expected != plain
+    assert isinstance(wrapped.get_base_model().model.layers[0].self_attn.q_proj.base_layer, nn.Linear)
+
+
+def test_a_peft_model_within_torch_compile_is_unwrapped() -> None:
+    wrapped = PeftStandIn(tiny("llama"))
+    assert Target(torch.compile(wrapped)).model is wrapped.get_base_model()
+
+
+def test_prompt_learning_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt-learning adapter, which adds virtual tokens"):
+        Target(PeftStandIn(tiny("llama"), is_prompt_learning=True))
+
+
+def test_training_mode_is_refused_within_a_wrapper() -> None:
+    with pytest.raises(ValueError, match="training mode"):
+        Target(torch.compile(tiny("llama").train()))
+
+
+def test_a_name_is_referred_to_load() -> None:
+    with pytest.raises(ValueError, match=r"call Target\.load\('some/folder'\)"):
+        Target("some/folder")
+
+
+def test_other_objects_are_refused_by_type() -> None:
+    with pytest.raises(ValueError, match="not a Linear"):
+        Target(nn.Linear(2, 2))

@@ -1,0 +1,294 @@
+"""The cost curve: how it is measured, kept in the user's cache and found again, and its batch sizes and contexts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import decode.models.curve_cache
+from decode import Target, Tree, generate
+from decode.models import cost_curve, timed_model
+from decode.models.cost_curve import SIZES, CostCurve, measured_batches
+from decode.session import Session
+from proposers import MedusaProposer
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+Measured = list[tuple[int, int]]
+
+
+def make_curve(rows: int, context: int) -> CostCurve:
+    """A curve that tells the batch and the context: longer contexts slow all passes down alike."""
+    return CostCurve(SIZES[:4], [context + rows * size for size in SIZES[:4]])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Curves are kept where only one test sees them."""
+    monkeypatch.setattr(decode.models.curve_cache, "user_cache", lambda: tmp_path)
+    return tmp_path / "curves"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """The batches and contexts that are measured, by a function that takes no time."""
+    calls: Measured = []
+
+    def measure(target: Target, rows: int, context: int) -> CostCurve:
+        calls.append((rows, context))
+        return make_curve(rows, context)
+
+    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    return calls
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    """A function that only raises this."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def long_target(**changes: Any) -> Target:
+    return Target(tiny("llama", **{"max_position_embeddings": 8192, **changes}))
+
+
+def test_cost_never_falls_and_is_linear_between_measures() -> None:
+    cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 2.5, 8.0])
+    assert [cost(nodes) for nodes in (1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.25, 1.25, 1.25, 2.625, 4.0, 6.75]
+    assert [CostCurve([1, 4, 8], [2.0, 1.0, 3.0])(nodes) for nodes in (2, 4, 6, 8)] == [1.0, 1.0, 2.0, 3.0]
+
+
+def test_padding_costs_what_the_next_power_of_two_does() -> None:
+    cost = CostCurve([1, 2, 4, 8], [2.0, 3.0, 4.0, 8.0])
+    assert [cost.padded(nodes) for nodes in (1, 2, 3, 4, 5, 7, 8)] == [1.0, 1.5, 2.0, 2.0, 4.0, 4.0, 4.0]
+    assert cost.padded(9) == cost.padded(16) == cost(16)
+    longer = CostCurve([1, 4, 8], [6.0, 8.0, 10.0])
+    twice, once = cost.padded.blend(longer.padded, 0.5).padded, cost.blend(longer, 0.5).padded
+    assert [twice(nodes) for nodes in range(1, 9)] == [once(nodes) for nodes in range(1, 9)]
+    assert cost.padded is cost.padded  # proposers start anew where they see another curve
+
+
+def test_curves_blend_linearly_in_seconds() -> None:
+    short, long = CostCurve([1, 2], [2.0, 4.0]), CostCurve([1, 2, 4], [6.0, 8.0, 10.0])
+    middle = short.blend(long, 0.25)
+    assert middle.sizes == (1, 2, 4) and middle.seconds == (3.0, 5.0, 8.5)  # the first goes on to 8 seconds at 4
+    assert short.blend(long, 1.0).seconds == long.seconds
+
+
+@pytest.mark.parametrize(("rise", "largest"), [(0.01, 64), (0.5, 8)])
+@pytest.mark.parametrize(("context", "expected"), [(256, 256), (600, 511)])
+def test_cost_is_measured_on_warm_kernels(
+    monkeypatch: pytest.MonkeyPatch, rise: float, largest: int, context: int, expected: int
+) -> None:
+    """Each size's first pass is slow, the very first one slowest. Sizes that are too expensive are timed once."""
+    passes: list[int] = []
+
+    def time(session: Session, tree: Tree) -> float:
+        assert session.lengths == [expected] * 3
+        passes.append(tree.width)
+        warm = 1 + rise * (tree.width - 1)
+        return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
+
+    monkeypatch.setattr(cost_curve, "time_pass", time)
+    measured = cost_curve.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)), 3, context)
+    assert measured.sizes == tuple(size for size in cost_curve.SIZES if size <= largest)
+    assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
+    assert max(passes) == largest and passes.count(1) == 1 + cost_curve.ROUNDS
+
+
+def test_a_measured_curve_is_kept_as_it_was_measured() -> None:
+    first, second = Target(tiny("llama")), Target(tiny("llama"))
+    assert first.cost_curve(3) is first.cost_curve(4) is not first.cost_curve(1)
+    assert first.cost_curve(1)(1) == 1.0 <= first.cost_curve(1)(64)
+    assert [second.cost_curve(rows).seconds for rows in (1, 3)] == [first.cost_curve(rows).seconds for rows in (1, 4)]
+
+
+def test_a_batch_measures_few_curves(measured: Measured) -> None:
+    assert [measured_batches(batch)[-1] for batch in (1, 2, 4, 5, 16, 17, 64, 65)] == [1, 4, 4, 16, 16, 64, 64, 256]
+    Target(tiny("llama")).warm_up(8)
+    assert measured == [(1, 256), (4, 256), (16, 256)]  # it has 256 positions
+    measured.clear()
+    target = long_target()
+    target.warm_up(8)
+    assert measured == [(rows, context) for rows in (1, 4, 16) for context in (256, 4096)]
+    target.warm_up(64)
+    assert measured[6:] == [(64, 256)]  # 64 rows of 4096 tokens would take too much memory
+    assert target.cost_curve(64, 5000) is target.cost_curve(17)
+
+
+def test_contexts_between_the_measured_ones_have_seconds_between_theirs(measured: Measured) -> None:
+    target = long_target()
+    short, long = target.cost_curve(2), target.cost_curve(4, 4096)
+    assert (short.seconds[0], long.seconds[0]) == (260, 4100) and measured == [(4, 256), (4, 4096)]
+    assert target.cost_curve(3, 1) is target.cost_curve(3, 256) is short
+    assert target.cost_curve(3, 4000) is target.cost_curve(3, 100_000) is long
+    middle = target.cost_curve(4, 2100)
+    assert middle is target.cost_curve(3, 2304) and middle is not target.cost_curve(4, 2305)
+    assert middle.seconds == pytest.approx([2304 + 4 * size for size in SIZES[:4]])
+    assert short(4) > middle(4) > long(4) > 1 and len(measured) == 2
+
+
+def test_a_stream_asks_for_the_curve_of_its_longest_row(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And measures nothing once it is warm."""
+    target, asked = long_target(), []
+    target.warm_up(2)
+    measured.clear()
+    find = target.cost_curve
+    monkeypatch.setattr(target, "cost_curve", lambda *key: asked.append(key) or find(*key))
+    proposer = MedusaProposer(make_head("medusa", target))
+    generate(target, [[5, 9] * 128, [5, 9, 5]], proposer, max_new_tokens=20, stop_ids=())
+    contexts = [context for rows, context in asked if rows == 2]
+    assert contexts == sorted(contexts) and contexts[0] == 257 < contexts[-1] and measured == []
+
+
+def test_a_draft_budget_counts_by_the_curve_of_its_context(measured: Measured) -> None:
+    target = long_target()
+    proposer = MedusaProposer(make_head("medusa", target))
+    generate(target, [[5, 9] * 1100], proposer, max_new_tokens=2, stop_ids=())
+    assert proposer.draft_budget.cost is target.cost_curve(1, 2201)
+    generate(target, [[5, 9]], proposer, max_new_tokens=2, stop_ids=())
+    assert proposer.draft_budget.cost is target.cost_curve()
+
+
+def test_later_starts_measure_nothing(measured: Measured, folder: Path) -> None:
+    long_target().warm_up(4)
+    assert len(measured) == 4 == len(list(folder.iterdir()))  # and nothing that was written aside
+    again, other_weights = long_target(), Target(tiny("llama", seed=1, max_position_embeddings=8192))
+    again.model.config._name_or_path = "another/folder"
+    again.warm_up(4)
+    other_weights.warm_up(4)
+    assert len(measured) == 4 and again.cost_curve(4, 4096).seconds == make_curve(4, 4096).seconds
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 3},
+        {"hidden_act": "relu"},
+        {"dtype": torch.float32},
+        {"attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_another_model_is_measured_anew(measured: Measured, change: dict[str, Any]) -> None:
+    for _ in range(2):
+        Target(tiny("llama")).warm_up()
+        Target(tiny("llama", **change)).warm_up()
+    assert len(measured) == 2
+
+
+def test_an_accelerated_model_is_measured_anew(measured: Measured) -> None:
+    for mode in ("off", "packed") * 2:
+        Target(tiny("llama", dtype=torch.float32, attn_implementation="eager"), accelerate=mode).warm_up()
+    assert len(measured) == 2
+
+
+def test_other_threads_and_other_sources_are_measured_anew(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    Target(tiny("llama")).warm_up()
+    torch.set_num_threads(2)
+    Target(tiny("llama")).warm_up()
+    assert len(measured) == 2
+    for name, value in {"_digest_package": "edited", "environment": ("2.0", "another CPU")}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(decode.models.curve_cache, name, lambda value=value: value)
+            Target(tiny("llama")).warm_up()
+    assert len(measured) == 4
+    Target(tiny("llama")).warm_up()
+    assert len(measured) == 4
+
+
+def test_the_sources_are_those_of_python_and_of_the_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.models.curve_cache, "PACKAGE", tmp_path)
+    digest = decode.models.curve_cache._digest_package.__wrapped__
+    digests = [digest()]
+    for name in ("loop.py", "cpu/linear.cpp", "cpu/vectors.h"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("new")
+        digests.append(digest())
+    assert len({*digests}) == 4
+
+
+def test_models_on_several_devices_keep_no_curves(measured: Measured, folder: Path) -> None:
+    for _ in range(2):
+        target = Target(tiny("llama"))
+        target.model.model.layers[1]._hf_hook = object()
+        target.warm_up()
+    assert len(measured) == 2 and not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[1.0, 2.0]",
+        b"{}",
+        *(
+            json.dumps({"seconds": seconds}).encode()
+            for seconds in (
+                None,
+                2.0,
+                ["x"],
+                [None, 2.0],
+                [],
+                [1.0],
+                [1.0, -1.0],
+                [1.0, float("nan")],
+                [1.0, float("inf")],
+                [1.0] * 99,
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_is_measured_again(measured: Measured, folder: Path, content: bytes) -> None:
+    Target(tiny("llama")).warm_up()
+    (file,) = folder.iterdir()
+    file.write_bytes(content)
+    Target(tiny("llama")).warm_up()
+    assert len(measured) == 2
+    target = Target(tiny("llama"))
+    target.warm_up()
+    assert len(measured) == 2 and target.cost_curve().seconds == make_curve(1, 256).seconds
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    measured: Measured, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_text("a file")  # a read-only folder would not stop root
+    for _ in range(2):
+        Target(tiny("llama")).warm_up()
+    assert len(measured) == 2 and folder.read_text() == "a file"
+    folder.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", raising(OSError("no space left")))
+        Target(tiny("llama")).warm_up()
+    assert len(measured) == 3 and list(folder.iterdir()) == []
+    monkeypatch.setattr(decode.models.curve_cache, "user_cache", lambda: Path.home())
+    monkeypatch.setattr(Path, "home", raising(RuntimeError("no home folder")))
+    Target(tiny("llama")).warm_up()
+    assert len(measured) == 4
+
+
+def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def measure(target: Target, rows: int, context: int) -> CostCurve:
+        if rows * context > 1024:
+            raise torch.OutOfMemoryError
+        return make_curve(rows, context)
+
+    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    target = long_target()
+    target.warm_up(16)
+    assert target.cost_curve(16, 4096).seconds == target.cost_curve(4, 4096).seconds == make_curve(4, 256).seconds
+    assert target.cost_curve(1, 4096).seconds == make_curve(1, 256).seconds
+    assert len(list(folder.iterdir())) == 2  # another start may have more memory
+    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target, 99, 99))
+    with pytest.raises(torch.OutOfMemoryError):
+        Target(tiny("gpt2")).warm_up()

@@ -1,0 +1,243 @@
+"""Refused by name: wrong roots and windows, proposers in two streams, row-coupled models. Logits that are no numbers"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode import Chunk, Sampling, Step, Target, Tree, generate, stream
+from decode.masks import tree_masks
+from decode.models import self_test, stock_model
+from decode.models.attention_windows import AttentionWindow, attention_windows
+from proposers import DraftProposer, NGramProposer
+from tests.support.models import tiny
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+class WrongRoot:
+    """Drafts after the token before the last."""
+
+    layers: Sequence[int] = ()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        return Tree.chain([[sequence[-2], 3, 4] for sequence in step.sequences])
+
+
+def test_a_tree_with_another_root_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="must be its row's bonus token"):
+        generate(target, PROMPTS, WrongRoot())
+
+
+def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    """Put a value among the last row's logits in one forward pass."""
+    forward, calls = target.model.forward, [0]
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if calls[0] == step:
+            output.logits[-1, 0, 17] = value
+        calls[0] += 1
+        return output
+
+    monkeypatch.setattr(target.model, "forward", spoilt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
+@pytest.mark.parametrize("draft", ["none", "ngram", "sampled", "lossy"])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch, draft: str, settings: dict[str, float], value: float
+) -> None:
+    proposers = {
+        "ngram": NGramProposer(length=4),
+        "sampled": DraftProposer(Target(tiny("llama")), sampled=True, length=4),
+    }
+    options: dict[str, Any] = {"stop_ids": [], "max_new_tokens": 60, "lossy_typical_acceptance": draft == "lossy"}
+    options |= {"sampling": Sampling(seed=2, **settings)}
+    expected = generate(target, PROMPTS, proposers.get(draft), **options)
+    spoil_logits(target, monkeypatch, step=5, value=value)
+    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen: the model's logits") as warned:
+        first, second = generate(target, PROMPTS, proposers.get(draft), **options)
+    assert len(warned) == 1 and str(warned[0].message) == second.error
+    assert first.tokens == expected[0].tokens and first.finish == "length" and first.error is None
+    assert second.finish == "error" and 5 <= len(second.tokens) < 60
+    assert second.tokens == expected[1].tokens[: len(second.tokens)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_they_end_it_where_only_the_most_likely_tokens_are_sorted(
+    target: Target, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr("decode.cpu.fast_top_p.TOP", 8)
+    spoil_logits(target, monkeypatch, step=5, value=value)
+    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen"):
+        answers = generate(target, PROMPTS, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
+    assert [answer.finish for answer in answers] == ["context", "error"] and len(answers[1].tokens) == 5
+
+
+def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
+    """The second thread is refused while the first drafts, and the first one's text stays the same."""
+    drafting, refused = threading.Event(), threading.Event()
+
+    class Slow(NGramProposer):
+        def propose(self, step: Step, budget: int) -> Tree:
+            drafting.set()
+            assert refused.wait(60)
+            return super().propose(step, budget)
+
+    shared, found = Slow(length=3), list[Any]()
+    settings: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": []}
+    thread = threading.Thread(target=lambda: found.extend(generate(target, PROMPTS, shared, **settings)))
+    thread.start()
+    assert drafting.wait(60)
+    with pytest.raises(RuntimeError, match="this Slow is used by two streams at once"):
+        generate(target, PROMPTS, shared, **settings)
+    refused.set()
+    thread.join()
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in generate(target, PROMPTS, **settings)]
+
+
+def test_a_forbidden_token_is_no_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_logits(target, monkeypatch, step=5, value=-float("inf"))
+    for temperature in (0.0, 0.8):
+        answers = generate(target, PROMPTS, sampling=Sampling(temperature=temperature), max_new_tokens=12, stop_ids=[])
+        assert [len(answer.tokens) for answer in answers] == [12, 12]
+
+
+def test_a_proposer_in_two_streams_is_refused(target: Target) -> None:
+    shared = NGramProposer(length=3)
+
+    def begin(proposer: NGramProposer) -> Iterator[Chunk]:
+        return stream(target, PROMPTS[:1], proposer, max_new_tokens=24, stop_ids=[])
+
+    first, second = begin(shared), begin(shared)
+    next(first)
+    next(second)
+    with pytest.raises(RuntimeError, match="this NGramProposer is used by two streams at once"):
+        list(first)
+    alone = [chunk.tokens for chunk in begin(NGramProposer(length=3))]
+    assert [chunk.tokens for chunk in second] == alone[1:]
+    assert [chunk.tokens for chunk in begin(shared)] == alone  # it is free again
+    stopped = begin(shared)
+    next(stopped)
+    stopped.close()
+    assert [chunk.tokens for chunk in begin(shared)] == alone
+
+
+def couple_rows(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+    """As if activations were quantised with one scale for the whole tensor."""
+    scale = args[0].abs().max() / 15
+    return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
+
+
+def couple_columns(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+    """As LLM.int8: columns with an outlier in any row stay exact, the others are quantised, each row by its scale."""
+    states = args[0]
+    exact = (states.abs() > 2.5 * states.std()).flatten(0, -2).any(dim=0)
+    scale = states.abs().amax(dim=-1, keepdim=True) / 15
+    return torch.nn.functional.linear(torch.where(exact, states, (states / scale).round() * scale), module.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("couple", [couple_rows, couple_columns])
+def test_row_coupled_quantisation_is_refused(couple: Any, dtype: torch.dtype) -> None:
+    """By its name, even where a small tree's logits are wrong because of it."""
+    model = tiny("llama", dtype=dtype)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(couple)
+    with pytest.raises(ValueError, match="llama is row-coupled"):
+        Target(model)
+
+
+def test_quantisation_of_each_row_is_not_row_coupled() -> None:
+    def quantise(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+        scale = args[0].abs().amax(dim=-1, keepdim=True) / 127
+        return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
+
+    model = tiny("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(quantise)
+    Target(model)
+
+
+LONG = 100  # tokens of a window that the self-test tries with a made-up text
+LONG_WINDOWS: dict[str, dict[str, int]] = {
+    "llama4_text": {"attention_chunk_size": LONG},
+    **{kind: {"sliding_window": LONG} for kind in ("mistral window", "gemma2", "gemma3_text", "gemma3_text eager")},
+    **{kind: {"sliding_window": LONG} for kind in ("gemma3n_text", "gpt_oss", "phi3 window", "cohere2", "olmo3")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", LONG_WINDOWS)
+def test_a_long_window_that_is_off_by_one_is_refused(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(kind, dtype=dtype, **LONG_WINDOWS[kind])
+    Target(model)
+    for change in (-1, 1):
+
+        def misread(model: Any, change: int = change) -> dict[str, AttentionWindow]:
+            return {
+                name: AttentionWindow(span.window and span.window + change, span.chunk and span.chunk + change)
+                for name, span in attention_windows(model).items()
+            }
+
+        monkeypatch.setattr(stock_model, "attention_windows", misread)
+        with pytest.raises(ValueError, match="fails the tree self-test"):
+            Target(model)
+        monkeypatch.undo()
+
+
+def test_a_long_window_is_not_refused_for_rounding() -> None:
+    """Large weights in many layers amplify bfloat16's rounding, as in real models."""
+    model = tiny("mistral window", dtype=torch.bfloat16, sliding_window=LONG, num_hidden_layers=48)
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-2] in ("q_proj", "o_proj", "down_proj"):
+            parameter.data *= 4
+    Target(model)
+
+
+def test_windows_that_no_text_exceeds_are_not_tried() -> None:
+    model = tiny("mistral window", sliding_window=250)  # of 256 positions
+    assert self_test._long_windows(Target(model)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3", "mixtral", "gpt2"])
+def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers: int, dtype: torch.dtype) -> None:
+    """It grows with the root of the layers, and errors stay below it without being far below."""
+    settings = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    target = Target(tiny(kind, dtype=dtype, **settings))
+    allowed, error = self_test.find_tolerance(target), self_test.self_test(target)
+    assert allowed == pytest.approx(18 * torch.finfo(dtype).eps * layers**0.5)
+    assert allowed / 60 < error < allowed < 0.4
+
+
+def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
+    model = tiny("llama", dtype=torch.bfloat16, hidden_size=16, num_hidden_layers=40)
+    assert self_test.find_tolerance(stock_model.StockModel(model)) == 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_rounds_more_than_usual_is_compared_with_its_own_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", dtype=dtype, num_hidden_layers=8)
+    monkeypatch.setattr(self_test, "ROUNDING", 0.1)  # as if this were far more than usual
+    Target(model)
+    monkeypatch.setattr("decode.session.tree_masks", lambda *args: torch.full_like(tree_masks(*args), -1e4).triu(1))
+    with pytest.raises(ValueError, match=r"llama (fails the tree self-test|is row-coupled)"):
+        Target(model)

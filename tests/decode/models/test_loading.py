@@ -1,0 +1,136 @@
+"""Loading models by name, and models that accelerate has spread over memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode import Target, generate
+from decode.models.loading import load_model
+from heads import load_head
+from proposers import NGramProposer
+from tests.support.models import tiny
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny("llama", num_hidden_layers=4).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("accelerate", ["off", "auto"])
+@pytest.mark.parametrize("away", ["layers", "everything"])
+def test_offloaded_models_generate_the_same_tokens(folder: Path, tmp_path: Path, accelerate: str, away: str) -> None:
+    parts = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
+    gone = parts if away == "everything" else ["model.layers.1", "model.layers.3"]
+    device_map = {"model.rotary_emb": "cpu", **{part: "disk" if part in gone else "cpu" for part in parts}}
+    spread = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, device_map=device_map, offload_folder=tmp_path
+    )
+    assert any(parameter.is_meta for parameter in spread.parameters())
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    expected = generate(Target(whole), PROMPTS, max_new_tokens=12)
+    answers = generate(Target(spread, accelerate=accelerate), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_dtype_or_its_name_is_taken(save_model: Callable[..., Path], dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    targets = [Target.load(str(save_model()), dtype=given) for given in (dtype, name, str(dtype))]
+    assert [target.dtype for target in targets] == [dtype] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of float64, float32"),
+        ({"dtype": torch.int8}, "unknown dtype 'int8'; choose one of float64, float32"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"device": "meta"}, "device 'meta' is not supported"),
+        ({"device": "cuda:97"}, "torch sees"),
+    ],
+)
+def test_unknown_settings_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, **options)
+
+
+def test_a_name_that_leads_nowhere_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot load a model from") as caught:
+        load_model(tmp_path / "nothing")
+    assert "\n" not in str(caught.value)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
+GGUF = r"is in GGUF, which is not loaded yet; convert it .*gguf_file='m-Q4_0.gguf', quantization_config=GgufConfig"
+WEIGHTS = "model.safetensors"
+DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {  # contents of files, None to remove them
+    "weights in LFS": ({WEIGHTS: POINTER}, "model.safetensors is a Git LFS pointer, .* run git lfs pull"),
+    "a shard in LFS": ({WEIGHTS: None, "model-00001-of-2.safetensors": POINTER}, "00001-of-2.safetensors is a Git LFS"),
+    "pickled weights in LFS": ({WEIGHTS: None, "pytorch_model.bin": POINTER}, "pytorch_model.bin is a Git LFS pointer"),
+    "a tokenizer in LFS": ({"tokenizer.json": POINTER}, "tokenizer.json is a Git LFS pointer"),
+    "a template in LFS": ({"chat_template.jinja": POINTER}, "chat_template.jinja is a Git LFS pointer"),
+    "end tokens in LFS": ({"generation_config.json": POINTER}, "generation_config.json is a Git LFS pointer"),
+    "empty weights": ({WEIGHTS: b""}, "model.safetensors is empty; fetch it again"),
+    "an empty config": ({"config.json": b""}, "config.json is empty"),
+    "GGUF alone": ({WEIGHTS: None, "config.json": None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
+    "GGUF and a config": ({WEIGHTS: None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_are_no_weights_are_refused_by_name(save_model: Callable[..., Path], name: str) -> None:
+    folder, (files, message) = save_model(), DAMAGED[name]
+    for file, content in files.items():
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot load a model from .*{message}") as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_model(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=GGUF):
+        load_model(tmp_path / "m-Q4_0.gguf")
+    with pytest.raises(ValueError, match=r"it is a file; name the folder with config\.json"):
+        load_model(folder / WEIGHTS)
+
+
+def test_files_that_are_not_read_may_be_pointers(save_model: Callable[..., Path]) -> None:
+    folder = save_model()
+    for name in ("pytorch_model.bin", "model.onnx", "training_args.bin", "m-Q4_0.gguf"):
+        (folder / name).write_bytes(POINTER)
+    assert load_model(folder)[0].config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (WEIGHTS, POINTER, "model.safetensors is a Git LFS pointer, .* run git lfs pull"),
+        ("medusa_lm_head.pt", POINTER, "medusa_lm_head.pt is a Git LFS pointer"),
+        ("model.safetensors.index.json", POINTER, "index.json is a Git LFS pointer"),
+        (WEIGHTS, b"", "model.safetensors is damaged: it is empty"),
+        (WEIGHTS, b"half", "model.safetensors is damaged or cut short"),
+    ],
+)
+def test_heads_without_weights_are_refused_by_name(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot load a head from .*{message}"):
+        load_head(tmp_path)
+
+
+def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    with pytest.raises(ValueError, match="cannot load a model from"):
+        load_model(tmp_path)

@@ -1,0 +1,115 @@
+"""Attention over random trees, in every way that computes it, compared with float64 attention along each node's path"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from decode import Sampling, Target, Tree, generate
+from decode.masks import AttentionWindow, tree_masks
+from decode.models.grouped_attention import attend_grouped, attend_stacked
+from heads.layer_cache import attend
+from proposers import NGramProposer
+from tests.decode.test_tree import random_tree
+from tests.support.models import needs_compiler, tiny
+
+SIZE = 8  # of a head
+WINDOWS = [AttentionWindow(), AttentionWindow(window=5), AttentionWindow(chunk=7)]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # ..., mask, softcap -> [B, N, heads, D]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run flex attention without compiling it. transformers compiles it on a CPU, too."""
+
+    def run(*tensors: Tensor, training: bool, **settings: Any) -> Any:
+        return flex_attention(*tensors, **settings)
+
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", run)
+
+
+def by_transformers(function: Callable[..., Any]) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
+        module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], training=False, is_causal=True)
+        return function(module, query, key, value, mask, scaling=SIZE**-0.5, softcap=softcap)[0]
+
+    return attend
+
+
+WAYS: dict[str, Attend] = {
+    "stacked": lambda query, key, value, mask, _: attend_stacked(query, key, value, mask, SIZE**-0.5),
+    "op": lambda query, key, value, mask, _: attend_grouped(query, key, value, mask, SIZE**-0.5),
+    "heads": lambda query, key, value, mask, _: attend(query, key, value, mask).transpose(1, 2),
+    "sdpa": by_transformers(sdpa_attention_forward),
+    "flex": by_transformers(flex_attention_forward),
+}
+
+
+def attend_along_paths(
+    query: Tensor, key: Tensor, value: Tensor, tree: Tree, lengths: list[int], span: AttentionWindow, cap: float | None
+) -> Tensor:
+    """Attention in float64 [B, N, heads, D], node by node. Zero for padding."""
+    output = torch.zeros(len(query), tree.width, query.shape[1], SIZE, dtype=torch.float64)
+    shared = query.shape[1] // key.shape[1]
+    for row, length in enumerate(lengths):
+        for node in range(int(tree.sizes[row])):
+            path = [node]
+            while path[0]:
+                path.insert(0, int(tree.parents[row, path[0]]))
+            slots = [*range(length), *(length + each for each in path)]  # a slot's place in this list is its position
+            own = len(slots) - 1
+            seen = [slot for position, slot in enumerate(slots) if sees(span, own, position)]
+            for head in range(query.shape[1]):
+                scores = key[row, head // shared, seen].double() @ query[row, head, node].double() * SIZE**-0.5
+                scores = scores if cap is None else cap * (scores / cap).tanh()
+                output[row, node, head] = scores.softmax(dim=0) @ value[row, head // shared, seen].double()
+    return output
+
+
+def sees(span: AttentionWindow, own: int, position: int) -> bool:
+    if span.window is not None:
+        return own - position < span.window
+    return span.chunk is None or own // span.chunk == position // span.chunk
+
+
+CASES = [*((way, None) for way in WAYS if way != "op"), ("flex", 3.0), pytest.param("op", None, marks=needs_compiler)]
+
+
+@pytest.mark.parametrize(("way", "softcap"), CASES)
+@pytest.mark.parametrize("seed", range(12))
+def test_nodes_attend_to_their_paths(way: str, softcap: float | None, seed: int) -> None:
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    tree, span, dtype = random_tree(choose), WINDOWS[seed % 3], torch.float32 if way == "op" else torch.float64
+    lengths = [choose.choice([0, 1, choose.randrange(40)]) for _ in range(tree.batch)]
+    groups, shared = choose.choice([1, 2, 3]), choose.choice([1, 2, 4])
+    used = max(lengths) + tree.width + choose.randrange(9)
+    query = torch.randn(tree.batch, groups * shared, tree.width, SIZE, dtype=dtype)
+    key, value = (torch.randn(tree.batch, groups, used, SIZE, dtype=dtype) for _ in "kv")
+    mask = tree_masks({"": span}, torch.tensor(lengths), tree.ancestors, tree.depth, used, dtype)
+    found = WAYS[way](query, key, value, mask, softcap).double()
+    expected = attend_along_paths(query, key, value, tree, lengths, span, softcap)
+    assert torch.allclose(found[tree.real], expected[tree.real], atol=1e-5 if way == "op" else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # gemma2: windows and a softcap
+def test_flex_attention_gives_the_same_tokens(kind: str) -> None:
+    prompts, answers = [[5, 6, 7, 8] * 4, [9, 3]], []
+    for implementation in ("eager", "flex_attention"):
+        model = tiny(kind)
+        model.set_attn_implementation(implementation)
+        assert model.config._attn_implementation == implementation
+        for proposer in (None, NGramProposer(length=4)):
+            found = generate(Target(model), prompts, proposer, sampling=Sampling(), max_new_tokens=16, stop_ids=[])
+            answers.append([answer.tokens for answer in found])
+    assert answers[1:] == answers[:1] * 3

@@ -1,0 +1,185 @@
+"""Drafts from logits that are NaN or infinite, as half precision may give them, and trees with much padding.
+
+They change no text and end no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode.lossy import accept_typically
+from decode.sampling import NO_TOKEN
+from proposers import HEAD_PROPOSERS, DraftProposer, HeadSource, HydraProposer, MergedProposer
+from proposers.sources import ProposerSource, RecyclingSource
+from proposers.sources.levels import DraftSource
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+PROMPTS = [[3, 4, 5, 6, 3, 4], [7, 8, 9]]
+NAN, INFINITE = float("nan"), float("inf")
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0, seed=1)
+
+
+def spoil_some(logits: Tensor) -> Tensor:
+    """NaN after about every third path."""
+    is_bad = logits.sum(dim=-1, keepdim=True).mul(1e4).long() % 3 == 0
+    return logits.masked_fill(is_bad, NAN)
+
+
+SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
+    "all NaN": lambda logits: logits * NAN,
+    "some NaN": spoil_some,
+    "one infinite": lambda logits: logits.index_fill(-1, torch.tensor([5]), INFINITE),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+def spoil_head(kind: str, target: Target, spoil: Callable[[Tensor], Tensor]) -> Any:
+    head = make_head(kind, target)
+    logits = head.logits
+    head.logits = lambda *args: spoil(logits(*args))
+    return head
+
+
+def make_draft_model(spoil: Callable[[Tensor], Tensor]) -> Target:
+    draft = Target(tiny("llama", seed=3))
+    forward = draft.model.forward
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = spoil(output.logits)
+        return output
+
+    draft.model.forward = spoiled
+    return draft
+
+
+def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREEDY) -> list[list[int]]:
+    answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=12)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("settings", [{"nodes": 40}, {"nodes": 40, "tree": "static"}, {}], ids=str)
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) -> None:
+    proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, SPOILED[spoil]), **settings)
+    for sampling in (GREEDY, SAMPLED):
+        assert decode(target, proposer, sampling) == decode(target, None, sampling)
+    merged = MergedProposer(head=HeadSource(proposer), nodes=12)
+    assert decode(target, merged) == decode(target, None)
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("settings", [{"width": 1, "length": 4}, {"width": 3, "length": 3}], ids=str)
+def test_draft_models(settings: dict[str, Any], spoil: str, target: Target) -> None:
+    proposer = DraftProposer(make_draft_model(SPOILED[spoil]), **settings)
+    assert decode(target, proposer, SAMPLED) == decode(target, None, SAMPLED)
+    assert decode(target, MergedProposer(head=DraftSource(proposer), nodes=8)) == decode(target, None)
+
+
+def record_drafts(proposer: Any) -> list[int]:
+    """The draft tokens that will be accepted."""
+    found: list[int] = []
+    propose = proposer.propose
+
+    def recorded(step: Step, budget: int) -> Tree:
+        found.extend(len(path) - 1 for path in step.path if not step.is_prefill)
+        return propose(step, budget)
+
+    proposer.propose = recorded
+    return found
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "draft"])
+def test_no_sampled_draft_token_is_accepted(kind: str, target: Target) -> None:
+    """min(1, p / NaN) is 1 in Python: all would be."""
+    spoil = SPOILED["all NaN"]
+    if kind == "draft":
+        proposer: Any = DraftProposer(make_draft_model(spoil), sampled=True, length=4)
+    else:
+        proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, spoil), sampled=True, nodes=16)
+    accepted = record_drafts(proposer)
+    decode(target, proposer, SAMPLED)
+    assert len(accepted) > 15 and not any(accepted)
+
+
+def test_the_draft_budget_survives(target: Target) -> None:
+    """A head whose first draft was NaN drafts on, in trees of chosen sizes."""
+    calls: list[None] = []
+    head = spoil_head("hydra", target, lambda logits: calls.append(None) or logits * (NAN if len(calls) == 1 else 1))
+    proposer = HydraProposer(head, sampled=True)
+    decode(target, proposer, SAMPLED)
+    assert isfinite(proposer.draft_budget.rate) and isfinite(proposer.draft_budget.acceptance_ratio)
+
+
+class BadChain:
+    """Drafts a token after which the target's logits are NaN."""
+
+    layers: Sequence[int] = ()
+    token = 90
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        return Tree.chain([[root, self.token] for root in step.bonus])
+
+
+def test_rejected_nodes_with_nan_logits_teach_nothing() -> None:
+    target = Target(tiny("llama"))
+    forward = target.model.forward
+
+    def spoiled(input_ids: Tensor, **kwargs: Any) -> Any:
+        output = forward(input_ids=input_ids, **kwargs)
+        after = input_ids[:, -output.logits.shape[1] :, None]
+        return SimpleNamespace(logits=torch.where(after == BadChain.token, NAN, output.logits))
+
+    plain = decode(target, None)
+    target.model.forward = spoiled
+    assert not any(BadChain.token in tokens for tokens in plain)
+    assert decode(target, MergedProposer([ProposerSource(BadChain), RecyclingSource()], nodes=8)) == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_typical_acceptance_refuses_nan(temperature: float) -> None:
+    logits = torch.zeros(1, 3, 96)
+    logits[0, 0] = NAN
+    accepted = accept_typically(Tree.chain([[3, 5, 6]]), logits, Sampling(temperature=temperature), {0: [3]})
+    assert accepted.path == [[0]] and accepted.bonus == [NO_TOKEN]
+
+
+class SameScores(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class PaddedTrees:
+    """Trees of two nodes, padded to more than the budget."""
+
+    layers: Sequence[int] = ()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        rows = len(step.bonus)
+        tokens, parents = torch.zeros(rows, budget + 3, dtype=torch.long), torch.full((rows, budget + 3), -1)
+        tokens[:, 0], parents[:, 1] = torch.tensor(step.bonus), 0
+        return Tree(tokens, parents, torch.full((rows,), 2), height=budget + 2)
+
+
+def test_padding_beyond_the_budget_needs_no_noise(target: Target) -> None:
+    sampling = Sampling(temperature=1.0, seed=1, processors=[SameScores()])
+    answers = [
+        generate(target, PROMPTS, proposer, nodes=3, sampling=sampling, max_new_tokens=8)
+        for proposer in (PaddedTrees(), None)
+    ]
+    assert [each.tokens for each in answers[0]] == [each.tokens for each in answers[1]]

@@ -1,0 +1,127 @@
+"""A request whose logits are no numbers ends in an error. The others go on, with the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from decode import Proposer, Sampling, Target, generate, stream
+from decode.accept import accept_sampled_tree
+from decode.gpu.judge import judge_sampled_trees
+from decode.hf.speculate import speculate
+from decode.noise import ACCEPTANCE, row_keys
+from decode.sampling import NO_TOKEN
+from proposers import DraftProposer, MedusaProposer, MergedProposer, NGramProposer
+from tests.decode.gpu.test_gpu_rules import TEXTS, draft_tree
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+LAST = 40  # the first position without numbers
+LONG = [(7 * place) % 90 + 3 for place in range(LAST - 9)]  # the answer gets there
+PROMPTS = [[5, 9, 5, 9, 5], LONG, [7, 8, 9, 10], [3, 4], LONG[::-1], [11, 12, 13]]
+FAILING = (1, 4)
+SAMPLED = Sampling(temperature=0.9, seed=4)
+SETTINGS: dict[str, Any] = {"max_new_tokens": 18, "stop_ids": []}
+
+
+def make_target(spoilt: bool) -> Target:
+    """gpt2 looks its positions up: those from `LAST` on are NaN, and so are keys and values."""
+    target = Target(tiny("gpt2"))
+    if spoilt:
+        target.model.transformer.wpe.weight.data[LAST:] = torch.nan
+    return target
+
+
+def make_proposer(kind: str) -> Proposer | None:
+    if "chain" in kind:
+        return DraftProposer(Target(tiny("gpt2")), sampled="sampled" in kind, length=4)
+    if kind == "sampled tree":
+        return MedusaProposer(make_head("medusa", Target(tiny("gpt2"))), sampled=True, nodes=12)
+    return {"plain": None, "ngram": NGramProposer(length=4), "merged": MergedProposer(nodes=8)}[kind]
+
+
+@pytest.mark.filterwarnings("ignore:request .* no token can be chosen:RuntimeWarning")
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [2, 6])  # with refills in plain decoding
+@pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "merged", "sampled chain", "sampled tree"])
+def test_the_others_go_on(kind: str, batch_size: int, sampling: Sampling) -> None:
+    options = {**SETTINGS, "batch_size": batch_size, "sampling": sampling}
+    expected = generate(make_target(False), PROMPTS, make_proposer(kind), **options)
+    found = generate(make_target(True), PROMPTS, make_proposer(kind), **options)
+    for request_id, (answer, whole) in enumerate(zip(found, expected, strict=True)):
+        if request_id not in FAILING:
+            # A sampled tree's last token has other noise where no row of the batch has room for a draft.
+            end = -1 if kind == "sampled tree" and not sampling.greedy else None
+            assert answer.tokens[:end] == whole.tokens[:end] and (answer.finish, answer.error) == ("length", None)
+            continue
+        assert answer.finish == "error" and (answer.error or "").startswith(f"request {request_id}:")
+        assert 0 < len(answer.tokens) < 18 and answer.tokens == whole.tokens[: len(answer.tokens)]
+
+
+def test_the_last_chunk_says_so_and_generate_warns() -> None:
+    target = make_target(True)
+    chunks = [chunk for chunk in stream(target, PROMPTS, **SETTINGS) if chunk.request_id == 1]
+    assert [chunk.finish for chunk in chunks[-2:]] == [None, "error"] and chunks[-1].tokens == []
+    assert chunks[-1].answer is not None and chunks[-1].answer.tokens == [t for chunk in chunks for t in chunk.tokens]
+    with pytest.warns(RuntimeWarning) as warned:
+        generate(target, PROMPTS, **SETTINGS)
+    assert [str(each.message)[:10] for each in warned] == ["request 1:", "request 4:"]
+
+
+def test_transformers_generate_raises() -> None:
+    model = make_target(True).model
+    with pytest.raises(FloatingPointError, match="row 0: no token can be chosen"):
+        model.generate(torch.tensor([LONG]), custom_generate=speculate, max_new_tokens=18, do_sample=False)
+
+
+class Scores(LogitsProcessor):
+    """Sets the scores of texts of some length to a value: a grammar that allows nothing, a broken bias."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if input_ids.shape[1] < 8 else torch.full_like(scores, self.value)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "sampled tree"])
+def test_scores_that_allow_nothing(kind: str, temperature: float, value: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=1, processors=[Scores(value)])
+    with pytest.warns(RuntimeWarning, match="a processor forbids every token"):
+        (answer,) = generate(make_target(False), [[7, 8, 9]], make_proposer(kind), sampling=sampling, **SETTINGS)
+    assert answer.finish == "error" and len(answer.tokens) == 5
+
+
+def test_an_end_before_it_is_an_end() -> None:
+    """The draft holds the end token, after which logits may be anything."""
+    chunks = stream(make_target(True), [LONG], make_proposer("chain"), **{**SETTINGS, "stop_ids": range(96)})
+    assert [chunk.finish for chunk in chunks] == ["eos"]
+
+
+@pytest.mark.parametrize("chains", [True, False])
+def test_sampled_trees_are_judged_alike_on_a_gpu(chains: bool) -> None:
+    """A node without probabilities is a leaf, and the walk through the others is that of a tree cut there."""
+    failed = 0
+    for seed in range(150):
+        tree = draft_tree(seed, seed % 2 == 0, chains)
+        assert tree.q is not None
+        torch.manual_seed(seed)
+        logits = (tree.q + 0.02).log()
+        logits = torch.where(torch.rand(logits.shape[:2])[:, :, None] < 0.3, torch.nan, logits)
+        sampling = Sampling(temperature=1.0, seed=seed)
+        expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
+        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
+        on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
+        assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
+        assert bonus.tolist() == expected.bonus, seed
+        for row, path in enumerate(expected.path):
+            broken = [bool(logits[row, node].isnan().any()) for node in path]
+            assert not any(broken[:-1]) and broken[-1] == (expected.bonus[row] == NO_TOKEN)
+            failed += broken[-1]
+    assert failed > 50

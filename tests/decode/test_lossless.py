@@ -1,0 +1,356 @@
+"""No proposer changes the text: deterministic drafts give equal tokens, sampled drafts the same distribution."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from decode import Proposer, Sampling, Step, Target, Tree, generate
+from proposers import (
+    AnswerStore,
+    DraftProposer,
+    DraftSource,
+    EagleProposer,
+    HeadProposer,
+    HeadSource,
+    HydraProposer,
+    LookaheadProposer,
+    MedusaProposer,
+    MergedProposer,
+    NGramProposer,
+    RecyclingProposer,
+    SuffixProposer,
+)
+from proposers.sources import (
+    Continuation,
+    LookaheadSource,
+    Place,
+    ProposerSource,
+    RecyclingSource,
+    Source,
+    SuffixSource,
+)
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+from tests.support.trees import tree_of_rows
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+HEADS = [("medusa", False), ("hydra", False), ("hydra", True)]
+KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, Target]:
+    return {kind: Target(tiny(kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def llama(targets: dict[str, Target]) -> Target:
+    return targets["llama"]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Target:
+    return Target(tiny("llama", num_hidden_layers=1))
+
+
+def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Proposer]]:
+    """All ways to draft deterministically. With the target as its own draft model everything is accepted."""
+    return {
+        "ngram": NGramProposer,
+        "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
+        "suffix": lambda: SuffixProposer(store=AnswerStore(1000)),
+        "recycling": lambda: RecyclingProposer(nodes=9),
+        "merged": MergedProposer,
+        "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
+        "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
+        "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
+        "merged pool": lambda: MergedProposer([LookaheadSource(), SuffixSource()], nodes=9),
+        "merged proposers": lambda: MergedProposer(
+            [ProposerSource(NGramProposer), ProposerSource(LookaheadProposer)], nodes=12
+        ),
+        "merged draft": lambda: MergedProposer(head=DraftSource(DraftProposer(draft, width=3, length=3)), nodes=12),
+        "merged itself": lambda: MergedProposer([], DraftSource(DraftProposer(target))),
+        "lookahead": LookaheadProposer,
+        "draft": lambda: DraftProposer(draft),
+        "draft tree": lambda: DraftProposer(draft, width=3, length=3),
+        "itself": lambda: DraftProposer(target, length=4),
+        "itself as a tree": lambda: DraftProposer(target, width=2),
+        "medusa": lambda: MedusaProposer(make_head("medusa", target, output="target")),
+        "medusa static": lambda: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
+        "hydra": lambda: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
+        "hydra static": lambda: HydraProposer(make_head("hydra", target), tree="eagle_25", nodes=9),
+        "hydra++": lambda: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
+        "eagle chain": lambda: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
+        "eagle static": lambda: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
+        "eagle": lambda: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
+        "eagle3 chain": lambda: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
+        "eagle3 static": lambda: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
+        "eagle3": lambda: EagleProposer(make_head("eagle3", target), depth=3),
+    }
+
+
+def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
+    """All sources at once, with the head."""
+    return MergedProposer(head=HeadSource(head), store=AnswerStore(1000), nodes=nodes)
+
+
+def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
+    return [answer.tokens for answer in generate(target, prompts, proposer, **{"max_new_tokens": 24, **settings})]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_same_seed_gives_the_same_text(llama: Target, draft: Target, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.9, seed=11)
+    plain = texts(llama, None, sampling=sampling)
+    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_p=0.9, seed=12))
+    assert plain == texts(llama, None, sampling=sampling, batch_size=1)
+    for name, make in deterministic(llama, draft).items():
+        for batch_size in (1, 2, 4):
+            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
+
+
+def test_torchs_seed_makes_sampling_reproducible(llama: Target) -> None:
+    def once(seed: int) -> list:
+        torch.manual_seed(seed)
+        return texts(llama, None, sampling=Sampling(temperature=1.0))
+
+    assert once(3) == once(3) != once(4)
+
+
+class Grammar(LogitsProcessor):
+    """Allows the tokens whose sum with the last token and the prefix length is divisible by 3."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = torch.arange(scores.shape[-1])
+        return scores.masked_fill((token + input_ids[:, -1:] + input_ids.shape[1]) % 3 != 0, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "processors", [[RepetitionPenaltyLogitsProcessor(1.5)], [Grammar()]], ids=["penalty", "grammar"]
+)
+def test_processors_see_each_nodes_own_prefix(
+    llama: Target, draft: Target, temperature: float, processors: list[LogitsProcessor]
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=20, processors=processors, seed=5)
+    plain = texts(llama, None, sampling=sampling)
+    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_k=20, seed=5))
+    for name, make in deterministic(llama, draft).items():
+        for batch_size in (1, 4):
+            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
+
+
+class Closed(LogitsProcessor):
+    """Fails after a stop token."""
+
+    def __init__(self, end: int, begin: int) -> None:
+        self.end, self.begin = end, begin
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.end in input_ids[0, self.begin :]:
+            raise ValueError("called after the end")
+        return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_are_not_called_after_a_stop_token(llama: Target, draft: Target, temperature: float) -> None:
+    """Although drafts go on after it."""
+    plain = generate(llama, PROMPTS[:1], sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[0]
+    end = plain.tokens[12]
+    sampling = Sampling(temperature, processors=[Closed(end, len(plain.prompt))], seed=2)
+    makers = {**deterministic(llama, draft), "sampled": lambda: DraftProposer(llama, length=4, sampled=True)}
+    for name, make in makers.items():
+        answer = generate(llama, PROMPTS[:1], make(), sampling=sampling, max_new_tokens=24, stop_ids=[end])[0]
+        assert answer.finish == "eos" or name == "sampled"
+
+
+def make_sampled(target: Target, draft: Target) -> dict[str, Proposer]:
+    """Proposers of sampled drafts."""
+    return {
+        "draft": DraftProposer(draft, sampled=True),
+        "hydra": HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
+        "eagle": EagleProposer(make_head("eagle", target), depth=3, width=1, sampled=True, nodes=4),
+        "eagle3": EagleProposer(make_head("eagle3", target), depth=3, width=4, sampled=True, nodes=12),
+    }
+
+
+@pytest.mark.parametrize("name", ["draft", "hydra", "eagle", "eagle3"])
+def test_sampled_drafts_keep_a_grammar(llama: Target, draft: Target, name: str) -> None:
+    sampling = Sampling(temperature=1.0, processors=[Grammar()], seed=1)
+    proposer = make_sampled(llama, draft)[name]
+    for answer in generate(llama, PROMPTS, proposer, sampling=sampling, max_new_tokens=24):
+        sequence = answer.prompt + answer.tokens
+        for position in range(len(answer.prompt), len(sequence)):
+            assert (sequence[position] + sequence[position - 1] + position) % 3 == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 40])
+def test_sampled_drafts_keep_the_distribution(batch_size: int) -> None:
+    """Chi-square test of the third token, which lies inside drafts, against plain sampling with another seed."""
+    target = Target(tiny("llama", vocab_size=12, initializer_range=0.3))
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.3))
+    runs = 2400 if batch_size > 1 else 400
+
+    def counts(proposer: Proposer | None, seed: int) -> Tensor:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        answers = generate(
+            target, [[3, 4]] * runs, proposer, sampling=sampling, max_new_tokens=3, batch_size=batch_size, stop_ids=[]
+        )
+        assert proposer is None or sum(answer.stats.nodes for answer in answers) > runs / 2
+        return torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double()
+
+    one, other = counts(DraftProposer(draft, sampled=True, length=3), 1), counts(None, 2)
+    seen = one + other > 0
+    statistic = ((one - other) ** 2 / (one + other))[seen].sum()
+    assert statistic < 31.3  # 11 degrees of freedom, p = 0.001
+
+
+class Adversary:
+    """Drafts garbage: stop tokens, duplicates, the root again, the full budget or nothing, chains and wide trees."""
+
+    layers = ()
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        rows = []
+        for root in step.bonus:
+            size = self.random.choice([1, budget, self.random.randint(1, budget)])
+            palette = self.random.choice([range(VOCABULARY), range(4), [root], [2]])
+            tokens = [root, *(self.random.choice(palette) for _ in range(size - 1))]
+            wide = self.random.random() < 0.5
+            rows.append((tokens, [-1, *(self.random.randrange(node) if wide else node - 1 for node in range(1, size))]))
+        return tree_of_rows(rows)
+
+
+class Mixed(Adversary):
+    """A good draft model, whose trees lose some nodes in half of the steps."""
+
+    def __init__(self, seed: int, target: Target) -> None:
+        super().__init__(seed)
+        self.good = DraftProposer(target, width=self.random.choice([1, 2]), length=3)
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        tree = self.good.propose(step, budget)
+        if self.random.random() < 0.5:
+            return tree
+        kept = max(1, tree.width - self.random.randint(0, 2))
+        return Tree(tree.tokens[:, :kept], tree.parents[:, :kept], tree.sizes.clamp(max=kept), tree.height)
+
+
+class HostileSource(Source):
+    """Names random tokens with random confidence, the same ones repeatedly."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def continuations(self, state: Place) -> list[Continuation]:
+        choose = self.random
+        return [
+            Continuation(choose.randrange(VOCABULARY), choose.choice([0.0, 1e-300, choose.random(), 1.0]))
+            for _ in range(choose.randrange(12))
+        ]
+
+
+def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
+    """Proposers with random heads of all kinds, each made from a width."""
+    medusa, hydra, prefix = (make_head(kind, target, prefix=on) for kind, on in HEADS)
+    eagles = [make_head(kind, target) for kind in ("eagle", "eagle3")]
+    return [
+        lambda width: MedusaProposer(medusa, nodes=2 * width + 1),
+        lambda width: HydraProposer(hydra, nodes=2 * width),
+        lambda width: HydraProposer(prefix, tree="static", nodes=9),
+        lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
+        lambda width: MergedProposer([HostileSource(width)], DraftSource(DraftProposer(target, width=width))),
+        lambda width: MergedProposer(
+            [HostileSource(width), LookaheadSource(), ProposerSource(lambda: Adversary(width))]
+        ),
+        lambda width: MergedProposer([HostileSource(width)], HeadSource(HydraProposer(hydra)), nodes=3 * width),
+        *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
+    ]
+
+
+def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
+    """Random prompts, trees, seeds, batch sizes and limits give the same tokens as plain decoding."""
+    accepted = 0
+    heads = {kind: draft_with_heads(target) for kind, target in targets.items()}
+    for case in range(request.config.getoption("--cases")):
+        choose = random.Random(case)
+        kind = choose.choice(KINDS)
+        target = targets[kind]
+        prompts = [
+            [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 12))] for _ in range(choose.randint(1, 4))
+        ]
+        settings = {
+            "sampling": Sampling(temperature=choose.choice([0, 0, 0.9]), top_k=choose.choice([0, 5]), seed=case),
+            "max_new_tokens": choose.randint(1, 8),
+            "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
+        }
+        others = [NGramProposer(length=3), Mixed(case, target), choose.choice(heads[kind])(1 + case % 4)]
+        proposer = choose.choice([Adversary(case), Adversary(case), *others])
+        nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
+        answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)
+        assert [answer.tokens for answer in answers] == texts(target, None, prompts, **settings), f"case {case}"
+        accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
+    assert accepted > 0
+
+
+class KnownAnswers:
+    """Drafts the known answers in trees of the whole budget, with a right and a wrong token at each depth."""
+
+    layers = ()
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers  # prompt and answer of each request
+        self.calls: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
+        self.verified: list[tuple[int, int]] = []  # room and tree size of each row and step
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        if not step.is_prefill:
+            rooms = [self.room[row] for row in step.kept]
+            self.verified += zip(rooms, step.tree.sizes.tolist(), strict=True)
+        self.room = step.room
+        self.calls.append((budget, max(step.room)))
+        rows = []
+        for request_id, sequence in zip(step.request_ids, step.sequences, strict=True):
+            levels = (budget - 1) // 2
+            future = [*self.answers[request_id][len(sequence) :], *[0] * levels][:levels]
+            tokens = [token for right in future for token in ((right + 1) % VOCABULARY, right)]
+            rows.append(([sequence[-1], *tokens], [-1, *(2 * (node // 2) for node in range(len(tokens)))]))
+        return tree_of_rows(rows)
+
+
+@pytest.mark.parametrize("limit", [256, 12])
+@pytest.mark.parametrize("lengths", [(20, 30, 27), (28, 29)])
+def test_little_room_makes_trees_shallower_but_not_smaller(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], limit: int
+) -> None:
+    """Learned positions end with the context. Rows reach it, or the end of their answer, at different times."""
+    context, nodes = 40, 21
+    target = Target(tiny("gpt2", max_position_embeddings=context))
+    prompts = [[(length + position) % VOCABULARY for position in range(length)] for length in lengths]
+    plain = generate(target, prompts, max_new_tokens=limit)
+    forward, positions = target.model.forward, list[int]()
+
+    def watch(*, position_ids: Tensor, **settings: Any) -> Any:
+        positions.append(int(position_ids.max()))
+        return forward(position_ids=position_ids, **settings)
+
+    monkeypatch.setattr(target.model, "forward", watch)
+    proposer = KnownAnswers([answer.prompt + answer.tokens for answer in plain])
+    answers = generate(target, prompts, proposer, nodes=nodes, max_new_tokens=limit)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.finish for answer in answers] == [answer.finish for answer in plain]
+    assert max(positions) <= context - 2  # the last token of an answer is never read
+    assert proposer.calls == [(nodes if room > 1 else 1, room) for _, room in proposer.calls]
+    assert any(1 < room < nodes for _, room in proposer.calls)
+    assert all(size == min(nodes, 2 * room - 1) for room, size in proposer.verified)
+    assert all(answer.stats.steps <= 4 for answer in answers)

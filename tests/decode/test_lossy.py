@@ -1,0 +1,91 @@
+"""Typical acceptance, which changes the text, compared with Medusa's rule node by node."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode import Sampling, Target, Tree, generate
+from decode.accept import accept
+from decode.lossy import accept_typically
+from proposers import MedusaProposer
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+from tests.support.trees import tree_of_rows
+
+
+def find_typical_path(tree: Tree, row: int, p: Tensor) -> tuple[list[int], int]:
+    """The longest path of draft tokens that pass (the most probable of equally long ones) and the token after it."""
+    best = (0, 0.0, [0])
+    for leaf in range(int(tree.sizes[row])):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, int(tree.parents[row, path[0]]))
+        log_p, passes = 0.0, True
+        for above, node in pairwise(path):
+            after = p[row, above].tolist()
+            p_node = after[int(tree.tokens[row, node])]
+            entropy = -sum(each * math.log(each) for each in after if each > 0)
+            passes &= p_node > min(0.09, 0.3 * math.exp(-entropy))
+            log_p += math.log(p_node)
+        if passes and (len(path), log_p) > (len(best[2]), best[1]):
+            best = (len(path), log_p, path)
+    return best[2], int(p[row, best[2][-1]].argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_typical_acceptance_is_medusas(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    longest = 0
+    for seed in range(60):
+        choose = random.Random(seed)
+        sizes = [choose.randint(1, 12) for _ in range(3)]
+        rows = [
+            ([choose.randrange(6) for _ in range(size)], [-1, *(choose.randrange(node) for node in range(1, size))])
+            for size in sizes
+        ]
+        tree = tree_of_rows(rows)
+        logits = 2 * torch.randn(3, tree.width, 6, generator=generator, dtype=torch.float64)
+        accepted = accept_typically(tree, logits, Sampling(temperature=temperature), {0: [0], 1: [0], 2: [0]})
+        p = (logits / temperature).softmax(dim=-1)
+        for row in range(3):
+            path, bonus = find_typical_path(tree, row, p)
+            assert (accepted.path[row], accepted.bonus[row]) == (path, bonus)
+            assert accepted.tokens[row] == tree.tokens[row, path].tolist()
+            longest = max(longest, len(path))
+        assert accepted.sizes == sizes
+        greedily = accept_typically(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
+        assert greedily.bonus == accept(tree, logits, Sampling(), {}).bonus
+    assert longest > 3
+
+
+def test_typical_acceptance_is_off_by_default() -> None:
+    target = Target(tiny("llama"))
+    sampling = Sampling(temperature=1.0, seed=1)
+    settings = {"sampling": sampling, "max_new_tokens": 24}
+    prompts = [[5, 6, 7], [8, 9]]
+
+    def texts(**more: object) -> list[list[int]]:
+        proposer = MedusaProposer(make_head("medusa", target, output="target"), nodes=32)
+        return [answer.tokens for answer in generate(target, prompts, proposer, **settings, **more)]
+
+    plain = [answer.tokens for answer in generate(target, prompts, **settings)]
+    assert texts() == plain
+    lossy = texts(lossy_typical_acceptance=True)
+    assert lossy != plain and [len(tokens) for tokens in lossy] == [24, 24]
+    assert texts(lossy_typical_acceptance=True) == lossy  # nothing is random
+    greedy = [answer.tokens for answer in generate(target, prompts, **settings | {"sampling": Sampling()})]
+    settings["sampling"] = Sampling()
+    assert texts(lossy_typical_acceptance=True) == greedy
+
+
+def test_typical_acceptance_refuses_processors() -> None:
+    target = Target(tiny("llama"))
+    sampling = Sampling(temperature=1.0, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
+        generate(target, [[5]], sampling=sampling, lossy_typical_acceptance=True)

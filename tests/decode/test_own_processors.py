@@ -1,0 +1,275 @@
+"""Each request has its own logits processors and criteria, with their own state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkLogitsProcessor
+
+import decode
+from decode import Proposer, Sampling, Target
+from proposers import DraftProposer, NGramProposer
+from tests.support.models import VOCABULARY, tiny
+from tests.support.speculating import BATCH, MASK, generate
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9], [20, 21, 20, 21]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+MAKERS: dict[str, Callable[[Target], Proposer | None]] = {
+    "none": lambda target: None,
+    "ngram": lambda target: NGramProposer(length=5),
+    "draft tree": lambda target: DraftProposer(target, width=3, length=3),
+    "sampled": lambda target: DraftProposer(Target(tiny("llama", seed=4, num_hidden_layers=1)), length=4, sampled=True),
+}
+
+
+class Automaton(LogitsProcessor):
+    """Advances with each call, and fails unless it is called with one more token that it allowed."""
+
+    def __init__(self) -> None:
+        self.state, self.allowed, self.text = 1, [True] * VOCABULARY, [0]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        *before, token = input_ids[0].tolist()
+        assert len(self.text) == 1 or before == self.text
+        assert self.allowed[token]
+        self.text = [*before, token]
+        self.state = (self.state * 7 + token) % 11
+        self.allowed = [(each + self.state) % 4 != 0 for each in range(VOCABULARY)]
+        return scores.masked_fill(~torch.tensor(self.allowed), -torch.inf)
+
+
+class Locked(Automaton):
+    """It cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+
+def answer(target: Target, prompts: list, proposer: Proposer | None, processors: Any, **settings: Any) -> list:
+    """The answers' tokens."""
+    temperature = settings.pop("temperature", 0.0)
+    sampling = Sampling(temperature, processors=processors, seed=3)
+    settings = {"max_new_tokens": 10, "stop_ids": (), **settings}
+    return [each.tokens for each in decode.generate(target, prompts, proposer, sampling=sampling, **settings)]
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "copied": lambda: [Automaton()],
+    "made, not to copy": lambda: lambda request_id: [Locked()],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_has_its_own_state(target: Target, way: str, name: str, temperature: float) -> None:
+    """Also where sampled draft tokens are tried and rejected: the automaton never sees them."""
+    expected = [
+        answer(target, [prompt], None, [Automaton()], request_ids=[row], temperature=temperature)[0]
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    for batch_size, order in ((3, [0, 1, 2]), (2, [2, 0, 1]), (1, [1, 2, 0])):
+        prompts = [PROMPTS[row] for row in order]
+        settings = {"batch_size": batch_size, "request_ids": order, "temperature": temperature}
+        answers = answer(target, prompts, MAKERS[name](target), WAYS[way](), **settings)
+        assert name == "sampled" or answers == [expected[row] for row in order]
+        for prompt, tokens in zip(prompts, answers, strict=True):
+            automaton = Automaton()
+            for place in range(len(tokens)):
+                automaton(torch.tensor([prompt + tokens[:place]]), torch.zeros(1, VOCABULARY))
+                assert automaton.allowed[tokens[place]]
+
+
+def test_sampled_drafts_are_rejected_in_these_tests(target: Target) -> None:
+    made: list[int] = []
+
+    def make(request_id: int) -> list[LogitsProcessor]:
+        made.append(request_id)
+        return [Automaton()]
+
+    answer(target, PROMPTS, MAKERS["sampled"](target), make, temperature=1.0)
+    assert len(made) > len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_the_distribution_is_kept_with_state(target: Target) -> None:
+    """Chi-square of the third token, inside sampled drafts, against plain decoding."""
+    small, rows = Target(tiny("llama", vocab_size=12)), range(1500)
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1))
+
+    class Turns(LogitsProcessor):
+        state = 0
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.state += int(input_ids[0, -1])
+            return 0.3 * scores + torch.sin(torch.arange(12.0) * self.state)
+
+    def count(proposer: Proposer | None, seed: int) -> Tensor:
+        sampling = Sampling(1.0, processors=[Turns()], seed=seed)
+        settings = {"sampling": sampling, "max_new_tokens": 4, "stop_ids": ()}
+        answers = decode.generate(small, [[1, 2, 3] for _ in rows], proposer, **settings)
+        return torch.bincount(torch.tensor([each.tokens[2] for each in answers]), minlength=12).double()
+
+    plain, drawn = count(None, 1), count(DraftProposer(draft, length=3, sampled=True), 2)
+    both = (plain + drawn).clamp(min=1)
+    assert float(((plain - drawn) ** 2 / both).sum()) < 33  # 11 degrees of freedom, p = 0.0005
+
+
+def test_a_single_request_has_the_users_own_object(target: Target) -> None:
+    """It may be one that cannot be copied. Several requests need one that can."""
+    for automaton in (Automaton(), Locked()):
+        tokens = answer(target, PROMPTS[:1], NGramProposer(), [automaton])[0]
+        assert automaton.text == [*PROMPTS[0], *tokens[:-1]]
+    for prompts, name in ((PROMPTS, "ngram"), (PROMPTS[:1], "sampled")):
+        with pytest.raises(ValueError, match=r"Locked may keep state.*lambda"):
+            answer(target, prompts, MAKERS[name](target), [Locked()])
+
+
+def test_a_watermark_with_state_is_not_disturbed_by_drafts(target: Target) -> None:
+    def mark() -> list[LogitsProcessor]:
+        return [SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 64, 50, 7, torch.device("cpu"))]
+
+    plain = answer(target, PROMPTS[:1], None, mark(), temperature=1.0)
+    assert answer(target, PROMPTS[:1], DraftProposer(target, length=3), mark(), temperature=1.0) == plain
+
+
+@pytest.mark.parametrize(
+    ("processors", "message"),
+    [
+        (Automaton(), "processors is a Automaton; it must be a list"),
+        ([lambda ids, scores: scores.expand(3, -1)], r"function returned scores of shape \[3, 96\].*\[1, 96\]"),
+        (lambda request_id: Automaton(), "returned Automaton; it must return a list"),
+    ],
+)
+def test_other_processors_are_refused(target: Target, processors: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        answer(target, PROMPTS, None, processors)
+
+
+# Inside transformers' own `generate`
+
+
+class Bias(LogitsProcessor):
+    """Something for each row of the batch, and a state that is filled in place."""
+
+    def __init__(self, how: str, rows: int = 3) -> None:
+        self.how, self.calls = how, torch.zeros(1)
+        self.count, self.bias = (
+            0,
+            torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(1)).double() * 9,
+        )
+        self.words: Any = [torch.tensor([7 * row, 7 * row + 1]) for row in range(rows)]
+        self.table = {row: float(row + 1) for row in range(rows)}
+        self.weights = torch.arange(1.0, rows + 1)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        if self.how == "state":
+            return scores.roll(int(self.calls) % 5, dims=1)
+        if self.how == "added":
+            return scores + self.bias
+        if self.how == "weighted":
+            return scores * self.weights[:, None] + torch.sin(torch.arange(VOCABULARY))
+        for row in range(len(input_ids)):
+            if self.how == "loop":
+                scores[row] += self.bias[row]
+            elif self.how == "words":
+                scores[row, self.words[row]] += 30
+            else:
+                scores[row, 3 * int(self.table[row])] += 30
+        return scores
+
+
+@pytest.mark.parametrize("how", ["state", "added", "weighted", "loop", "words", "table"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_have_their_own_row_of_a_processor(target: Target, how: str, name: str) -> None:
+    settings = {"attention_mask": MASK, "max_new_tokens": 9}
+    ours, theirs = Bias(how), Bias(how)
+    if how != "weighted":
+        del ours.weights  # of which it would not be clear whose they are
+    expected = target.model.generate(BATCH, logits_processor=[theirs], **settings)
+    got = generate(target.model, BATCH, MAKERS[name](target), logits_processor=[ours], **settings)
+    assert got.tolist() == expected.tolist()
+
+
+def test_a_single_row_has_the_users_own_processor(target: Target) -> None:
+    for scores in (False, True):
+        ours, theirs = Bias("state"), Bias("state")
+        settings = {"max_new_tokens": 12, "output_scores": scores, "return_dict_in_generate": True}
+        got = generate(target.model, BATCH[1:2], NGramProposer(), logits_processor=[ours], **settings)
+        expected = target.model.generate(BATCH[1:2], logits_processor=[theirs], **settings)
+        assert got.sequences.tolist() == expected.sequences.tolist()
+        assert ours.count == theirs.count == 12 and ours.calls == 12
+        assert not scores or torch.allclose(torch.stack(got.scores), torch.stack(expected.scores))
+
+
+class Length(StoppingCriteria):
+    """Ends rows at their own lengths."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.calls = how, 0
+        self.limits: Any = (
+            torch.tensor([10, 14, 12]) if how == "tensor" else [torch.tensor(each) for each in (10, 14, 12)]
+        )
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.how == "calls":
+            return torch.full((len(input_ids),), self.calls == 5)
+        if self.how == "tensor":
+            return input_ids.shape[1] >= self.limits
+        return torch.tensor([input_ids.shape[1] >= self.limits[row] for row in range(len(input_ids))])
+
+
+@pytest.mark.parametrize("how", ["calls", "tensor", "loop"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_have_their_own_row_of_a_criterion(target: Target, how: str, name: str) -> None:
+    settings = {"attention_mask": MASK, "max_new_tokens": 9, "pad_token_id": 0, "eos_token_id": 3}
+    expected = target.model.generate(BATCH, stopping_criteria=[Length(how)], **settings)
+    got = generate(target.model, BATCH, MAKERS[name](target), stopping_criteria=[Length(how)], **settings)
+    assert got.tolist() == expected.tolist()
+
+
+class Wrong(LogitsProcessor):
+    def __init__(self, result: Callable[[Tensor], Any], **attributes: Any) -> None:
+        self.result = result
+        vars(self).update(attributes)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return self.result(scores)
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (Wrong(lambda scores: scores.expand(2, -1)), r"Wrong returned shape \[2, 96\].*\[1, 96\]"),
+        (Wrong(lambda scores: scores, banned=[3, 4, 5]), "Wrong.banned has 3 entries"),
+        (Wrong(lambda scores: scores, limits=torch.ones(3)), "Wrong.limits has 3 entries"),
+        (Wrong(lambda scores: scores, lock=Lock()), "Wrong may keep state"),
+    ],
+)
+def test_what_has_no_row_for_each_is_refused(target: Target, processor: LogitsProcessor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(target.model, BATCH, logits_processor=[processor], attention_mask=MASK)
+
+
+def test_a_criterion_of_another_shape_is_refused(target: Target) -> None:
+    class Two(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros(2, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match=r"Two returned shape \[2\].*\[1\]"):
+        generate(target.model, BATCH, stopping_criteria=[Two()], attention_mask=MASK, pad_token_id=0)

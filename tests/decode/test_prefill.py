@@ -1,0 +1,158 @@
+"""Reading prompts: in passes of any length, the first one without a mask, and without holding all layers' features."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from decode import Proposer, Step, Target, Tree, generate
+from decode import session as session_module
+from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk
+from proposers import HEAD_PROPOSERS, MergedProposer
+from proposers.sources.levels import HeadSource
+from tests.support.drafting import Recorder, make_head
+from tests.support.models import VOCABULARY, tiny
+
+KINDS = ["llama", "llama eager", "mistral window", "gemma3_text", "gpt_oss", "llama4_text", "gpt2", "deepseek_v3"]
+LENGTHS = (23, 20, 9, 1)
+SINGLE = {"llama eager": 1e-5, "llama4_text": 1e-5}  # errors of models that compute some of it in float32
+
+
+def make_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_read_as_by_transformers(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a mask in the first pass; all rows together, the longest many passes long."""
+    monkeypatch.setattr(session_module, "CHUNK", chunk)
+    target, prompts = Target(tiny(kind)), make_prompts(LENGTHS)
+    expected = [target.model(torch.tensor([prompt]), output_hidden_states=True) for prompt in prompts]
+    for needs_masks in (False, True):
+        monkeypatch.setattr(Target, "needs_masks", needs_masks)
+        with torch.inference_mode():
+            logits, features = target.open(len(prompts), [1, -1])._extend_together(prompts)
+        assert features is not None
+        for row, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
+            states = torch.cat([output.hidden_states[1], output.hidden_states[-1]], dim=2)[0]
+            error = SINGLE.get(kind, 1e-9)
+            torch.testing.assert_close(logits[row], output.logits[0, -1], rtol=error, atol=error)
+            torch.testing.assert_close(features[row, : len(prompt)], states, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_the_first_pass_has_no_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CHUNK", 16)
+    target = Target(tiny(kind))
+    seen: list[bool] = []
+    target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"] is None), with_kwargs=True
+    )
+    target.open(2).extend(make_prompts((40, 38)))
+    assert seen == [True, False, False]
+    seen.clear()
+    target.open(1).extend(make_prompts((1,)))  # the model would attend to unused slots
+    assert seen == [False]
+
+
+def test_passes_are_as_long_as_the_device_pays() -> None:
+    cpu, gpu, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+    assert choose_chunk(cpu, 1, 100_000, half) == CHUNK
+    assert choose_chunk(gpu, 1, 2000, half) == LARGEST
+    assert choose_chunk(gpu, 1, 32_768, half) == 4096 and 4096 * 32_768 * half.itemsize == MASK_BYTES
+    assert choose_chunk(gpu, 4, 2000, half) == 2048
+    assert choose_chunk(gpu, 16, 100_000, torch.float32) == CHUNK
+
+
+class Unfused:
+    """The same proposer, which gets all layers' features."""
+
+    def __init__(self, proposer: Any) -> None:
+        self.proposer, self.layers, self.adaptive = proposer, proposer.layers, False
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        assert not step.is_fused
+        return self.proposer.propose(step, budget)  # type: ignore[no-any-return]
+
+
+def make_proposers(target: Target) -> dict[str, Any]:
+    kinds = {kind: HEAD_PROPOSERS[kind](make_head(kind, target), nodes=12) for kind in HEAD_PROPOSERS}
+    kinds["hydra prefix"] = HEAD_PROPOSERS["hydra"](make_head("hydra", target, prefix=True), nodes=12)
+    head = HeadSource(HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12))  # type: ignore[arg-type]
+    return {**kinds, "merged": MergedProposer(head=head, nodes=12)}
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "hydra prefix", "eagle", "eagle3", "merged"])
+def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees and texts, if features are fused pass by pass."""
+    monkeypatch.setattr(session_module, "CHUNK", 6)
+    target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
+    plain = [answer.tokens for answer in generate(target, prompts, max_new_tokens=24, stop_ids=[])]
+    found = []
+    for wrap in (lambda proposer: proposer, Unfused):
+        proposer = wrap(make_proposers(target)[name])
+        recorder = Recorder(proposer)
+        if hasattr(proposer, "fuse"):
+            recorder.fuse = proposer.fuse  # type: ignore[attr-defined]
+        answers = generate(target, prompts, recorder, max_new_tokens=24, stop_ids=[])
+        assert [answer.tokens for answer in answers] == plain
+        found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in recorder.trees])
+    assert found[0] == found[1]
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist at once, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def count_peak(target: Target, proposer: Proposer, prompt: list[int]) -> tuple[int, int]:
+    """The most bytes at once while a prompt is read, and those of the features that the proposer gets."""
+    session, fuse = target.open(1, proposer.layers), getattr(proposer, "fuse", None)
+    with torch.inference_mode(), PeakBytes() as counted:
+        _, features = session.extend([prompt], fuse and (lambda part: fuse(target, part)))
+    assert features is not None
+    return counted.peak, features.nbytes
+
+
+def test_a_long_prompt_holds_a_third_of_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CHUNK", 32)
+    length = 2000
+    target = Target(tiny("llama", num_hidden_layers=4, max_position_embeddings=4096))
+    proposer, prompt = make_proposers(target)["eagle3"], make_prompts((length,))[0]
+    before, all_layers = count_peak(target, Unfused(proposer), prompt)
+    after, fused = count_peak(target, proposer, prompt)
+    width = target.config.hidden_size * 8
+    assert (all_layers, fused) == (3 * length * width, length * width)
+    assert before - after > 0.95 * (all_layers - fused)

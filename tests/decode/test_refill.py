@@ -1,0 +1,165 @@
+"""Waiting prompts take the rows of finished ones, and answers stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
+from decode.accept import draw
+from decode.kv_cache import TreeCache
+from decode.noise import gumbel_max
+from decode.session import Session
+from proposers import NGramProposer
+from tests.support.models import tiny
+
+KINDS = ["llama", "gemma3_text", "gemma3n_text", "gpt2"]  # full, windowed and shared layers, learned positions
+LENGTHS = [5, 1, 70, 2, 33, 100, 1, 9, 40, 3, 64, 12]
+PROMPTS = [[(7 * index + 3 * position) % 90 + 3 for position in range(length)] for index, length in enumerate(LENGTHS)]
+ENDS = range(40, 52)  # an eighth of the vocabulary: answers end at very different times
+SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ENDS}
+
+
+def read(answers: list[Answer]) -> list[tuple[list[int], str]]:
+    return [(answer.tokens, answer.finish) for answer in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_refilled_rows_give_the_same_answers_as_alone(kind: str, temperature: float) -> None:
+    target, sampling = Target(tiny(kind)), Sampling(temperature=temperature, seed=3)
+    alone = [
+        generate(target, [prompt], request_ids=[request_id], sampling=sampling, **SETTINGS)[0]
+        for request_id, prompt in enumerate(PROMPTS)
+    ]
+    assert len({len(answer.tokens) for answer in alone}) > 3
+    for size in (2, 5):
+        assert read(generate(target, PROMPTS, batch_size=size, sampling=sampling, **SETTINGS)) == read(alone)
+
+
+def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    real = Session.verify
+
+    def verify(session: Session, tree: Tree, **options: Any) -> Any:
+        if tree.width == 1 and any(session.lengths):
+            sizes.append(tree.batch)
+        return real(session, tree, **options)
+
+    monkeypatch.setattr(Session, "verify", verify)
+    answers = generate(Target(tiny("llama")), PROMPTS, batch_size=4, **SETTINGS)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) < sum(len(answer.tokens) for answer in answers) / 2.5
+    assert all(answer.stats.tau == 1 for answer in answers)
+
+
+def test_with_a_proposer_batches_follow_one_another() -> None:
+    target = Target(tiny("llama"))
+    expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
+    assert read(generate(target, PROMPTS, NGramProposer(), batch_size=4, **SETTINGS)) == expected
+
+
+class CountingProposer(PlainProposer):
+    """Sees the prefill of every request."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.known |= {*step.request_ids} if step.is_prefill else set()
+        assert self.known >= {*step.request_ids}
+        return super().propose(step, budget)
+
+
+def test_a_proposer_that_extends_plain_decoding_sees_all_prompts() -> None:
+    proposer = CountingProposer()
+    generate(Target(tiny("llama")), PROMPTS, proposer, batch_size=4, **SETTINGS)
+    assert len(proposer.known) > len(PROMPTS) / 2  # the others end with their first token
+
+
+def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
+    target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
+    whole = generate(target, PROMPTS, sampling=sampling, **SETTINGS)
+    part = [9, 2, 6]
+    answers = generate(target, [PROMPTS[index] for index in part], request_ids=part, sampling=sampling, **SETTINGS)
+    assert read(answers) == read([whole[index] for index in part])
+
+
+@pytest.mark.parametrize("request_ids", [[1], [1, 2, 3], [4, 4]])
+def test_each_prompt_needs_its_own_request_id(request_ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="2 prompts need as many different request_ids"):
+        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
+
+
+@pytest.mark.parametrize("request_ids", [[-1, 2], [0, 1 << 63]])
+def test_request_ids_that_cannot_key_noise_are_refused(request_ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="request_ids are numbers from 0"):
+        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_in_groups_of_similar_length(kind: str) -> None:
+    target = Target(tiny(kind))
+    session = target.open(len(PROMPTS), layers=(-1,))
+    logits, features = session.extend(PROMPTS)
+    assert session.lengths == LENGTHS and features is not None and features.shape[1] == max(LENGTHS)
+    for row, prompt in enumerate(PROMPTS):
+        last, own = target.open(1, layers=(-1,)).extend([prompt])
+        assert own is not None
+        assert torch.allclose(logits[row], last[0], atol=1e-10)
+        assert torch.allclose(features[row, : len(prompt)], own[0], atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_renewed_row_keeps_nothing_of_the_old_one(kind: str) -> None:
+    target = Target(tiny(kind))
+    session, expected = target.open(3), target.open(3)
+    session.extend([PROMPTS[5], PROMPTS[0], PROMPTS[2]])
+    session.renew([0, 2], [PROMPTS[1], PROMPTS[10]])
+    expected.extend([PROMPTS[1], PROMPTS[0], PROMPTS[10]])
+    for _ in range(2):
+        tree = Tree.chain([[3, 4], [5, 6], [7, 8]])
+        assert torch.allclose(session.verify(tree).logits, expected.verify(tree).logits, atol=1e-10)
+        for each in (session, expected):
+            each.keep([[0, 1]] * 3)
+
+
+def test_a_longer_row_makes_the_cache_grow() -> None:
+    target = Target(tiny("llama", max_position_embeddings=1024))
+    session, expected, long = target.open(2), target.open(1), [5 + position % 80 for position in range(600)]
+    session.extend([[3, 4, 5], [6, 7]])
+    session.renew([1], [long])
+    expected.extend([long])
+    logits = session.verify(Tree.chain([[9], [9]])).logits[1]
+    assert torch.allclose(logits, expected.verify(Tree.chain([[9]])).logits[0], atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 1], [1, 3], [3], [0, 3]])
+def test_selected_rows_move_to_the_front(rows: list[int]) -> None:
+    cache = TreeCache(batch=4)
+    states = torch.arange(4 * 6, dtype=torch.float64).view(4, 1, 6, 1)
+    cache.reserve(0, 6, torch.device("cpu"))
+    cache.update(states, -states, layer_idx=0)
+    cache.keep(torch.arange(6).expand(4, 6), [6, 5, 4, 3])
+    cache.select(rows)
+    cache.reserve(0, 1, torch.device("cpu"))
+    new = torch.full((len(rows), 1, 1, 1), 99.0, dtype=torch.float64)
+    keys, values = cache.update(new, new, layer_idx=0)
+    for new_row, row in enumerate(rows):
+        length = 6 - row
+        assert cache.lengths[new_row] == length
+        assert keys[new_row, 0, : length + 1, 0].tolist() == [*states[row, 0, :length, 0].tolist(), 99]
+        assert values[new_row, 0, :length, 0].tolist() == (-states[row, 0, :length, 0]).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = 25
+    logits = torch.randn(rows, 1000, generator=generator).to(dtype)
+    seeds = torch.randint(2**53, (rows,), generator=generator)
+    sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9)
+    expected = gumbel_max(sampling.probabilities(logits), seeds)
+    assert torch.equal(draw(logits, sampling, [], range(rows), seeds), expected)

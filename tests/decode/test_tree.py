@@ -1,0 +1,266 @@
+"""Draft trees, the KV cache that they are verified in, and the greedy walk down them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decode import Sampling, Target, Tree
+from decode.accept import accept, walk
+from decode.kv_cache import TreeCache
+from proposers.trees.candidates import Candidates
+from tests.support.drafting import tree_of_paths
+from tests.support.models import tiny
+from tests.support.trees import tree_of_rows
+
+
+def random_tree(choose: random.Random, batch: int = 3) -> Tree:
+    rows = []
+    for _ in range(batch):
+        size = choose.randint(1, 12)
+        tokens = [choose.randrange(6) for _ in range(size)]
+        rows.append((tokens, [-1, *(choose.randrange(node) for node in range(1, size))]))
+    return tree_of_rows(rows)
+
+
+def climb(tree: Tree, row: int, node: int) -> list[int]:
+    """The path from the root to a node, by following parents."""
+    path = [node]
+    while tree.parents[row, path[0]] >= 0:
+        path.insert(0, int(tree.parents[row, path[0]]))
+    return path
+
+
+def test_ancestors_and_depth_follow_the_parents() -> None:
+    for seed in range(50):
+        tree = random_tree(random.Random(seed))
+        for row in range(3):
+            for node in range(tree.width):
+                path = climb(tree, row, node)
+                assert tree.ancestors[row, node].nonzero()[:, 0].tolist() == path
+                assert tree.depth[row, node] == len(path) - 1 <= tree.height
+
+
+def test_a_chain_is_a_tree() -> None:
+    chain = Tree.chain([[5, 6, 7], [8]])
+    slow = Tree(chain.tokens, chain.parents, chain.sizes, chain.height)  # computes what `Tree.chain` knows beforehand
+    assert chain.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    assert torch.equal(chain.ancestors, slow.ancestors)
+    assert torch.equal(chain.depth, slow.depth)
+
+
+def test_paths_share_their_first_nodes() -> None:
+    tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8], [9]], []])
+    assert tree.tokens.tolist() == [[1, 5, 6, 7, 8, 9], [2, 0, 0, 0, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 1, 0], [-1] * 6]
+    assert tree.sizes.tolist() == [6, 1] and tree.height == 3
+
+
+def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
+    tokens = torch.tensor([[10, 11, 12, 13, 14]])
+    parents = torch.tensor([[-1, -1, 0, 0, 2]])
+    scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
+    candidates = Candidates(torch.tensor([7]), tokens, parents, scores, levels=3, lay_out_q=lambda *_: None)
+    tree = candidates.tree(4)
+    assert tree.tokens.tolist() == [[7, 10, 12, 14]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2]]
+    tree.check(1, 4, 20)
+    assert candidates.tree(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
+    for nodes in range(1, 10):
+        first, same = candidates.tree(9).first(nodes), candidates.tree(nodes)
+        assert first.height == same.height and first.tensors().keys() == same.tensors().keys()
+        assert all(torch.equal(tensor, same.tensors()[name]) for name, tensor in first.tensors().items())
+
+
+def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:
+    """A row's nodes in order: the tokens of the path to each, its score, whether it is sampled, and its q."""
+    assert tree.scores is not None and tree.sampled is not None and tree.q is not None
+    return [
+        (
+            tree.tokens[row, climb(tree, row, node)].tolist(),
+            float(tree.scores[row, node]),
+            bool(tree.sampled[row, node]),
+            tree.q[row, node].tolist(),
+        )
+        for node in range(int(tree.sizes[row]))
+    ]
+
+
+def test_cut_keeps_each_rows_nodes_up_to_a_depth() -> None:
+    smaller = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        choose = random.Random(seed)
+        tree = random_tree(choose)
+        shape = tree.tokens.shape
+        tree = replace(tree, q=torch.rand(*shape, 6), sampled=torch.rand(shape) < 0.5, scores=torch.rand(shape))
+        depths = [choose.randrange(5) for _ in range(3)]
+        cut = tree.cut(depths)
+        cut.check(3, tree.width, 6)
+        for row, deepest in enumerate(depths):
+            kept = [node for node in list_nodes(tree, row) if len(node[0]) - 1 <= deepest]
+            assert list_nodes(cut, row) == kept
+            assert (cut.parents[row, len(kept) :] == -1).all()
+        assert cut.width == int(cut.sizes.max()) and int(cut.depth.max()) <= cut.height <= max(depths)
+        smaller += cut.width < tree.width
+    assert smaller > 20
+
+
+def test_a_cut_chain_is_a_chain() -> None:
+    chain = Tree.chain([[5, 6, 7, 8], [9, 3], [4, 4, 4, 4]])
+    cut, expected = chain.cut([2, 5, 0]), Tree.chain([[5, 6, 7], [9, 3], [4]])
+    assert cut.is_chain and cut.height == 2
+    for name in ("parents", "sizes", "ancestors", "depth"):
+        assert torch.equal(getattr(cut, name), getattr(expected, name)), name
+    assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
+
+
+def test_a_tree_that_is_shallow_enough_is_not_copied() -> None:
+    tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
+    assert tree.cut([3, 9]) is tree
+    assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # and nothing is computed
+    assert tree.cut([3, 2]) is not tree  # the host knows the height only, not the depth of row 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "sizes", "message"),
+    [
+        ([[1, 2]], [[-1, 1]], [2], "parent before itself"),
+        ([[1, 2]], [[0, 0]], [2], "root and padding must have parent -1"),
+        ([[1, 2]], [[-1, -1]], [2], "parent before itself"),
+        ([[1, 2]], [[-1, 0]], [1], "padding must have parent -1"),
+        ([[1, 9]], [[-1, 0]], [2], "outside the vocabulary of 9"),
+        ([[1, -1]], [[-1, 0]], [2], "outside the vocabulary"),
+        ([[1, 2, 3]], [[-1, 0, 1]], [3], "budget of 2"),
+        ([[1, 2]], [[-1, 0]], [0], "between 1 and"),
+        ([[1, 2], [1, 2]], [[-1, 0], [-1, 0]], [2, 2], "a tree for 1 rows"),
+    ],
+)
+def test_invalid_trees_are_refused(tokens: list, parents: list, sizes: list, message: str) -> None:
+    tree = Tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes), height=2)
+    with pytest.raises(ValueError, match=message):
+        tree.check(batch=1, budget=2, vocabulary=9)
+
+
+def test_a_wrong_height_or_chain_flag_is_refused() -> None:
+    tree = Tree.chain([[1, 2, 3, 4, 5]])
+    for flat in (replace(tree, height=1), replace(tree, height=2)):
+        with pytest.raises(ValueError, match="deeper than its height of"):
+            flat.check(1, 9, 9)
+    bush = tree_of_paths([1], [[[2, 3], [4]]])
+    bush.check(1, 9, 9)
+    with pytest.raises(ValueError, match="must be a chain"):
+        replace(bush, is_chain=True).check(1, 9, 9)
+
+
+def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
+    """Two implementations, and a third here that follows one row by hand."""
+    for seed in range(200):
+        torch.manual_seed(seed)
+        tree = random_tree(random.Random(seed))
+        logits = torch.randn(3, tree.width, 6, dtype=torch.float64)
+        fast = accept(tree, logits, Sampling(), {})
+        slow = walk(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
+        assert fast.bonus == slow.bonus and fast.tokens == slow.tokens and fast.sizes == slow.sizes
+        for row in range(3):
+            expected, node = [], 0
+            while True:
+                token = int(logits[row, node].argmax())
+                children = [child for child in range(int(tree.sizes[row])) if tree.parents[row, child] == node]
+                matching = [child for child in children if tree.tokens[row, child] == token]
+                if not matching:
+                    break
+                expected.append(token)
+                node = max(matching, key=lambda child: longest_below(tree, logits, row, child))
+            assert fast.tokens[row][1:] == expected or len(fast.tokens[row]) > len(expected)
+
+
+def longest_below(tree: Tree, logits: torch.Tensor, row: int, node: int) -> int:
+    """How much deeper the walk can get from a node; siblings with the same token may differ."""
+    token = int(logits[row, node].argmax())
+    below = [
+        longest_below(tree, logits, row, child)
+        for child in range(node + 1, int(tree.sizes[row]))
+        if tree.parents[row, child] == node and tree.tokens[row, child] == token
+    ]
+    return 1 + max(below, default=-1) if below else 0
+
+
+def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
+    cache = TreeCache(batch=3)
+    cache.lengths = [4, 0, 2]
+    cache.reserve(0, 6, torch.device("cpu"))
+    states = torch.arange(3 * 6, dtype=torch.float64).view(3, 1, 6, 1)
+    cache.update(states, states + 100, layer_idx=0)
+    layer = cache.layers[0]
+    before = layer.keys.clone()
+    path = torch.tensor([[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]])  # the last row moves nothing
+    cache.keep(path, [4, 4, 2])
+    assert cache.lengths == [8, 4, 4]
+    assert layer.keys[0, 0, 4:8, 0].tolist() == [0, 1, 3, 5]
+    assert layer.keys[1, 0, 0:4, 0].tolist() == [6, 8, 9, 10]
+    assert layer.values[1, 0, 0:4, 0].tolist() == [106, 108, 109, 110]
+    assert torch.equal(layer.keys[2], before[2])
+    cache.select([0, 2])
+    assert cache.lengths == [8, 4] and torch.equal(layer.keys[1], before[2])
+    cache.crop([3, 9])
+    assert cache.lengths == [3, 4]
+
+
+def test_a_growing_cache_keeps_its_contents() -> None:
+    cache = TreeCache(batch=1)
+    for begin in range(0, 900, 100):
+        states = torch.arange(begin, begin + 100, dtype=torch.float64).view(1, 1, 100, 1)
+        cache.reserve(0, 100, torch.device("cpu"))
+        keys, _ = cache.update(states, states, layer_idx=0)
+        cache.keep(torch.arange(100)[None], [100])
+        assert keys.shape[2] % 64 == 0 and keys[0, 0, : begin + 100, 0].tolist() == list(range(begin + 100))
+
+
+def test_layers_of_one_shape_share_tensors() -> None:
+    """At most 8 of them, and a layer of another shape has tensors of its own. All are moved, grown and selected."""
+    cache = TreeCache(batch=2, layer_count=11)
+    heads = [3 if number in (5, 7) else 1 for number in range(11)]
+    cache.reserve(0, 4, torch.device("cpu"))
+    new = torch.arange(8.0).view(2, 1, 4, 1)
+    for number, count in enumerate(heads):
+        cache.update(new.expand(-1, count, -1, 2) + 100 * number, new.expand(-1, count, -1, 1) - number, number)
+    assert [len(block.keys) for block in cache.blocks] == [8, 3, 1]
+    cache.keep(torch.tensor([[0, 3], [0, 2]]), [2, 2])
+    cache.reserve(0, 400, torch.device("cpu"))
+    assert [len(block.keys) for block in cache.blocks] == [8, 2, 1]  # what no layer took is freed
+    cache.select([1])
+    for number, (layer, count) in enumerate(zip(cache.layers, heads, strict=True)):
+        assert layer.keys.shape == (1, count, cache.capacity, 2) and layer.values.shape == (1, count, cache.capacity, 1)
+        for states, first in ((layer.keys, 100 * number), (layer.values, -number)):
+            assert states[0, -1, :2, -1].tolist() == [4 + first, 6 + first]
+
+
+def test_a_tree_may_be_verified_level_by_level() -> None:
+    target = Target(tiny("gemma3_text"))
+    whole, grown = target.open(2), target.open(2)
+    for session in (whole, grown):
+        session.extend([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 2]]).expand(2, 6)
+    tree = Tree(torch.arange(20, 32).view(2, 6), parents, torch.tensor([6, 6]), height=2)
+    expected = whole.verify(tree).logits
+    parts = []
+    for start, end in [(0, 1), (1, 3), (3, 6)]:
+        part = Tree(tree.tokens[:, :end], tree.parents[:, :end], tree.sizes.clamp(max=end), height=2)
+        parts.append(grown.verify(part, start=start).logits)
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-10)
+
+
+def test_a_long_prompt_is_committed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("mistral window"))
+    rows = [list(range(1, 60)), list(range(5, 22)), list(range(3, 35))]
+    expected, features = target.open(3, layers=(0, -1)).extend(rows)
+    monkeypatch.setattr("decode.session.CHUNK", 16)
+    logits, parts = target.open(3, layers=(0, -1)).extend(rows)
+    assert torch.allclose(logits, expected, atol=1e-10)
+    assert features is not None and parts is not None
+    for row, tokens in enumerate(rows):
+        assert torch.allclose(parts[row, : len(tokens)], features[row, : len(tokens)], atol=1e-10)

@@ -1,0 +1,187 @@
+"""Calibration: what is measured of a head, the trees that follow from it, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target
+from proposers import HydraProposer, MedusaProposer
+from proposers.calibration import FILE, Calibration, load_calibration
+from scripts.calibration.measure_head import Trials, calibrate, fit_logistic, try_head
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+PLAIN = (0.0, 1.0, 0.0)
+TABLE = ((0.5, 0.2, 0.05), (0.4, 0.1, 0.1), (0.3, 0.05, 0.15))
+GOOD = Calibration(TABLE, ((0.1, 0.9, 0.2),) * 3, (100, 70, 40))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_tree_has_the_most_likely_paths(seed: int) -> None:
+    choose = random.Random(seed)
+    table = tuple(tuple(choose.random() for _ in range(4)) for _ in range(3))
+    calibration = Calibration(table, (PLAIN,) * 3, (1,) * 3)
+    products = {
+        path: math.prod(table[depth][rank] for depth, rank in enumerate(path))
+        for length in (1, 2, 3)
+        for path in product(range(4), repeat=length)
+    }
+    for nodes in (1, 2, 7, 30, 85):
+        tree = calibration.best_tree(nodes)
+        best = sorted(products.values(), reverse=True)[: nodes - 1]
+        assert len(tree) == nodes - 1 and all(path[:-1] in ((), *tree) for path in tree)
+        assert [products[path] for path in tree] == pytest.approx(best)
+        assert tree == calibration.best_tree(85)[: nodes - 1]
+        assert calibration.expect_tau(nodes)[-1] == pytest.approx(1 + sum(best))
+    assert len(calibration.best_tree(1000)) == len(products)
+
+
+def made_up_trials(count: int) -> Trials:
+    """Draft tokens with probabilities 0.6, 0.25 and 0.1, that are right as often as in `TABLE`."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(count, 3, generator=generator)
+    right = torch.zeros(count, 3, 3, dtype=torch.bool)
+    for level, row in enumerate(TABLE):
+        rank = torch.bucketize(draws[:, level].contiguous(), torch.tensor(row).cumsum(dim=0))
+        right[:, level] = torch.nn.functional.one_hot(rank, 4)[:, :3].bool()
+    known = torch.ones(count, 3, dtype=torch.bool)
+    known[: count // 10, 2] = False
+    return Trials(torch.tensor([0.6, 0.25, 0.1]).log().expand(count, 3, 3), right, known)
+
+
+def test_known_accuracies_are_found() -> None:
+    calibration = calibrate(made_up_trials(200_000))
+    for row, expected in zip(calibration.acceptance, TABLE, strict=True):
+        assert row == pytest.approx(expected, abs=0.005)
+    reached = [200_000, 200_000 * 0.75, 200_000 * 0.75 * 0.6 * 0.9]
+    assert list(calibration.positions) == pytest.approx(reached, rel=0.02)
+
+
+def test_confidence_is_how_often_a_draft_token_is_right() -> None:
+    """Even where the head is overconfident and depends on the path's probability, as Medusa is."""
+    generator = torch.Generator().manual_seed(0)
+    sure = -3 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
+    before = -2 * torch.rand(100_000, 1, generator=generator, dtype=torch.float64)
+    truth = Calibration(((1.0,),), ((-0.7, 0.6, 0.5),), (1,)).log_probabilities(0, sure, before)
+    right = torch.rand(sure.shape, generator=generator, dtype=torch.float64) < truth.exp()
+    odds = sure - torch.log1p(-sure.exp())
+    weights = fit_logistic(torch.cat([torch.ones_like(odds), odds, before], dim=1), right[:, 0])
+    assert weights.tolist() == pytest.approx([-0.7, 0.6, 0.5], abs=0.05)
+
+
+def test_few_trials_do_not_give_certainty() -> None:
+    trials = made_up_trials(6)
+    trials.right[:] = False
+    calibration = calibrate(trials)
+    assert all(abs(weight) < 20 for row in calibration.confidence for weight in row)
+    assert calibration.positions == (6, 0, 0) and calibration.confidence[1] == PLAIN
+
+
+def test_low_confidence_needs_many_outcomes() -> None:
+    """The fewer wrong draft tokens at even odds, the closer the calibrated probability is to one half."""
+    probabilities = []
+    for count in (1, 10, 1000):
+        inputs = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(count, 3)
+        weights = fit_logistic(inputs, torch.zeros(count, dtype=torch.bool))
+        probabilities.append(torch.sigmoid(weights[0]).item())
+    assert 0.5 > probabilities[0] > 0.4 > probabilities[1] > 0.05 > probabilities[2] > 0
+
+
+def test_an_uncalibrated_head_keeps_its_probabilities() -> None:
+    sure = torch.tensor([[[-0.5, -2.0, -1e-9, 0.0, -40.0]]])
+    calibration = Calibration(((1.0,),), (PLAIN,), (1,))
+    calibrated = calibration.log_probabilities(0, sure, torch.full((1, 1, 1), -3.0))
+    assert torch.allclose(calibrated, sure, atol=1e-5)
+    assert bool((GOOD.log_probabilities(0, sure, torch.zeros(1, 1, 1)) <= 0).all())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
+@pytest.mark.parametrize("size", [96, 4])
+@torch.no_grad()
+def test_heads_are_tried_along_the_text(target: Target, kind: str, size: int) -> None:
+    """Each position and head by itself, on the features of the text before it."""
+    head = make_head(kind.strip("+"), target, prefix=kind == "hydra++", draft_size=size)
+    proposer = MedusaProposer(head) if kind == "medusa" else HydraProposer(head)
+    prompt, answer = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]
+    trials = try_head(target, proposer, prompt, answer)
+    text = prompt + answer
+    assert trials.log_q.shape == (5, 3, min(10, size))
+    for position in range(5):
+        last = len(prompt) - 1 + position
+        _, features = target.open(1, head.features).extend([text[: last + 1]])
+        assert features is not None
+        for level in range(3):
+            if kind == "medusa":
+                states = head(features[0, -1])[level]
+            else:
+                embedded = target.model.get_input_embeddings()(torch.tensor(text + [0] * 3))
+                states = head(head.contextualize(features)[0, -1], embedded[last + 1 : last + 2 + level], level)
+            best = head.logits(states, level).log_softmax(dim=-1).topk(min(10, size))
+            assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
+            known = last + 2 + level < len(text)
+            assert bool(trials.known[position, level]) == known
+            right = head.tokens(best.indices) == text[last + 2 + level] if known else torch.zeros(min(10, size)).bool()
+            assert torch.equal(trials.right[position, level], right)
+
+
+def test_no_trials_are_refused() -> None:
+    with pytest.raises(ValueError, match="no position to measure at"):
+        Trials.join([])
+
+
+def test_a_calibration_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert load_calibration(tmp_path) is None
+    GOOD.save(tmp_path)
+    assert load_calibration(tmp_path) == GOOD
+    content = json.loads((tmp_path / FILE).read_text())
+    assert content["best_tree"][:3] == [[0], [1], [0, 0]] and content["expected_tau"][:3] == [1.0, 1.5, 1.7]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "indices must be"),
+        ("{}", "lacks 'acceptance'"),
+        ({"acceptance": []}, "at least one"),
+        ({"acceptance": [[0.5], [0.5, 0.5], [0.1]]}, "the same number of ranks"),
+        ({"acceptance": [[1.5], [0.5], [0.1]]}, "between 0 and 1"),
+        ({"acceptance": [[float("nan")], [0.5], [0.1]]}, "between 0 and 1"),
+        ({"confidence": [[0, 1]] * 3}, "unpack"),
+        ({"confidence": [[0, 1, float("inf")]] * 3}, "finite"),
+        ({"confidence": [[0, 1, 0]] * 2}, r"as of confidence \(2\)"),
+        ({"positions": ["many", 1, 1]}, "invalid literal"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    if isinstance(content, dict):
+        GOOD.save(tmp_path)
+        content = json.dumps(json.loads((tmp_path / FILE).read_text()) | content)
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_calibration(tmp_path)
+    assert "calibration.json is no calibration" in str(caught.value) and "scripts/calibrate.py" in str(caught.value)
+
+
+def test_a_calibration_of_other_heads_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="of 3 heads, not of 2"):
+        MedusaProposer(make_head("medusa", target, heads=2), calibration=GOOD)
+
+
+def test_a_calibrated_tree_has_its_ranks(target: Target) -> None:
+    proposer = MedusaProposer(make_head("medusa", target), tree="calibrated", calibration=GOOD)
+    assert proposer.paths == GOOD.best_tree(256) and len(proposer.paths) == 3 + 9 + 27

@@ -1,0 +1,142 @@
+"""The draft budget: how many nodes are drafted, and whether any are."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+
+from decode import Target, generate, stream
+from decode.models.cost_curve import CostCurve
+from proposers import MedusaProposer, NGramProposer
+from proposers.calibration import Calibration
+from proposers.draft_budget import DraftBudget
+from tests.support.drafting import Recorder, fix_cost, make_head
+from tests.support.models import tiny
+
+
+def begin(rise: float) -> DraftBudget:
+    """A draft budget at the beginning of a text. Each further node costs `rise` of a one-node pass."""
+    budget = DraftBudget()
+    budget.begin(lambda nodes: 1 + rise * (nodes - 1))
+    return budget
+
+
+def test_budget_weighs_gains_against_costs() -> None:
+    gains = [0.0, 0.6, 1.0, 1.2, 1.3]
+    choices = [begin(rise).choose_size(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
+    assert choices == [5, 4, 3, 1]
+
+
+def test_trees_that_end_early_lose_nothing() -> None:
+    """Where `is_worth_more` ends a tree, no larger one would have been chosen."""
+    for seed in range(200):
+        choose = random.Random(seed)
+        costs = [1.0]
+        for _ in range(63):
+            costs.append(costs[-1] + choose.choice([0, 0, 0.02, 0.3]) * choose.random())
+        p = sorted((choose.random() ** 3 for _ in range(63)), reverse=True)
+        whole, early = [DraftBudget() for _ in range(2)]
+        for budget in (whole, early):
+            budget.begin(lambda nodes, costs=costs: costs[nodes - 1])
+            budget.learn(0.0, 1.0)
+        size = next((size for size in range(1, 64) if not early.is_worth_more(size, p[size - 1])), 64)
+        chosen = whole.choose_size([*accumulate(p, initial=0.0)], 0)
+        assert chosen <= size and chosen == early.choose_size([*accumulate(p[: size - 1], initial=0.0)], 0)
+
+
+def test_budget_learns_what_drafting_costs() -> None:
+    budget = begin(0.0)
+    budget.take_drafting_time(2.0, levels=4)
+    assert budget.level_time == 0.0 and budget.is_worth_a_level(0.01)
+    budget.learn(0.0, 5.0)
+    assert budget.level_time == 0.1 and budget.is_worth_a_level(0.2) and not budget.is_worth_a_level(0.05)
+    budget.begin(budget.cost)  # another text, the same passes
+    assert budget.level_time == 0.1
+    budget.begin(lambda nodes: 1.0, new_texts=False)
+    assert budget.level_time == 0.0
+
+
+def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
+    """Tokens a unit of time over an answer of 128 tokens, where a draft token is accepted `truth` times as often
+    as the head predicts; plain decoding has 1."""
+    generator, budget = random.Random(seed), begin(rise)
+    budget.learn(0.0, 1.0)  # the time of a pass is known from an earlier text
+    tokens = time = 0.0
+    while tokens < 128:
+        tokens, time = tokens + 1, time + 1
+        if budget.is_backing_off():
+            continue
+        q = generator.betavariate(2 * quality, 2 - 2 * quality)
+        budget.take_drafting_time(draft, 1)
+        steps = [q ** (depth + 1) for depth in range(4)]  # a chain, node by node
+        gains = [sum(steps[:count]) for count in range(5)]
+        nodes = budget.choose_size(gains, 1)
+        accepted = 0
+        while accepted < nodes - 1 and generator.random() < q * truth:
+            accepted += 1
+        budget.learn(accepted, budget.cost(nodes))
+        tokens, time = tokens + accepted, time + rise * (nodes - 1) + draft
+    return tokens / time
+
+
+@pytest.mark.parametrize("rise", [0.01, 0.06, 0.15])
+@pytest.mark.parametrize("draft", [0.05, 0.25])
+def test_a_poor_head_costs_almost_nothing(rise: float, draft: float) -> None:
+    """No text is decoded at less than 0.97 of plain speed on average, however wrong the head's probabilities are."""
+    for quality, truth in ((0.5, 0.1), (0.15, 0.3), (0.9, 0.0), (0.3, 0.3)):
+        speeds = [speed(quality, truth, rise, draft, seed) for seed in range(60)]
+        assert 60 / sum(1 / one for one in speeds) > 0.97, (quality, truth)
+    assert speed(0.7, 1.0, rise, draft, 0) > 1.2
+
+
+@pytest.mark.parametrize(("cost", "drafts"), [(1.2, True), (1.6, False)])
+def test_no_first_draft_where_the_calibration_promises_no_gain(
+    monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
+) -> None:
+    """A draft token that is right half of the time is not worth a pass that costs 1.6 times as much."""
+    target = Target(tiny("llama"))
+    fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
+    sure = (4.6, 0.0, 0.0)  # 0.99 for every token: once tried, a draft is worth it
+    calibration = Calibration(((0.5, 0.1),) * 3, (sure,) * 3, (100,) * 3)
+    recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
+    generate(target, [[5, 9, 5]] * 2, recorder, max_new_tokens=60, stop_ids=())
+    assert (recorder.trees[0].width > 1) == drafts
+    assert any(tree.width > 1 for tree in recorder.trees) == drafts
+
+
+def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("llama"))
+    curves = [CostCurve([1, 64], [1.0, cost]) for cost in (1.0, 64.0)]
+    monkeypatch.setattr(target, "cost_curve", lambda batch, _: curves[batch > 1])
+    calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
+    recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
+
+    def ends(row: int, tokens: list[int]) -> bool:
+        return row == 1 and len(tokens) > 5
+
+    generate(target, [[5, 9, 5], [7]], recorder, max_new_tokens=20, criterion=ends, stop_ids=())
+    drafts = [tree.width > 1 for tree in recorder.trees]
+    assert drafts[:6] == [tree.batch == 1 for tree in recorder.trees[:6]] and True in drafts[:6]
+
+
+def test_drafting_is_tried_late() -> None:
+    budget = DraftBudget(expected_tau=(1.0, 1.5))
+    budget.begin(lambda nodes: float(nodes))
+    assert [budget.is_backing_off() for _ in range(66)] == [True] * 64 + [False] * 2
+    budget.begin(lambda nodes: 1.0)
+    assert not budget.is_backing_off()
+
+
+def test_a_slow_reader_does_not_count_as_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("decode.stats.perf_counter", lambda: now[0])
+    target = Target(tiny("llama"))
+    target.model.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 1))
+    proposer = Recorder(NGramProposer())
+    seconds = []
+    for _ in stream(target, [[5, 9, 5, 9, 5]], proposer, max_new_tokens=8, stop_ids=[]):
+        now[0] += 100
+        seconds.append(proposer.step.seconds if proposer.trees else 1.0)
+    assert len(seconds) > 2 and set(seconds) == {1.0}

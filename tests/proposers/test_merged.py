@@ -1,0 +1,242 @@
+"""Merged trees: which nodes they have, what is learned from them, and each source's own account of a text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from decode import Sampling, Target, generate
+from proposers import (
+    AnswerStore,
+    Continuation,
+    HeadSource,
+    HydraProposer,
+    MergedProposer,
+    Place,
+    RecyclingProposer,
+    Source,
+    SuffixProposer,
+)
+from proposers.sources import SOURCES, recycling
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts, correct
+from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
+from tests.support.drafting import Recorder, list_paths, make_head
+from tests.support.models import tiny
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+class TableSource(Source):
+    """Names what a table has for a draft."""
+
+    def __init__(self, table: dict[tuple[int, ...], dict[int, float]]) -> None:
+        self.table = table
+
+    def continuations(self, state: Place) -> Iterable[Continuation]:
+        return [Continuation(token, p, "table") for token, p in self.table.get(state.draft, {}).items()]
+
+
+def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, least: float = 0.0, deepest: int = 9) -> list:
+    """The paths of a tree and their probabilities, in order."""
+    sources = [TableSource(table) for table in tables]
+    for source in sources:
+        source._texts = {7: [1, 2]}
+    tree = GrowingTree(2, 7, sources, KindCounts(), least, deepest, {50})
+    fill(tree, size)
+    paths: list[tuple[int, ...]] = []
+    for node in tree.nodes:
+        paths.append((*paths[node.parent.number], node.token) if node.parent else ())
+    return [(path, round(node.p, 6)) for path, node in zip(paths, tree.nodes, strict=True)]
+
+
+def fill(tree: GrowingTree, size: int) -> None:
+    tree.restart()
+    for _ in range(size - 1):
+        tree.take()
+
+
+FIRST = {(): {10: 0.5, 11: 0.4}, (10,): {20: 0.5}, (10, 20): {30: 0.9}, (11,): {21: 0.1}}
+SECOND = {(): {11: 0.6, 12: 0.1}, (11,): {22: 0.8}, (12,): {50: 1.0}, (12, 50): {1: 1.0}}
+
+
+def test_the_most_likely_nodes_of_all_sources_become_one_tree() -> None:
+    merged = [((), 1.0), ((11,), 0.6), ((10,), 0.5), ((11, 22), 0.48), ((10, 20), 0.25), ((10, 20, 30), 0.225)]
+    merged += [((12,), 0.1), ((12, 50), 0.1), ((11, 21), 0.06)]  # after the end token 50 there is nothing
+    for size in range(1, 12):
+        assert grow(FIRST, SECOND, size=size) == merged[:size]
+    assert grow(FIRST, SECOND, size=20, least=0.2) == merged[:6]
+    assert grow(FIRST, SECOND, size=20, deepest=1) == [merged[0], merged[1], merged[2], merged[6]]
+    assert grow(FIRST, SECOND, size=20, deepest=0) == merged[:1]
+
+
+def test_continuations_that_come_later_change_the_tree() -> None:
+    source = TableSource(FIRST)
+    source._texts = {7: [1, 2]}
+    tree = GrowingTree(2, 7, [source], KindCounts(), 0.0, 9)
+    fill(tree, 3)
+    assert [node.token for node in tree.nodes] == [2, 10, 11]
+    tree.add(tree.nodes[2], 1, [Continuation(99, 0.9), Continuation(21, 0.3)])
+    fill(tree, 4)
+    assert [(node.token, round(node.p, 6)) for node in tree.nodes] == [(2, 1.0), (10, 0.5), (11, 0.4), (99, 0.36)]
+    fill(tree, 6)
+    assert (tree.nodes[-1].token, round(tree.nodes[-1].p, 6)) == (30, 0.225)
+    tree.add(tree.nodes[0], 1, [Continuation(77, 1.0)])
+    fill(tree, 2)
+    assert [node.token for node in tree.nodes] == [2, 77]
+    assert len({(id(node.parent), node.token) for node in tree.nodes}) == len(tree.nodes)
+
+
+def test_only_continuations_of_accepted_nodes_are_counted() -> None:
+    source, counts = TableSource(FIRST), KindCounts()
+    source._texts = {7: [1, 2]}
+    tree = GrowingTree(2, 7, [source], counts, 0.0, 9)
+    fill(tree, 9)
+    accepted = tree.learn([10, 20, 40])  # 10 and 20 were right, 30 was not
+    assert [(node.token, source) for node, source in accepted] == [(2, 0), (10, 0), (20, -1)]
+    # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
+    assert counts.of(0) == {"table": [2, 4]} and counts.of(1) == {}
+    assert correct(0.8, [2, 4]) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
+
+
+def test_the_largest_logits_are_found() -> None:
+    for seed, size in enumerate((1, 7, 63, 64, 65, 130, 1000, 4099)):
+        logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
+        ids, values = top_logits(logits, RANKS)
+        expected = logits.topk(min(RANKS, size), dim=-1)
+        assert torch.equal(ids, expected.indices) and torch.equal(values, expected.values)
+    ids, values = top_logits(torch.zeros(1, 1, 300), 5)
+    assert len(set(ids.flatten().tolist())) == 5 and torch.equal(values, torch.zeros(1, 1, 5))
+
+
+def test_predictions_after_every_node_are_recycled() -> None:
+    """Rejected nodes too, by the last one to three tokens of their own paths."""
+    recycled = Recycled()
+    predictions = [Predictions((node,), (7,)) for node in range(5)]
+    recycled.learn([1, 2], [3, 4, 5, 6, 0], [-1, 0, 0, 1, -1], predictions)  # the last one is padding
+    for tail, node in {(1, 2, 3): 0, (2, 3, 4): 1, (2, 3, 5): 2, (3, 4, 6): 3}.items():
+        assert recycled.find(tail) == (ORDERS, predictions[node])
+        assert recycled.find((9, *tail[1:])) == (2, predictions[node])
+        assert recycled.find((9, 9, tail[-1])) == (1, predictions[node])
+    assert recycled.find((0,)) == (0, Predictions((), ()))
+    recycled.learn([8], [3], [-1], [predictions[4]])
+    assert recycled.find((2, 3)) == (2, predictions[0]) and recycled.find((3,)) == (1, predictions[4])
+
+
+def test_recycled_predictions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycling, "KEYS", 30)
+    recycled = Recycled()
+    for token in range(100):
+        recycled.learn([token], [token + 1], [-1], [Predictions((token,), (7,))])
+    assert len(recycled) == 30
+    assert recycled.find((100,))[0] == 1 and recycled.find((50,))[0] == 0
+
+
+def test_a_repeated_text_is_drafted(target: Target) -> None:
+    """Both sources, alone and together, see a repetition that prompt lookup would see."""
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7]
+    for proposer in (SuffixProposer(nodes=6), MergedProposer(nodes=6)):
+        recorder = Recorder(proposer)
+        generate(target, [prompt], recorder, max_new_tokens=2, stop_ids=())
+        first = next(iter(recorder.drafted))
+        if first[-1] == 8:  # what the model says next
+            assert (9, 10, 11) in recorder.drafted[first]
+
+
+def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target) -> None:
+    proposer = RecyclingProposer(nodes=1)  # no rejected nodes: they may be the last ones after the same tokens
+    answer = generate(target, [[5, 6, 7, 5, 6]], proposer, max_new_tokens=30, stop_ids=())[0]
+    recycled, text = proposer.sources[0]._recycled[0], [5, 6, 7, 5, 6, *answer.tokens]
+    for end in range(5, 30):
+        tail = tuple(text[end - 3 : end])
+        if all(tuple(text[place - 3 : place]) != tail for place in range(end + 1, len(text) + 1)):
+            logits, _ = target.open(1).extend([text[:end]])
+            assert recycled.find(tail)[1].tokens == tuple(logits[0].topk(RANKS).indices.tolist())
+            assert recycled.find(tail)[1].tokens[0] == text[end]
+
+
+def test_answers_are_kept_for_later_streams(target: Target) -> None:
+    store = AnswerStore(1000)
+    proposer = MergedProposer([], store=store, nodes=8)
+    settings = {"max_new_tokens": 30, "stop_ids": ()}
+    first = generate(target, [[5, 6, 7], [9, 8, 7]], proposer, **settings)
+    assert len(store) == 0
+    again = generate(target, [[5, 6, 7], [9, 8, 7]], proposer, **settings)
+    assert list(store.answers())[:2] == [answer.tokens for answer in first]
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+    assert sum(answer.stats.steps for answer in again) < sum(answer.stats.steps for answer in first)
+    proposer.keep_answers()
+    assert len(store) == 4 * 30
+
+
+def test_a_head_extends_what_others_named(target: Target) -> None:
+    """With the target's own next tokens as the table, the head's continuations come after them too."""
+    head = HydraProposer(make_head("hydra", target))
+    table = {(): dict.fromkeys(range(3, 8), 0.9)}
+    recorder = Recorder(MergedProposer([TableSource(table)], HeadSource(head), nodes=24))
+    generate(target, [[5, 6, 7]], recorder, max_new_tokens=6, stop_ids=())
+    paths = list_paths(recorder.trees[0], 0)
+    assert {path[0] for path in paths} >= set(range(3, 8))
+    assert any(len(path) == 2 and path[0] in range(3, 8) for path in paths)  # the table ends at depth 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_accepted_tokens_are_counted_by_source(target: Target, temperature: float) -> None:
+    """All of them, those of each request's last tree too, wherever it ends."""
+    head = HeadSource(HydraProposer(make_head("hydra", target, output="target")))
+    proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
+    assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
+    accepted = 0
+    for length in (30, 30, 11, 1):
+        limits = {"max_new_tokens": length, "stop_ids": [], "sampling": Sampling(temperature, seed=1)}
+        end = generate(target, [[5, 6, 7, 5, 6]], **limits)[0].tokens[-1]
+        for ends in ([], [end]):
+            answers = generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], proposer, **{**limits, "stop_ids": ends})
+            accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
+            assert sum(proposer.accepted_by_source.values()) == accepted
+    assert proposer.accepted_by_source["stored"] > 0 < accepted
+    assert sum(proposer.renew().accepted_by_source.values()) == 0
+
+
+def test_sources_are_known_by_name(target: Target) -> None:
+    assert {name: make().name for name, make in SOURCES.items()} == {name: name for name in SOURCES}
+    proposer = MergedProposer([make() for name, make in SOURCES.items() if name != "suffix"])
+    assert "suffix" not in proposer.accepted_by_source
+
+
+def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:
+    proposer = MergedProposer(head=HeadSource(HydraProposer(make_head("hydra", target))), nodes=8)
+    record = Recorder(proposer)
+    generate(target, [[5, 6, 7, 5, 6]], record, max_new_tokens=20, stop_ids=())
+    records = [Recorder(proposer.renew()) for _ in range(2)]
+    for recorder in records:
+        generate(target, [[5, 6, 7, 5, 6]], recorder, max_new_tokens=20, stop_ids=())
+    assert records[0].drafted == records[1].drafted == record.drafted
+
+
+def test_random_trees_are_best_first() -> None:
+    """Against a brute-force choice among all paths of random tables."""
+    for seed in range(200):
+        choose = random.Random(seed)
+        table = {
+            path: {choose.randrange(40): choose.random() for _ in range(choose.randrange(4))}
+            for path in [(), *((a,) for a in range(40)), *((a, b) for a in range(40) for b in range(40))]
+        }
+        size = choose.randrange(1, 12)
+        found = grow(table, size=size)
+        every = {(): 1.0}
+        for depth in range(3):
+            for path, p in [(path, p) for path, p in every.items() if len(path) == depth and 50 not in path]:
+                every |= {(*path, token): p * share for token, share in table.get(path, {}).items()}
+        best = sorted(every.values(), reverse=True)[:size]
+        assert [p for _, p in found] == [round(p, 6) for p in best]
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="nodes is 0; a tree has at least its root"):
+        MergedProposer(nodes=0)

@@ -1,0 +1,498 @@
+"""bench.py: measuring questions, rows with intervals, and continuing an interrupted run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+from decode import Target, generate
+from proposers import HEAD_PROPOSERS, PROPOSERS
+from scripts import bench
+from scripts.benchmark import files
+from scripts.benchmark.files import find_commit
+from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
+from scripts.benchmark.rows import make_rows
+from scripts.benchmark.tables import format_tables
+from scripts.shared.prompts import ask
+from tests.support.bench_runs import QUESTIONS, hurry_bench, make_bench
+from training.data import has_looped
+from training.rendering import Renderer
+
+DEFAULT_PEERS = ("hf", "hf-prompt-lookup", "hf-assistant")
+ROW = (
+    *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops"),
+    *("tau_trimmed", "loops", "accepted"),
+    *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "parts", "identical", "largest_gap"),
+    *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
+    *("speedup_vs_none_interval", "speedup_vs_hf_interval"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(
+    save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any] | None]:
+    return make_bench(save_model, tmp_path_factory.mktemp("questions"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hurry() -> Iterator[None]:
+    with hurry_bench():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the report of one run with all methods."""
+    folder = tmp_path_factory.mktemp("report")
+    run("--repeats", "2", json_file=folder / "all.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "all.json").read_text())
+    return found
+
+
+def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -> None:
+    assert list(report) == ["settings", "machine", "rows", "differences", "records"]
+    untrained = [name for name in PROPOSERS if name not in HEAD_PROPOSERS]  # no head was given
+    methods, categories = [*untrained, *DEFAULT_PEERS], ["writing", "math", "mt_bench", "second_turns", "qa", "all"]
+    rows = report["rows"]
+    assert {(row["method"], row["category"]) for row in rows} == {(m, c) for m in methods for c in categories}
+    assert len(rows) == len(methods) * len(categories)
+    assert all(set(row) == set(ROW) for row in rows)
+    counts = {row["category"]: (row["questions"], row["answers"]) for row in rows}
+    assert counts == {
+        "writing": (1, 2),
+        "math": (1, 2),
+        "qa": (2, 2),
+        "mt_bench": (2, 4),
+        "second_turns": (2, 2),
+        "all": (4, 6),
+    }
+
+
+def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -> None:
+    assert {row["identical"] for row in report["rows"]} == {1.0}
+    assert report["differences"] == []
+    assert {row["largest_gap"] for row in report["rows"]} == {None}
+
+
+def test_rows_sum_up_the_records(report: dict[str, Any]) -> None:
+    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
+    for method, row in rows.items():
+        turns = [[turn["methods"][method] for turn in record["turns"]] for record in report["records"]]
+        tokens = [sum(sum(turn["tokens"]) for turn in question) for question in turns]
+        seconds = [sum(median(turn["seconds"]) for turn in question) for question in turns]
+        assert row["tau"] == sum(tokens) / sum(turn["steps"][0] for question in turns for turn in question)
+        assert row["tokens_per_second"] == pytest.approx(sum(tokens) / sum(seconds))
+        assert row["mean_of_speeds"] == pytest.approx(fmean(t / s for t, s in zip(tokens, seconds, strict=True)))
+        for base in ("none", "hf"):
+            ratio = row["tokens_per_second"] / rows[base]["tokens_per_second"]
+            assert row[f"speedup_vs_{base}"] == pytest.approx(ratio)
+            ratio = row["mean_of_speeds"] / rows[base]["mean_of_speeds"]
+            assert row[f"mean_speedup_vs_{base}"] == pytest.approx(ratio)
+        assert all(len(turn["seconds"]) == 2 for question in turns for turn in question)
+
+
+def test_forward_passes_are_counted_the_same_way(report: dict[str, Any]) -> None:
+    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
+    assert rows["none"]["tau"] == rows["hf"]["tau"] == 1.0  # the prompt's pass is a step for both
+    assert rows["hf-prompt-lookup"]["tau"] > 1
+    assert rows["hf-assistant"]["tau"] >= 1
+    assert rows["none"]["nodes_per_step"] == 0 < rows["draft"]["nodes_per_step"]
+    assert list(rows["ngram"]["parts"]) == ["proposer", "target", "accept", "rest"]
+    assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1)
+    assert rows["hf"]["parts"] is None
+
+
+def test_conversations_continue_with_the_answers_of_plain_decoding(
+    report: dict[str, Any], run: Any, save_model: Callable[..., Path]
+) -> None:
+    target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
+    for fields, record in zip(QUESTIONS, report["records"], strict=True):
+        conversation = ask(fields["turns"], "here")
+        for turn in record["turns"]:
+            prompt = Renderer(target.tokenizer).encode(conversation)
+            (answer,) = generate(target, [prompt], max_new_tokens=20)
+            assert turn["prompt_tokens"] == [len(prompt)]
+            assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
+            conversation.add(answer.text)
+        assert conversation.answers == len(fields["turns"])
+
+
+def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
+    assert "/" not in json.dumps({**report["settings"], "os": None})
+    known = {
+        "cpu",
+        "cores",
+        "threads",
+        "memory_gib",
+        "gpu",
+        "os",
+        "python",
+        "torch",
+        "transformers",
+        "dtype",
+        "compiled",
+    }
+    machine = report["machine"]
+    assert set(machine) == known
+    assert (machine["dtype"], machine["threads"], machine["compiled"]) == ("float64", 1, False)
+    assert report["settings"]["questions"] == "few.jsonl"
+    assert report["settings"]["commit"] == find_commit()
+
+
+def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--from", str(folder / "all.json")])
+    shown = capsys.readouterr().out
+    assert shown.strip() == format_tables(report["rows"])
+    assert "| none " in shown and "| mt_bench " in shown
+
+
+def test_a_report_of_an_earlier_version_is_shown_with_intervals(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = json.loads(json.dumps(report))
+    old["settings"] = {key: value for key, value in old["settings"].items() if key not in ("commit", "accelerate")}
+    old["settings"] |= {"prepare": True, "compile": None}
+    old["rows"] = [{key: row[key] for key in row if not key.endswith("_interval")} for row in old["rows"]]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    bench.main(["--from", str(tmp_path / "old.json")])
+    assert capsys.readouterr().out.strip() == format_tables(report["rows"])
+
+
+def test_the_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    assert find_commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert find_commit() == commit
+    (tmp_path / "file").write_text("2")
+    assert find_commit() == commit + "-dirty"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    bench.main(["--from", str(folder / "all.json"), "--plot", str(tmp_path / f"speed{suffix}")])
+    assert (tmp_path / f"speed{suffix}").stat().st_size > 1000
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = refusal(["--questions", "none.jsonl", "--plot", str(tmp_path / "speed.png")], capsys)
+    assert 'pip install "draftless[plot]"' in message
+
+
+def test_an_interrupted_run_continues(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int | str] = []
+    cuts = [3]  # questions before Ctrl-C
+    measure, partial = bench.measure_group, tmp_path / "out.json.partial.jsonl"
+
+    def count(methods: Any, group: Sequence[Question], *rest: Any) -> Any:
+        if len(asked) in cuts:
+            cuts.clear()
+            raise KeyboardInterrupt
+        asked.extend(question.id for question in group)
+        return measure(methods, group, *rest)
+
+    monkeypatch.setattr(bench, "measure_group", count)
+    options = ["--methods", "ngram", "--peers", "", "--repeats", "1"]
+    with pytest.raises(SystemExit) as ended:
+        run(*options, json_file=tmp_path / "out.json")
+    assert ended.value.code == 130
+    assert [path.name for path in tmp_path.iterdir()] == [partial.name]
+
+    with partial.open("a") as file:
+        file.write('{"category": "qa", "half')
+    with pytest.raises(SystemExit) as ended:
+        run(*options, "--seed", "7", json_file=tmp_path / "out.json")
+    assert ended.value.code == 2
+    assert "was begun with seed 0, not 7" in capsys.readouterr().err
+    report = run(*options, json_file=tmp_path / "out.json")
+    assert "continuing after 3 of 4 questions" in capsys.readouterr().err
+    assert asked == [number for record in report["records"] for number in record["questions"]] == [81, 111, 321, 322]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert {row["method"] for row in report["rows"]} == {"none", "ngram"}
+    assert {row["speedup_vs_hf"] for row in report["rows"]} == {None}
+
+
+def test_a_damaged_partial_file_is_refused(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.json.partial.jsonl").write_text('[1]\n{"category')
+    with pytest.raises(SystemExit):
+        run("--peers", "", json_file=tmp_path / "out.json")
+    assert "out.json.partial.jsonl is damaged" in capsys.readouterr().err
+
+
+def test_sampled_batches(run: Any, tmp_path: Path) -> None:
+    options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--accelerate", "off"]
+    report = run(*options, "--temperature", "0.8", json_file=tmp_path / "out.json")
+    assert [record["questions"] for record in report["records"]] == [[81], [111], [321, 322]]
+    assert {row["identical"] for row in report["rows"]} == {1.0}  # same seed, same text
+
+
+def test_sampling_peers_are_compared_in_speed_only(run: Any, tmp_path: Path) -> None:
+    options = ["--methods", "none", "--peers", "hf-prompt-lookup", "--limit", "1", "--repeats", "1"]
+    report = run(*options, "--temperature", "1", json_file=tmp_path / "out.json")
+    found = {row["method"]: row["identical"] for row in report["rows"]}
+    assert found == {"none": 1.0, "hf": None, "hf-prompt-lookup": None}
+
+
+def test_differences_are_reported_with_their_gap(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = bench.measure_group
+
+    def spoil(methods: dict[str, Any], *rest: Any) -> Any:
+        def open_spoiled() -> Any:
+            ask = methods["ngram"]()
+
+            def wrong(*inputs: Any) -> Any:
+                measured = ask(*inputs)
+                measured.answers[0][3] = 5
+                return measured
+
+            return wrong
+
+        return original({**methods, "ngram": open_spoiled}, *rest)
+
+    monkeypatch.setattr(bench, "measure_group", spoil)
+    options = ["--methods", "ngram", "--peers", "", "--limit", "2", "--repeats", "1"]
+    report = run(*options, json_file=tmp_path / "out.json")
+    found = [(entry["question_id"], entry["turn"], entry["position"]) for entry in report["differences"]]
+    assert found == [(81, 0, 3), (81, 1, 3), (321, 0, 3)]
+    assert {entry["method"] for entry in report["differences"]} == {"ngram"}
+    rows = {(row["method"], row["category"]): row for row in report["rows"]}
+    assert rows["ngram", "all"]["identical"] == 0 and rows["none", "all"]["identical"] == 1
+    gaps = [entry["gap"] for entry in report["differences"]]
+    assert rows["ngram", "all"]["largest_gap"] == max(gaps) > 0
+    assert rows["ngram", "qa"]["largest_gap"] == gaps[2]
+    assert "0% (gap " in capsys.readouterr().out
+
+
+def test_repetition_is_recognised() -> None:
+    varied = list(range(60))
+    assert not has_looped(varied)
+    assert not has_looped([7] * 59)
+    assert has_looped([*varied, *[7] * 60])
+    assert has_looped([*varied, *list(range(19)) * 4])
+    assert not has_looped(list(range(20)) * 4)
+    assert not has_looped([*[7] * 80, 8])
+
+
+def test_rows_take_medians_over_repeats() -> None:
+    def entry(tokens: int, steps: int, seconds: list[float], loop: bool) -> dict[str, Any]:
+        parts = {"proposer": 1.0, "target": 6.0, "accept": 2.0, "rest": 1.0}
+        measured = {"tokens": [tokens], "steps": [steps], "nodes": [8], "loops": [loop], "seconds": seconds}
+        trimmed = (8, 6) if loop else (tokens, steps)
+        return {**measured, "same": [not loop], "parts": parts, "trimmed": [trimmed]}
+
+    def record(number: int, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
+        entries = [{"questions": [number], "methods": {"none": turn}} for turn in turns]
+        return {"category": category, "questions": [number], "turns": entries}
+
+    records = [
+        record(1, "stem", entry(10, 5, [1.0, 9.0, 2.0], False), entry(20, 10, [3.0, 3.0, 3.0], True)),
+        record(2, "rag", entry(30, 5, [1.0, 1.0, 7.0], False)),
+    ]
+    gap = {"question_id": 1, "turn": 1, "method": "none", "position": 4, "gap": 0.25}
+    rows = {row["category"]: row for row in make_rows(records, [gap], ["none"])}
+    assert list(rows) == ["stem", "rag", "mt_bench", "second_turns", "all"]
+    row = rows["all"]
+    assert (row["tokens"], row["seconds"], row["tau"], row["tau_without_loops"]) == (60, 6.0, 3.0, 4.0)
+    assert row["tau_trimmed"] == (10 + 8 + 30) / (5 + 6 + 5)
+    second = rows["second_turns"]
+    assert (second["questions"], second["answers"], second["seconds"], second["tau"]) == (1, 1, 3.0, 2.0)
+    assert (row["tokens_per_second"], row["mean_of_speeds"]) == (10.0, (30 / 5 + 30 / 1) / 2)
+    assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert row["nodes_per_step"] == 24 / 20 and row["parts"] == {
+        "proposer": 0.1,
+        "target": 0.6,
+        "accept": 0.2,
+        "rest": 0.1,
+    }
+    assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25, 0.25]
+    assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
+
+
+def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A record for each question: 10 tokens in the seconds of each method."""
+    entry = {"tokens": [10], "steps": [10], "nodes": None, "loops": [False], "same": [True], "parts": None}
+    records = []
+    for number, row in enumerate(zip(*seconds.values(), strict=True)):
+        methods = {name: entry | {"seconds": [value]} for name, value in zip(seconds, row, strict=True)}
+        turns = [{"questions": [number], "methods": methods}]
+        records.append({"category": "qa", "questions": [number], "turns": turns})
+    return records
+
+
+def test_accepted_tokens_are_summed_over_different_sources() -> None:
+    """A run that was continued may have chosen another head."""
+    records = make_records({"none": [1.0, 1.0]})
+    for record, accepted in zip(records, ({"suffix": 3, "eagle": 2}, {"suffix": 4, "hydra": 1}), strict=True):
+        record["turns"][0]["methods"]["none"]["accepted"] = accepted
+    assert make_rows(records, [], ["none"])[-1]["accepted"] == {"suffix": 7, "eagle": 2, "hydra": 1}
+
+
+def test_intervals_are_bootstrapped_over_questions() -> None:
+    records = make_records({"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20})
+    rows = {
+        row["method"]: row for row in make_rows(records, [], ["none", "steady", "mixed"]) if row["category"] == "qa"
+    }
+    assert rows["none"]["speedup_vs_none_interval"] == [1.0, 1.0]
+    assert rows["steady"]["speedup_vs_none_interval"] == [2.0, 2.0]
+    assert {row["speedup_vs_hf_interval"] for row in rows.values()} == {None}
+    low, high = rows["mixed"]["speedup_vs_none_interval"]
+    # Seconds per question have mean 0.625 and deviation 0.375; 1.96 standard errors of 40 questions are 0.116.
+    assert (low, high) == (pytest.approx(1 / (0.625 + 0.116), rel=0.02), pytest.approx(1 / (0.625 - 0.116), rel=0.02))
+    assert rows == {row["method"]: row for row in make_rows(records, [], list(rows)) if row["category"] == "qa"}
+    assert "1.60x [1." in format_tables(list(make_rows(records, [], list(rows))))
+
+
+def test_one_question_has_no_interval() -> None:
+    rows = make_rows(make_records({"none": [1.0], "fast": [0.5]}), [], ["none", "fast"])
+    assert {row["speedup_vs_none_interval"] for row in rows} == {None}
+
+
+def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
+    counts = {"writing": 5, "roleplay": 5, "stem": 5, "translation": 9, "qa": 1}
+    questions = [Question(f"{name} {n}", name, ("?",)) for name, count in counts.items() for n in range(count)]
+    taken = [question.id for question in take_evenly(questions, 9)]
+    assert taken == ["writing 0", "writing 1", "roleplay 0", "stem 0", *[f"translation {n}" for n in range(4)], "qa 0"]
+    assert take_evenly(questions, None) == take_evenly(questions, 99) == questions
+    groups = form_groups(questions, 4)
+    assert [len(group) for group in groups] == [4, 1, 4, 1, 4, 1, 4, 4, 1, 1]
+    assert all(len({question.category for question in group}) == 1 for group in groups)
+
+
+def test_without_a_chat_template_texts_are_separated_by_empty_lines(save_model: Callable[..., Path]) -> None:
+    target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
+    assert target.tokenizer is not None
+    target.tokenizer.chat_template = None
+    conversation = ask(["Who?", "Why?"], "here")
+    conversation.add("They.")
+    assert (
+        target.tokenizer.decode(Renderer(target.tokenizer).encode(conversation)) == "Who?They.Why?"
+    )  # it has no line breaks
+
+
+GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("\n \n", "is empty; it needs one JSON object a line"),
+        (f"{GOOD}\n{{", "line 2: this is not JSON"),
+        (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
+        ('{"turns": ["?"]}', "line 1: question_id and category missing"),
+        ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
+        (
+            '{"question_id": 1, "category": "all", "turns": ["?"]}',
+            "category is a name, and none of mt_bench, second_turns, all",
+        ),
+        ('{"question_id": 1, "category": "qa", "turns": []}', "turns is a list of at least one text"),
+        ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
+        (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
+    ],
+)
+def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines)
+    with pytest.raises(ValueError) as caught:
+        load_questions(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "ngram,telepathy"], "unknown method 'telepathy'; choose from none, ngram"),
+        (
+            ["--peers", "vllm"],
+            "unknown peer 'vllm'; choose from hf, hf-prompt-lookup, hf-prompt-lookup-5, hf-assistant",
+        ),
+        (["--peers", "hf", "--batch-size", "2"], "hf answers one question at a time"),
+        (["--model", "other", "--methods", "draft"], "draft needs --draft-model"),
+        (["--model", "other", "--peers", "hf-assistant"], "hf-assistant needs --draft-model"),
+        (["--limit", "0"], "--limit"),
+        (["--repeats", "0"], "--repeats"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
+        (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
+        (["--from", "out.json"], "not allowed with argument"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    assert message in refusal(["--questions", str(tmp_path / "good.jsonl"), *options], capsys)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
+def test_a_file_that_is_not_a_report_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.json").write_text(content)
+    assert "out.json is not" in refusal(["--from", str(tmp_path / "out.json")], capsys)
+
+
+def test_prompts_that_fill_the_context_are_refused(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
+    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--device", "cpu"]
+    assert "question 9: turn 0 has 305 tokens; the model's context of 256" in refusal(options, capsys)
+
+
+def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [["long " * 47, "more"], ["long " * 44, "more"]]
+    lines = [{"question_id": number, "category": "qa", "turns": pair} for number, pair in enumerate(turns)]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "o")]
+    bench.main([*options, "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", "--repeats", "1"])
+    err = capsys.readouterr().err
+    assert "question 0: turn 1 has" in err and "leaves no room for an answer: it ends here" in err
+    report = json.loads((tmp_path / "o").read_text())
+    assert [len(record["turns"]) for record in report["records"]] == [1, 2]
+    last = report["records"][1]["turns"][1]
+    assert all(last["prompt_tokens"][0] + method["tokens"][0] <= 256 for method in last["methods"].values())
+    assert {row["identical"] for row in report["rows"]} == {1.0}
+
+
+def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error message, in one line."""
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("bench.py: error: ") and message.count("\n") == 1
+    return message

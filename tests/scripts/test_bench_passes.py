@@ -1,0 +1,318 @@
+"""bench.py --passes: timing passes in turns, llama-bench, the report, its tables and its picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target
+from decode.session import Session
+from decode.tree import Tree
+from scripts import bench
+from scripts.benchmark import passes
+from scripts.benchmark.llama_bench import REPETITIONS, LlamaBench
+from scripts.benchmark.pass_report import LLAMA, OURS, format_passes
+from scripts.benchmark.passes import BATCH_SIZES, CONTEXTS, NODES, choose_contexts, time_passes
+from tests.support.models import CONTEXT, tiny
+
+# Answers like llama-bench: 2 ms for each token. Writes its options to a file, a line for each run.
+FAKE = """#!{python}
+import json, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--help" in sys.argv:
+    print("  -d, --n-depth <n>" if {depth} else "  -n, --n-gen <n>")
+    sys.exit()
+with open({log!r}, "a") as file:
+    file.write(json.dumps(options) + "\\n")
+model = {{"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc", "n_depth": int(options.get("-d", 0))}}
+sizes = [(0, int(options["-n"])), *((int(size), 0) for size in options["-p"].split(",") if size != "0")]
+print(json.dumps([
+    {{**model, "n_prompt": prompt, "n_gen": new, "samples_ns": [2_000_000 * (prompt + new)] * int(options["-r"])}}
+    for prompt, new in sizes
+]))
+"""
+
+
+@pytest.fixture
+def write_program(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a program and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "llama-bench"
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a report of both dtypes and a fake llama-bench, and the options which that got."""
+    folder = tmp_path_factory.mktemp("report")
+    log, program, gguf = folder / "log.jsonl", folder / "llama-bench", folder / "model.gguf"
+    program.write_text(FAKE.format(python=sys.executable, depth=True, log=str(log)))
+    program.chmod(0o755)
+    gguf.touch()
+    options = ["--model", str(save_model(max_position_embeddings=4096)), "--device", "cpu", "--accelerate", "off"]
+    options += [
+        "--threads",
+        "1",
+        "--repeats",
+        "2",
+        "--llama-bench",
+        str(program),
+        "--json",
+        str(folder / "passes.json"),
+    ]
+    threads = torch.get_num_threads()
+    bench.main(["--passes", *options, "--gguf", f"float32={gguf}", "--gguf", f"bfloat16={gguf}"])
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "passes.json").read_text())
+    return found
+
+
+def test_report_has_every_size_dtype_context_and_batch(report: dict[str, Any]) -> None:
+    entries = report["passes"]
+    names = ("engine", "dtype", "context", "batch")
+    ours = [*product([OURS], ["float32", "bfloat16"], CONTEXTS, BATCH_SIZES)]
+    peers = [*product([LLAMA], ["float32", "bfloat16"], CONTEXTS[:1], [1])]
+    assert [tuple(entry[name] for name in names) for entry in entries] == ours + peers
+    for entry in entries:
+        assert entry["nodes"] == [*NODES] == [1, 2, 4, 8, 12, 16, 32, 64]
+        count = 2 if entry["engine"] == OURS else 2 * REPETITIONS
+        assert [len(samples) for samples in entry["samples_ms"]] == [count] * len(NODES)
+        assert entry["median_ms"] == [median(samples) for samples in entry["samples_ms"]]
+        assert all(sample > 0 for samples in entry["samples_ms"] for sample in samples)
+    assert all(entry["median_ms"] == [2.0 * nodes for nodes in NODES] for entry in entries if entry["engine"] == LLAMA)
+
+
+def test_settings_and_machine(report: dict[str, Any]) -> None:
+    assert list(report) == ["settings", "machine", "passes"]
+    settings, machine = report["settings"], report["machine"]
+    assert "/" not in json.dumps(settings)
+    assert (settings["repeats"], settings["accelerate"]) == (2, "off")
+    assert set(settings["llama_cpp"]) == {"float32", "bfloat16"}
+    assert settings["llama_cpp"]["float32"] == {"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc"}
+    assert (machine["threads"], machine["compiled"]) == (1, {"float32": False, "bfloat16": False})
+
+
+def test_llama_bench_is_checked_once_and_runs_in_every_round(folder: Path) -> None:
+    runs = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    common = {"-m": str(folder / "model.gguf"), "-n": "1", "-t": "1", "-d": "256", "-o": "json"}
+    check = {**common, "-p": "0", "-r": "1"}
+    assert runs == [check] * 2 + [{**common, "-p": "2,4,8,12,16,32,64", "-r": str(REPETITIONS)}] * 4
+
+
+def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    stale = json.loads(json.dumps(report))
+    for entry in stale["passes"]:
+        entry["median_ms"] = [0.0] * len(NODES)
+    (folder / "stale.json").write_text(json.dumps(stale))
+    bench.main(["--from", str(folder / "stale.json")])
+    assert capsys.readouterr().out.strip() == format_passes(report)
+
+
+def make_entry(times: list[float], engine: str = OURS, **settings: Any) -> dict[str, Any]:
+    fields = {"engine": engine, "dtype": "float32", "context": 256, "batch": 1, "nodes": [1, 8], **settings}
+    return {**fields, "median_ms": times, "samples_ms": [[time] for time in times]}
+
+
+def test_tables_have_ratios_to_one_node_and_to_llama_cpp() -> None:
+    entries = [
+        make_entry([10.0, 25.0]),
+        make_entry([20.0, 80.0], batch=4),
+        make_entry([40.0, 50.0], context=4000),
+        make_entry([8.0, 50.0], LLAMA, context=0),
+    ]
+    shown = format_passes({"passes": entries}).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown if line.startswith("| ")]
+    assert cells == [
+        ["nodes", "float32, batch 1", "llama.cpp, no context", "Draftless / llama.cpp", "float32, batch 4"],
+        ["1", "10.0 (1.00x)", "8.0 (1.00x)", "1.25", "20.0 (1.00x)"],
+        ["8", "25.0 (2.50x)", "50.0 (6.25x)", "0.50", "80.0 (4.00x)"],
+        ["nodes", "float32, batch 1"],
+        ["1", "40.0 (1.00x)"],
+        ["8", "50.0 (1.25x)"],
+    ]
+    titles = [line.split()[4:7] for line in shown if line.startswith("Milliseconds")]
+    assert titles == [["after", "256", "tokens"], ["after", "4000", "tokens"]]
+    assert "last token" in shown[-1]
+    assert "llama.cpp" not in format_passes({"passes": entries[:3]})
+
+
+@pytest.mark.parametrize(("name", "peers"), [("both.svg", True), ("alone.png", False)])
+def test_plot_is_drawn(folder: Path, report: dict[str, Any], tmp_path: Path, name: str, peers: bool) -> None:
+    pytest.importorskip("matplotlib")
+    entries = [entry for entry in report["passes"] if peers or entry["engine"] == OURS]
+    (tmp_path / "passes.json").write_text(json.dumps({**report, "passes": entries}))
+    bench.main(["--from", str(tmp_path / "passes.json"), "--plot", str(tmp_path / name)])
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[Any, ...]] = []
+
+    def time(session: Session, tree: Tree) -> float:
+        assert torch.is_inference_mode_enabled()
+        (length,) = set(session.lengths)
+        timed.append((session.target.dtype, length, len(session.lengths), tree.width))
+        return 0.001 * len(timed)
+
+    class Llama:
+        context = 0
+
+        def time(self, sizes: Any) -> list[list[float]]:
+            timed.append(("llama",))
+            return [[1.0] for _ in sizes]
+
+    monkeypatch.setattr(passes, "time_pass", time)
+    targets = {name: Target(tiny("llama", dtype=getattr(torch, name))) for name in ("float32", "float64")}
+    entries = time_passes(targets, CONTEXTS, {"float32": Llama()}, 2)  # type: ignore[dict-item]
+    all_passes = {*product([torch.float32, torch.float64], CONTEXTS, BATCH_SIZES, NODES)}
+    count = 2 * len(all_passes) + 1
+    rounds = [timed[:count], timed[count:]]
+    for order in rounds:
+        assert order[:-1:2] == order[1:-1:2]  # the second of two is timed
+        assert {*order[:-1:2]} == all_passes and order[-1] == ("llama",)
+    assert rounds[0] != rounds[1] and len(rounds[1]) == count
+    samples = sorted(sample for entry in entries[:-1] for each in entry["samples_ms"] for sample in each)
+    first = [2.0 * place for place in range(1, len(all_passes) + 1)]
+    assert samples == pytest.approx(first + [count + sample for sample in first])
+    assert entries[-1]["engine"] == LLAMA and entries[-1]["samples_ms"] == [[1.0, 1.0]] * len(NODES)
+
+
+def test_a_context_that_does_not_fit_is_left_out(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(max_position_embeddings=320)
+    options = ["--model", str(model), "--device", "cpu", "--dtype", "float64", "--repeats", "1"]
+    bench.main(["--passes", *options, "--json", str(tmp_path / "passes.json")])
+    captured = capsys.readouterr()
+    assert "bench.py: context 4000 is left out: the model's context is 320\n" in captured.err
+    assert "after 256 tokens" in captured.out and "4000" not in captured.out
+    entries = json.loads((tmp_path / "passes.json").read_text())["passes"]
+    assert {(entry["dtype"], entry["context"]) for entry in entries} == {("float64", 256)}
+    assert choose_contexts(4064) == [256, 4000] and choose_contexts(4063) == [256]
+
+
+def test_a_model_without_room_is_refused(save_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["--passes", "--model", str(save_model()), "--device", "cpu"], capsys)
+    assert f"the model's context is {CONTEXT}; passes need 320" in message
+
+
+def test_an_older_llama_bench_gets_no_context(write_program: Callable[[str], Path], tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    program = write_program(FAKE.format(python=sys.executable, depth=False, log=str(log)))
+    llama = LlamaBench(str(program), "model.gguf", 3, 256)
+    assert llama.context == 0
+    assert llama.time([1, 8]) == [[2.0] * REPETITIONS, [16.0] * REPETITIONS]
+    runs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all("-d" not in run and run["-t"] == "3" for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("#!/bin/sh\necho no such architecture >&2\nexit 3\n", "failed with status 3: no such architecture"),
+        ("#!/bin/sh\nexit 4\n", "failed with status 4: it printed no reason"),
+        ("#!/bin/sh\necho hello\n", "did not print llama-bench's JSON"),
+        ("#!/bin/sh\necho '[]'\n", "did not print llama-bench's JSON"),
+        (
+            '#!/bin/sh\necho \'[{"n_prompt": 0, "n_gen": 1}]\'\n',
+            "did not print llama-bench's JSON (KeyError('model_type'",
+        ),
+        ("\x7fELF", "llama-bench: Exec format error"),
+    ],
+)
+def test_a_program_that_fails_is_found_before_a_model_is_loaded(
+    program: str,
+    message: str,
+    write_program: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    (tmp_path / "model.gguf").touch()
+    options = ["--llama-bench", str(write_program(program)), "--gguf", f"float32={tmp_path / 'model.gguf'}"]
+    assert message in refusal(["--passes", *options], capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--passes", "--methods", "ngram"], "--methods is for --questions, not for --passes"),
+        (["--passes", "--peers", ""], "--peers is for --questions"),
+        (["--passes", "--limit", "3"], "--limit is for --questions"),
+        (["--passes", "--max-new-tokens", "3"], "--max-new-tokens is for --questions"),
+        (["--passes", "--temperature", "1"], "--temperature is for --questions"),
+        (["--passes", "--seed", "1"], "--seed is for --questions"),
+        (["--passes", "--batch-size", "2"], "--batch-size is for --questions"),
+        (["--passes", "--draft-model", "x"], "--draft-model is for --questions"),
+        (["--passes", "--head", "medusa=x"], "--head is for --questions"),
+        (["--passes", "--from", "x.json"], "not allowed with argument"),
+        (["--questions", "x.jsonl", "--llama-bench", "x"], "--llama-bench is for --passes"),
+        (["--from", "x.json", "--gguf", "float32=x"], "--gguf is for --passes"),
+        (["--passes", "--llama-bench", sys.executable], "--llama-bench and --gguf need each other"),
+        (["--passes", "--gguf", f"float32={__file__}"], "--llama-bench and --gguf need each other"),
+        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "--llama-bench no/such is not a program"),
+        (["--passes", "--llama-bench", sys.executable, "--gguf", "float32=no.gguf"], "there is no such file"),
+        (
+            ["--passes", "--dtype", "bfloat16", "--llama-bench", sys.executable, "--gguf", f"float32={__file__}"],
+            "float32 is not measured, only bfloat16",
+        ),
+        (["--passes", "--gguf", "int4=x"], "'int4=x' is not DTYPE=FILE with a DTYPE of float64, float32"),
+        (["--passes", "--gguf", "float32="], "'float32=' is not DTYPE=FILE"),
+        (["--passes", "--repeats", "0"], "--repeats"),
+        (["--passes", "--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
+        (["--passes", "--plot", "passes.gif"], "--plot passes.gif must end in .png or .svg"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (bench, passes):
+        monkeypatch.setattr(module, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    assert message in refusal(options, capsys)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"passes": [{}]},
+        {"passes": 5},
+        {"passes": [make_entry([1.0, 2.0], nodes=[1])]},
+        {"passes": [{**make_entry([1.0, 2.0]), "samples_ms": [[1.0], []]}]},
+        {"settings": {}},
+        {"machine": {}},
+    ],
+)
+def test_a_damaged_report_is_refused(
+    report: dict[str, Any], change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.json").write_text(json.dumps({**report, **change}))
+    assert "out.json is not a report of bench.py" in refusal(["--from", str(tmp_path / "out.json")], capsys)
+
+
+def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error message, in one line."""
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("bench.py: error: ") and message.count("\n") == 1
+    return message

@@ -1,0 +1,545 @@
+"""generate.py: its output, and its error messages for bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from decode import Chunk, Target
+from decode import generate as answer
+from scripts import generate
+from scripts.shared.terminal import has_colour
+from tests.support.models import needs_compiler, tiny
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+# The last two are the bytes of an "é", so that some answers have whole and half characters.
+ALPHABET = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127)), "Ġ", "Ċ", "Ã", "©"]
+ENDS = [2, 40, 50]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
+DRAFTERS = {"none": [], "ngram": [], "lookahead": [], "auto": [], "draft": ["--draft-model", "draft"]}
+SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Call = Callable[..., Run]
+
+
+def make_tokenizer(template: str | None, alphabet: Sequence[str] = ALPHABET) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save(folder: Path, kind: str = "llama", template: str | None = TEMPLATE, ends: Any = ENDS, **changes: Any) -> None:
+    model = tiny(kind, **{"vocab_size": len(ALPHABET), **changes})
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: a target, a draft, and some that cannot be used."""
+    root = tmp_path_factory.mktemp("models")
+    save(root / "target")
+    save(root / "draft", seed=1, num_hidden_layers=1)
+    save(root / "endless", ends=None)
+    save(root / "bare", template=None)
+    save(root / "short", max_position_embeddings=60)
+    save(root / "other")
+    make_tokenizer(TEMPLATE, ALPHABET[::-1]).save_pretrained(root / "other")
+    save(root / "recurrent", "mamba")
+    save(root / "damaged")
+    (root / "damaged" / "model.safetensors").write_bytes(b"half of it")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return root
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs `generate.main` in this process, in the models' folder."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> Run:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            generate.main(arguments)
+        except SystemExit as end:
+            status = end.code
+        return Run(status, *capsys.readouterr())
+
+    return run
+
+
+BASE = ["--model", "target", "--dtype", "float64"]
+TO_FILE = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "24", "--json"]
+
+
+def answer_with_transformers(folder: Path, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = make_tokenizer(TEMPLATE)
+    answers = []
+    for prompt in prompts:
+        text = f"<user>{prompt}\n<assistant>" if chat else prompt
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        answers.append(model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("chat", [True, False])
+def test_json_has_the_answers_of_transformers(call: Call, folder: Path, name: str, size: int, chat: bool) -> None:
+    option = "--chat" if chat else "--no-chat"
+    run = call(*TO_FILE, "--proposer", name, *DRAFTERS[name], "--batch-size", str(size), option)
+    assert (run.status, run.err) == (0, "")
+    assert [row["tokens"] for row in run.rows] == answer_with_transformers(folder / "target", PROMPTS, chat)
+    assert [(row["index"], row["turn"]) for row in run.rows] == [(index, 0) for index in range(len(PROMPTS))]
+    tokenizer = make_tokenizer(TEMPLATE)
+    for prompt, row in zip(PROMPTS, run.rows, strict=True):
+        text = tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        assert row["text"] == text.rstrip("\ufffd")
+        assert row["prompt_tokens"] == len(prompt.encode()) + chat * len("<user>\n<assistant>")
+        assert row["finish"] == ("eos" if row["tokens"][-1] in ENDS else "length")
+        assert row["tau"] == len(row["tokens"]) / row["steps"] and row["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(len(row["tokens"]) / row["seconds"])
+        assert len(row["tokens"]) >= row["steps"] + sum(row["accepted_by_depth"]) - 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_seed_gives_the_same_text_with_any_proposer_and_batch_size(call: Call, name: str) -> None:
+    expected = call(*TO_FILE, *SAMPLED, "--proposer", "none").rows
+    rows = call(*TO_FILE, *SAMPLED, "--proposer", name, *DRAFTERS[name], "--batch-size", "3").rows
+    assert [row["text"] for row in rows] == [row["text"] for row in expected]
+    others = call(*TO_FILE, *SAMPLED, "--seed", "6").rows
+    assert [row["text"] for row in others] != [row["text"] for row in expected]
+
+
+@pytest.mark.parametrize("size", ["1", "3"])
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_streamed_text_is_the_text_in_the_json(
+    call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
+) -> None:
+    # The draft model is the target, so most draft tokens are accepted and coloured.
+    settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target"]
+    texts = [row["text"] for row in call(*settings).rows]
+    monkeypatch.setattr("scripts.generate.has_colour", lambda file: colour)
+    run = call(*[part for part in settings if part != "--json"])
+    assert run.status == 0
+    assert (re.search(r"\033\[38;5;\d+m", run.out) is not None) == colour
+    plain = re.sub(r"\033\[[\d;]*m", "", run.out)
+    assert plain == "".join(f"--- prompt {index}, turn 0 ---\n{text}\n" for index, text in enumerate(texts))
+    figures = r"\d+ prompt tokens, \d+ tokens in \d+ steps \(tau [\d.]+\), [\d.]+ s, [\d.]+ tokens/s, accepted by .*"
+    assert [bool(re.fullmatch(figures, line)) for line in run.err.splitlines()] == [True] * len(PROMPTS)
+
+
+def test_one_prompt_has_no_header(call: Call) -> None:
+    expected = call(*BASE, "--prompt", PROMPTS[0], "--json").rows
+    run = call(*BASE, "--prompt", PROMPTS[0])
+    assert run.out == expected[0]["text"] + "\n" and len(run.err.splitlines()) == 1
+
+
+def test_a_conversation_has_all_its_turns(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "turns.jsonl"
+    file.write_text('{"turns": ["ab", "cd", "ef"]}\n\n{"prompt": "x"}\n{"turns": ["gh", "ij"]}\n')
+    settings = [*BASE, "--prompt-file", str(file), "--max-new-tokens", "9", *SAMPLED]
+    rows = call(*settings, "--json").rows
+    places = [(row["index"], row["turn"]) for row in rows]
+    assert places == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]
+    said = {place: row["text"] for place, row in zip(places, rows, strict=True)}
+    history = f"<user>ab\n<assistant>{said[0, 0]}\n<user>cd\n<assistant>{said[0, 1]}\n<user>ef\n<assistant>"
+    assert rows[-1]["prompt_tokens"] == len(make_tokenizer(None)(history)["input_ids"])
+    batched = call(*settings, "--json", "--batch-size", "2").rows
+    assert [row["tokens"] for row in batched] == [row["tokens"] for row in rows]
+    streamed = call(*settings, "--batch-size", "3").out
+    assert streamed == "".join(f"--- prompt {i}, turn {t} ---\n{said[i, t]}\n" for i, t in places)
+
+
+def test_a_plain_text_file_is_one_prompt(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("two\nlines\n")
+    tokens = call(*BASE, "--prompt-file", str(file), "--json").rows[0]["tokens"]
+    assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
+
+
+def test_a_prompt_can_come_from_standard_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
+    tokens = call(*BASE, "--prompt-file", "-", "--json").rows[0]["tokens"]
+    assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
+
+
+def test_answers_end_before_a_stop_string(call: Call) -> None:
+    text = call(*BASE, "--prompt", "go", "--json").rows[0]["text"]
+    row = call(*BASE, "--prompt", "go", "--json", "--stop", "nowhere", "--stop", text[3:5]).rows[0]
+    assert row["text"] == text[: text.index(text[3:5])] and row["finish"] == "stop"
+
+
+def test_half_precision_and_a_device_map_work(call: Call) -> None:
+    for settings in (["--dtype", "bfloat16"], ["--dtype", "float32", "--device", "cpu"], ["--device-map", "auto"]):
+        assert call("--model", "target", "--prompt", "x", "--max-new-tokens", "3", *settings).status == 0
+
+
+@needs_compiler
+def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str]) -> None:
+    asked = ["--model", "target", "--dtype", "float32", "--prompt", "x", "--max-new-tokens", "8", "--json"]
+    expected = call(*asked).rows[0]["tokens"]
+    assert not exported
+    assert call(*asked, "--accelerate", "compiled").rows[0]["tokens"] == expected and exported
+
+
+def refuse(run: Run, message: str) -> None:
+    assert run.status == 2
+    assert run.out == ""
+    assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+    assert message in run.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--proposer", "magic"], "invalid choice: 'magic'"),
+        (["--model", "nowhere/at/all"], "there is no such folder"),
+        (["--model", "damaged"], "cannot load a model from 'damaged'"),
+        (["--model", "recurrent"], "cannot branch into a tree"),
+        (["--model", "short", "--prompt", "x" * 80], "has 98 tokens; the model's context of 60 leaves no room"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
+        (["--prompt", " \n"], "--prompt: the prompt is empty"),
+        (["--prompt", "\udcff"], "a surrogate"),
+        (["--prompt-file", "prompts.jsonl"], "not allowed with argument --prompt"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: '0' is not a whole number from 1 on"),
+        (["--max-new-tokens", "many"], "--max-new-tokens: 'many' is not a whole number from 1 on"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be 0 (greedy) or a positive number"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "inf"], "temperature is inf"),
+        (["--top-p", "0"], "top-p is 0.0; it must lie in (0, 1]"),
+        (["--top-p", "1.01"], "top-p is 1.01"),
+        (["--top-p", "nan"], "top-p is nan"),
+        (["--top-k", "-1"], "top-k is -1"),
+        (["--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 on"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
+        (["--device-map", "everywhere"], "everywhere"),
+        (["--accelerate", "compiled"], "--accelerate compiled is for a GPU, or for --device cpu and --dtype float32"),
+        (["--stop", ""], "--stop needs a text"),
+        (["--proposer", "draft"], "--proposer draft needs --draft-model"),
+        (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
+        (["--proposer", "auto", "--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
+        (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
+        (["--proposer", "draft", "--draft-model", "other"], "the draft model's tokenizer is not the target's"),
+        (["--model", "bare", "--chat"], "no chat template; leave out --chat"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    given = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
+    refuse(call(*BASE, *given, *arguments), message)
+
+
+PROMPT_KINDS: dict[str, tuple[str | bytes, list[str], int, str]] = {  # prompt, options, status, message
+    "text": ("ab", [], 0, ""),
+    "text as it is": ("ab", ["--no-chat"], 0, ""),
+    "words": ("ab cd", [], 0, ""),
+    "wide characters": ("é\u00e9", [], 0, ""),
+    "lines": ("a\nb\n", [], 0, ""),
+    "blanks around": (" ab ", [], 0, ""),
+    "a number": ("11", [], 0, ""),
+    "a list in text": ("[5, 6]", [], 0, ""),
+    "JSON": ('{"input_ids": [5]}', [], 0, ""),
+    "a special token inside": ("a</s>b", [], 0, ""),
+    "a rendered chat": ("<user>ab\n<assistant>", [], 0, "begins with '<user>', as if the chat template had been"),
+    "a rendered chat as it is": ("<user>ab\n<assistant>", ["--no-chat"], 0, ""),
+    "BOS": ("<s>ab", [], 0, "begins with '<s>', as if the chat template had been applied"),
+    "BOS as it is": ("<s>ab", ["--no-chat"], 0, ""),
+    "nothing": ("", [], 2, "--prompt: the prompt is empty"),
+    "blanks": (" \n", [], 2, "--prompt: the prompt is empty"),
+    "half a character": ("ab\ud800", [], 2, "half of one (a surrogate)"),
+    "too much": ("x" * 300, [], 2, "leaves no room for an answer"),
+    "a file": (b"ab cd\n", [], 0, ""),
+    "an empty file": (b"", [], 2, "the prompt is empty"),
+    "a file of bytes": (b"\xff\xfe", [], 2, "prompt.txt"),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", PROMPT_KINDS)
+def test_every_kind_of_prompt_is_answered_or_refused(
+    call: Call, target: Target, tmp_path: Path, recwarn: pytest.WarningsRecorder, name: str
+) -> None:
+    prompt, options, status, message = PROMPT_KINDS[name]
+    source = ["--prompt", prompt]
+    if isinstance(prompt, bytes):
+        (tmp_path / "prompt.txt").write_bytes(prompt)
+        source = ["--prompt-file", str(tmp_path / "prompt.txt")]
+    run = call(*BASE, *source, *options, "--json", "--max-new-tokens", "5", "--proposer", "none", "--accelerate", "off")
+    warned = " ".join(text for each in recwarn if "the prompt begins" in (text := str(each.message)))
+    assert run.status == status and message in (run.err if status else warned) and bool(message) >= bool(warned)
+    if status:
+        assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+        return
+    text = prompt.decode().removesuffix("\n") if isinstance(prompt, bytes) else prompt
+    ids = target.tokenizer(text if options else f"<user>{text}\n<assistant>")["input_ids"]
+    [expected] = answer(target, ids, max_new_tokens=5)
+    assert [(row["prompt_tokens"], row["tokens"]) for row in run.rows] == [(len(ids), expected.tokens)]
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return Target.load(str(folder / "target"), dtype="float64", accelerate="off")
+
+
+def test_a_gguf_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path, tmp_path / "m.gguf"):
+        run = call("--model", str(model), "--prompt", "ab")
+        assert run.status == 2 and run.err.count("\n") == 1 and "is in GGUF, which is not loaded yet" in run.err
+
+
+def test_a_prompt_is_required(call: Call) -> None:
+    refuse(call(*BASE), "--prompt --prompt-file is required")
+
+
+GOOD = b'{"prompt": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD * 3 + b'{"prompt": "x"\n', "line 4: this is not JSON (Expecting ',' delimiter, column 15)"),
+        (GOOD + b"\n" + b"x\n", "line 3: this is not JSON"),
+        (GOOD + b"[" * 100_000, "line 2: this JSON cannot be read"),
+        (GOOD + b'{"prompt": "\xff"}', "line 2: this is not UTF-8 text"),
+        (GOOD + b'{"prompt": "\\ud800"}', "line 2: character 1 of the text is half of one"),
+        (GOOD + b'{"prompt": ""}', "line 2: the prompt is empty"),
+        (GOOD + b'{"prompt": null}', "line 2: a prompt is text, not null"),
+        (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with one of "prompt", "turns"'),
+        (GOOD + b'{"prompt": "x", "turns": ["y"]}', 'with one of "prompt", "turns", "messages" and "conversations"'),
+        (GOOD + b'["x"]', "line 2: a line is a JSON object"),
+        (GOOD + b'{"turns": []}', 'line 2: "turns" is a list of at least one prompt'),
+        (GOOD + b'{"turns": "x"}', 'line 2: "turns" is a list'),
+        (GOOD + b'{"turns": ["x", 7]}', "line 2: a prompt is text, not 7"),
+        (b"\n\n", "is empty; it needs one JSON object a line"),
+    ],
+)
+def test_a_bad_line_is_found_before_a_model_is_loaded(
+    call: Call, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "load_target", lambda args: pytest.fail("a model was loaded"))
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(content)
+    refuse(call(*BASE, "--prompt-file", str(file)), message)
+
+
+@pytest.mark.parametrize(("name", "message"), [("missing.jsonl", "No such file"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_refused(call: Call, name: str, message: str) -> None:
+    refuse(call(*BASE, "--prompt-file", name), f"{name}: {message}")
+
+
+@pytest.mark.parametrize("settings", [["--model", "bare"], ["--no-chat"]])
+def test_without_a_chat_template_the_texts_of_turns_are_joined(call: Call, tmp_path: Path, settings: list[str]) -> None:
+    file = tmp_path / "turns.jsonl"
+    file.write_text('{"turns": ["x", "y"]}\n')
+    first, second = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
+    file.write_text(json.dumps({"prompt": f"x{first['text']}\n\ny"}) + "\n")
+    (alone,) = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
+    assert (second["tokens"], second["prompt_tokens"]) == (alone["tokens"], alone["prompt_tokens"])
+
+
+CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT},
+        {"messages": [*CHAT, {"role": "assistant", "content": None}]},
+        {"prompt": "Hi", "system": "be", "id": 3, "score": 0.5},
+        {"prompt": [{"type": "text"}, *CHAT][1:], "completion": "x"},
+        {"conversations": [{"from": "system", "value": "be"}, {"from": "human", "value": "Hi"}]},
+        {"messages": [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "H"}, "i"], "train": False}]},
+    ],
+)
+def test_conversations_of_all_formats_are_asked_alike(call: Call, tmp_path: Path, row: dict[str, Any]) -> None:
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file, content in zip(files, ({"messages": CHAT}, row), strict=True):
+        file.write_text(json.dumps(content) + "\n")
+    one, two = (call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5").rows[0] for file in files)
+    assert one["tokens"] == two["tokens"] and one["prompt_tokens"] == two["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "tools": [{"name": "f"}]}, "line 1: the row gives 'tools', which this model's chat template"),
+        (
+            {"prompt": "x", "chat_template_kwargs": {"deep": 1}},
+            "the row gives 'deep', which this model's chat",
+        ),
+        ({"prompt": "x", "chat_template_kwargs": {"tokenize": 1}}, "'tokenize', which is no option of a chat template"),
+        ({"prompt": "x", "images": ["y"]}, "line 1: 'images' would change the text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            'a content are of type text, not "im',
+        ),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "'weight' of a message is true or false"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "user", "content": "x"}]},
+            "line 1: a message gives 'tool_calls', which this model's chat template does not take",
+        ),
+    ],
+)
+def test_text_that_the_template_would_lose_is_refused(
+    call: Call, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    refuse(call(*BASE, "--prompt-file", str(file)), message)
+
+
+def test_a_template_option_that_the_template_does_not_take_is_refused(call: Call) -> None:
+    refuse(
+        call(*BASE, "--prompt", "x", "--template-option", "deep=false"), "--template-option gives 'deep', which this"
+    )
+    refuse(call(*BASE, "--prompt", "x", "--template-option", "deep"), "'deep' is not NAME=VALUE")
+
+
+def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(GOOD + json.dumps({"prompt": "x" * 300}).encode())
+    refuse(call(*BASE, "--prompt-file", str(file)), "prompts.jsonl, line 2: turn 0 has 318 tokens")
+
+
+def test_a_conversation_that_outgrows_the_context_ends_alone(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a", "x" * 300], ["b", "c"])))
+    run = call(*BASE, "--prompt-file", str(file), "--json")
+    assert run.status == 1 and "line 1: turn 1 has" in run.err and "it ends here" in run.err
+    assert [(row["index"], row["turn"]) for row in run.rows] == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_ended_answers_are_printed_if_the_run_stops_early(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = call(*TO_FILE).rows
+    real = generate.stream
+
+    def stop_before_the_first_ends(*arguments: Any, **settings: Any) -> Iterator[Chunk]:
+        yield from (chunk for chunk in real(*arguments, **settings) if chunk.request_id != 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "stream", stop_before_the_first_ends)
+    run = call(*TO_FILE, "--batch-size", "4")
+    assert (run.status, run.err) == (130, "")
+    assert [row["tokens"] for row in run.rows] == [row["tokens"] for row in expected[1:]]
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "expected"),
+    [
+        (Screen(), {}, True),
+        (Screen(), {"NO_COLOR": ""}, True),
+        (Screen(), {"NO_COLOR": "1"}, False),
+        (Screen(), {"TERM": "dumb"}, False),
+        (io.StringIO(), {}, False),
+    ],
+)
+def test_only_terminals_have_colour(
+    monkeypatch: pytest.MonkeyPatch, file: io.StringIO, settings: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert has_colour(file) == expected
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The script in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.fixture
+def long_run(folder: Path, tmp_path: Path) -> list[str]:
+    """Options of a run that prints its first answer soon and would take a minute for all of them."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(GOOD * 100)
+    return ["--model", "endless", "--prompt-file", str(file), "--max-new-tokens", "200", "--batch-size", "2"]
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_whole_lines(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run, "--json") as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    rows = Run(0, first + rest, "").rows
+    assert [row["index"] for row in rows] == list(range(len(rows)))
+    assert 1 <= len(rows) < 100 and {len(row["tokens"]) for row in rows} == {200}
+
+
+def test_an_interrupt_during_the_imports_prints_nothing(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run, "--json") as process:
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode in (130, -signal.SIGINT) and err == ""
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
+    with start(folder, *long_run) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 141
+    assert all(" prompt tokens, " in line for line in err.splitlines())
+
+
+@pytest.mark.slow
+def test_a_process_fails_in_one_line(folder: Path) -> None:
+    with start(folder, "--model", "recurrent", "--prompt", "x") as process:
+        refuse(Run(process.wait(timeout=60), *process.communicate()), "cannot branch into a tree")

@@ -1,0 +1,295 @@
+"""Heads on the command line: generate.py and bench.py with --head, and calibrate.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Target
+from heads.checkpoint import save_head
+from proposers import AnswerStore, MergedProposer, NGramProposer
+from proposers.calibration import FILE, Calibration, load_calibration
+from scripts import bench, calibrate, generate
+from scripts.benchmark.methods import make_methods
+from scripts.benchmark.options import BenchOptions
+from scripts.calibrate import draw_calibration
+from scripts.shared import options
+from scripts.shared.options import ModelOptions
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+Call = Callable[..., tuple[Any, str, str]]
+PROMPTS = ["ab ab ab", "Tell me.", "one two"]
+BASE = ["--model", "target", "--dtype", "float64"]
+ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--json"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
+    """A model, heads for it and for others, and prompts."""
+    root = tmp_path_factory.mktemp("heads")
+    (root / "target").symlink_to(save_model())
+    target = Target(tiny("llama"))
+    save_head(make_head("medusa", target, output="own"), root / "medusa")
+    save_head(make_head("hydra", target, prefix=True), root / "hydra")
+    save_head(make_head("eagle3", target), root / "eagle3")
+    for name, changes in {
+        "wide": {"hidden_size": 48},
+        "wordy": {"vocab_size": 200},
+        "deep": {"num_hidden_layers": 3},
+    }.items():
+        save_head(make_head("medusa", Target(tiny("llama", **changes))), root / name)
+    save_head(make_head("medusa", target), root / "spoilt")
+    (root / "spoilt" / FILE).write_text("{}")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (root / "questions.jsonl").write_text(
+        "".join(
+            json.dumps({"question_id": number, "category": "qa", "turns": [prompt]}) + "\n"
+            for number, prompt in enumerate(PROMPTS)
+        )
+    )
+    return root
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a script's `main` in this process and the heads' folder."""
+    monkeypatch.chdir(folder)
+
+    def run(script: Any, *arguments: str) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            script.main(arguments)
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def read_tokens(run: tuple[Any, str, str]) -> list[list[int]]:
+    assert (run[0], run[2]) == (0, "")
+    return [json.loads(line)["tokens"] for line in run[1].splitlines()]
+
+
+TREES = [[], ["--nodes", "9"], ["--tree", "static"], ["--tree", "zephyr_stage2"]]
+CHAIN = ["--depth", "3", "--width", "1", "--nodes", "4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*((kind, tree) for kind in ("medusa", "hydra") for tree in TREES), ("eagle3", []), ("eagle3", CHAIN)],
+)
+def test_a_head_does_not_change_the_text(call: Call, kind: str, settings: list[str]) -> None:
+    plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
+    for size in ("1", "3"):
+        for name in (kind, "auto") if not settings else (kind,):
+            drafted = call(generate, *ASK, "--proposer", name, "--head", kind, "--batch-size", size, *settings)
+            assert read_tokens(drafted) == plain
+
+
+def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
+    ask = [*ASK, "--temperature", "1", "--seed", "3", "--proposer", "medusa", "--head", "medusa"]
+    assert read_tokens(call(generate, *ask, "--lossy-typical-acceptance")) != read_tokens(call(generate, *ask))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--proposer", "medusa"], "medusa needs --head, the folder of a medusa head that was trained for --model"),
+        (["--proposer", "medusa", "--head", "nowhere"], "nowhere"),
+        (["--proposer", "medusa", "--head", "target"], "target"),
+        (["--proposer", "medusa", "--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
+        (["--proposer", "hydra", "--head", "medusa"], "the head in medusa is of kind medusa, not hydra"),
+        (["--proposer", "medusa", "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--proposer", "medusa", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
+        (["--proposer", "medusa", "--head", "deep"], "number of layers is 3; this target's is 2"),
+        (["--proposer", "medusa", "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
+        (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
+        (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
+        (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
+        (
+            ["--proposer", "ngram", "--head", "medusa"],
+            "--head is for --proposer merged, medusa, hydra, eagle, eagle3, auto, not for ngram",
+        ),
+        (["--proposer", "auto", "--head", "nowhere"], "nowhere"),
+        (["--proposer", "auto", "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--proposer", "auto", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
+        (["--proposer", "auto", "--head", "deep"], "number of layers is 3; this target's is 2"),
+        (
+            ["--proposer", "auto", "--nodes", "5"],
+            "--nodes is for --proposer suffix, recycling, merged, medusa, hydra, eagle, eagle3, not for auto",
+        ),
+        (["--proposer", "auto", "--width", "5"], "--width is for --proposer draft, eagle, eagle3, not for auto"),
+        (
+            ["--proposer", "hydra", "--head", "hydra", "--depth", "3"],
+            "--depth is for --proposer draft, eagle, eagle3, not for hydra",
+        ),
+        (["--proposer", "eagle3", "--head", "eagle3", "--depth", "0"], "'0' is not a whole number from 1 on"),
+        (
+            ["--proposer", "eagle3", "--head", "eagle3", "--width", "2", "--tree", "static"],
+            "--width is for --tree dynamic; static has its own paths",
+        ),
+        (["--tree", "static"], "--tree is for --proposer medusa, hydra, eagle, eagle3, not for auto"),
+        (["--sampled"], "--sampled is for --proposer draft, medusa, hydra, eagle, eagle3, not for auto"),
+        (
+            ["--proposer", "hydra", "--store", "answers"],
+            "--store is for --proposer suffix, merged, auto, not for hydra",
+        ),
+    ],
+)
+def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    status, out, err = call(generate, *BASE, "--prompt", "x", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: error: ")
+    assert message in err
+
+
+def test_the_default_model_has_pretrained_heads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(options, "PRETRAINED", folder)
+    assert options.find_head("medusa", None, None) == folder / "medusa"
+    with pytest.raises(ValueError, match="there is no pretrained head in"):
+        options.find_head("eagle", None, None)
+
+
+def test_auto_is_the_default_and_needs_no_head(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = generate.make_proposer
+    monkeypatch.setattr(generate, "make_proposer", lambda *given: made.append(make(*given)) or made[-1])
+    assert read_tokens(call(generate, *ASK, "--proposer", "ngram")) == read_tokens(call(generate, *ASK))
+    assert [type(proposer) for proposer in made] == [NGramProposer, MergedProposer] and made[1].head is None
+
+
+def test_a_store_is_kept_in_its_file(call: Call, folder: Path) -> None:
+    first = read_tokens(call(generate, *ASK, "--store", "answers"))
+    store = AnswerStore()
+    store.load(folder / "answers")
+    kept = [tokens for tokens in first if len(tokens) > 1]  # an answer of one token was never drafted for
+    assert list(store.answers()) == kept
+    assert read_tokens(call(generate, *ASK, "--store", "answers")) == first
+    store.load(folder / "answers")
+    assert len(store) == 2 * sum(map(len, kept))
+    (folder / "answers").write_bytes(b"other")
+    status, _, err = call(generate, *ASK, "--store", "answers")
+    assert status == 2 and "answers is no answer store, or damaged" in err
+    assert (folder / "answers").read_bytes() == b"other"
+    (folder / "answers").unlink()
+
+
+METHODS = "ngram,medusa,medusa-4,hydra-static-3,eagle3-chain-2"
+
+
+def test_bench_measures_heads_by_kind(call: Call, folder: Path) -> None:
+    ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
+    heads = ["--head", "medusa=medusa", "--head", "hydra=hydra", "--head", "eagle3=eagle3"]
+    status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--methods", METHODS)
+    report = json.loads((folder / "report.json").read_text())
+    assert status == 0 and "| medusa" in out and "| hydra" in out
+    assert [*report["settings"]["heads"]] == ["medusa", "hydra", "eagle3"] and not report["differences"]
+    assert report["settings"]["methods"] == ["none", *METHODS.split(",")]
+    for arguments, message in (
+        (["--methods", "medusa"], "medusa needs --head"),
+        (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; numbers of nodes are for"),
+        (["--methods", "draft-4"], "unknown method 'draft-4'"),
+        (["--methods", "medusa-chain-4"], "unknown method 'medusa-chain-4'"),
+        (["--methods", "eagle3-chain"], "unknown method 'eagle3-chain'"),
+        (["--methods", "eagle3-chain-0"], "chains for eagle, eagle3, as in eagle3-chain-5"),
+        (["--methods", "eagle3-static-chain-4"], "unknown method 'eagle3-static-chain-4'"),
+        (["--head", "medusa"], "'medusa' is not KIND=DIR"),
+        (["--head", "oak=x"], "KIND of medusa, hydra, eagle, eagle3"),
+        (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),
+    ):
+        status, _, err = call(bench, *ask, *arguments)
+        assert status == 2 and message in err
+
+
+def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
+    names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5", "eagle3-sampled-8", "eagle3-sampled-chain-2"]
+    options = BenchOptions(ModelOptions("target"), names, heads={"eagle3": str(folder / "eagle3")})
+    made = []
+    for loop in make_methods(options, Target(tiny("llama"))).values():
+        _, proposer, _, nodes = loop().args
+        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, nodes
+        made.append((*shape, proposer.sampled))
+    assert made == [
+        (6, 10, None, True, 64, False),
+        (6, 10, 9, True, 9, False),
+        (6, 10, 7, False, 7, False),
+        (5, 1, 6, True, 6, False),
+        (6, 10, 8, True, 8, True),
+        (2, 1, 3, True, 3, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (generate, ["--prompt", "x", "--proposer", "medusa"]),
+        (generate, ["--prompt", "x", "--proposer", "auto"]),
+        (calibrate, ["--prompt-file", "prompts.jsonl"]),
+    ],
+)
+def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, script: Any, arguments: list[str]) -> None:
+    status, out, err = call(script, "--model", "no-such-model", "--head", "nowhere", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "'nowhere': there is no such local folder" in err
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
+def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, tmp_path: Path, kind: str) -> None:
+    ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
+    status, out, _ = call(calibrate, *ask, "--plot", str(tmp_path / "plot.png"), "--limit", "2")
+    assert status == 0 and (tmp_path / "plot.png").stat().st_size > 5000
+    calibration = load_calibration(kind)
+    assert calibration is not None and calibration.positions[0] in range(2, 39)
+    rows = re.findall(r"^\| +(\d) \| +(\d+) \|((?: +[\d.]+% \|){10})$", out, re.M)
+    assert [int(row[1]) for row in rows] == list(calibration.positions)
+    taus = re.findall(r"^\| +(\d+) \| +([\d.]+) \| +\d \|$", out, re.M)
+    expected = calibration.expect_tau(64)
+    assert [(int(nodes), float(tau)) for nodes, tau in taus] == [
+        (nodes, pytest.approx(expected[nodes - 1], abs=0.006)) for nodes in calibrate.SHOWN
+    ]
+    plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
+    for tree in ("calibrated", "dynamic"):
+        assert read_tokens(call(generate, *ASK, "--proposer", kind, "--head", kind, "--tree", tree)) == plain
+    (folder / kind / FILE).unlink()
+
+
+def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": prompt, "response": "yes", "token_ids": [[[5], [6]]]} for prompt in PROMPTS]
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}]
+    rows = [{"prompt": "dropped", "dropped": "loop"}, *rows, {"messages": talk}]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [{"prompt": prompt} for prompt in (*PROMPTS, "ab")]
+    (tmp_path / "alone.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    ask = [*BASE, "--head", "spoilt", "--max-new-tokens", "8", "--prompt-file"]
+    shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
+    assert shown[0] == shown[1] and shown[0][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head", "nowhere"], "nowhere"),
+        (["--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--head", "medusa", "--plot", "plot.txt"], "must end in .png or .svg"),
+        (["--head", "medusa", "--limit", "0"], "not a whole number from 1 on"),
+        (["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
+    ],
+)
+def test_calibrate_refuses_in_one_line(call: Call, arguments: list[str], message: str) -> None:
+    status, out, err = call(calibrate, *BASE, "--prompt-file", "prompts.jsonl", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+    assert not list(Path("medusa").glob("*calibration*"))
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    table = tuple(tuple(sorted(torch.rand(10).tolist(), reverse=True)) for _ in range(4))
+    draw_calibration(Calibration(table, ((0.0, 1.0, 0.0),) * 4, (9,) * 4), "a head", tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()

@@ -1,0 +1,267 @@
+"""`--serve` with a fake vLLM: its table, findings and errors; and with a real one where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from decode import Target, generate
+from heads import PRETRAINED, Eagle3Config, Eagle3Head, choose_features, save_head
+from scripts import check
+from scripts.serving import engine
+from scripts.serving.comparison import NEW_TOKENS, draft_chains
+from scripts.serving_rules.trial import PROMPTS
+from tests.support.drafting import LAYER, make_head
+
+LAYERS, CHAIN = 12, 3
+PRETENDED = '''
+"""Prints, answers from a file, or fails as the file says."""
+import json, os, subprocess, sys, time
+from types import SimpleNamespace
+__version__ = "9.9"
+PLAN = json.load(open(os.environ["PLAN"]))
+
+class SamplingParams:
+    def __init__(self, **settings):
+        self.settings = settings
+
+class LLM:
+    def __init__(self, model, **settings):
+        print("noise on stdout")
+        self.drafts = settings["speculative_config"] is not None
+        json.dump({"model": model, **settings}, open(os.environ["PLAN"] + f".{self.drafts:d}", "w"))
+        if self.drafts or PLAN.get("always"):
+            if "raise" in PLAN:
+                raise ValueError(PLAN["raise"])
+            if "status" in PLAN:
+                print("bad luck", file=sys.stderr, flush=True)
+                os._exit(PLAN["status"])
+            if "kill" in PLAN:
+                os.kill(os.getpid(), 9)
+            if "sleep" in PLAN:
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                json.dump([os.getpid(), child.pid], open(os.environ["PLAN"] + ".pids", "w"))
+                time.sleep(600)
+
+    def generate(self, prompts, sampling):
+        assert len(prompts) == len(PLAN["plain"]) and sampling.settings["temperature"] == 0
+        texts = PLAN["drafted" if self.drafts else "plain"]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(text))]) for text in texts]
+
+    def get_metrics(self):
+        name = "vllm:spec_decode_num_"
+        return [SimpleNamespace(name=name + "drafts", value=PLAN["drafts"]),
+                SimpleNamespace(name=name + "accepted_tokens_per_pos", values=PLAN["accepted"])]
+'''
+Serve = Callable[..., tuple[Any, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model(save_model: Callable[..., Path]) -> Path:
+    return save_model(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def target(model: Path) -> Target:
+    return Target.load(model, dtype="float32", accelerate="packed")
+
+
+@pytest.fixture(scope="module")
+def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained head that uses the target's output matrix."""
+    folder = tmp_path_factory.mktemp("head")
+    config = Eagle3Config(target.config.hidden_size, target.vocabulary, LAYER, choose_features(LAYERS), output="target")
+    made = Eagle3Head(config)
+    made.borrow(target.output_matrix)
+    save_head(made, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def agreeing(target: Target, head: Path) -> dict[str, Any]:
+    """The plan of a vLLM that answers and drafts as Draftless does."""
+    stats = draft_chains(head, target, CHAIN)[2]
+    plain = [answer.tokens for answer in generate(target, PROMPTS, max_new_tokens=NEW_TOKENS)]
+    return {"plain": plain, "drafted": plain, "drafts": stats.steps, "accepted": stats.accepted_by_depth}
+
+
+@pytest.fixture
+def serve(
+    model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Serve:
+    """Runs the command with a vLLM that follows a plan."""
+    library, plan_file = tmp_path / "library", tmp_path / "plan.json"
+    (library / "vllm").mkdir(parents=True)
+    (library / "vllm" / "__init__.py").write_text(PRETENDED)
+    monkeypatch.setenv("PYTHONPATH", str(library))
+    monkeypatch.setenv("PLAN", str(plan_file))
+
+    def run(plan: dict[str, Any], *arguments: str | Path, folder: Path = head) -> tuple[Any, str, str]:
+        plan_file.write_text(json.dumps(plan))
+        capsys.readouterr()
+        status: Any = 0
+        options = ["--model", model, "--dtype", "float32", "--no-decode", "--serve", *arguments]
+        try:
+            check.main([str(folder), *map(str, options)])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def read_table(out: str) -> dict[str, list[str]]:
+    lines = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("| ")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def test_a_head_that_is_served_as_here(serve: Serve, agreeing: dict[str, Any], tmp_path: Path, model: Path) -> None:
+    status, out, err = serve(agreeing)
+    assert status == 0 and "served-" not in out and err.count("\n") == 2
+    table, drafts = read_table(out), agreeing["drafts"]
+    assert table[f"eagle3, {CHAIN} draft tokens"] == ["vLLM 9.9", "Draftless"]
+    assert table["text as in vLLM without it"] == ["4 of 4"] * 2 and table["drafts"] == [str(drafts)] * 2
+    for place, count in enumerate(agreeing["accepted"], start=1):
+        assert table[f"accepted at position {place}"] == [f"{count / drafts:.3f}"] * 2
+    tau = f"{1 + sum(agreeing['accepted']) / drafts:.2f}"
+    assert table["tokens per draft, bonus token included"] == [tau, tau]
+    assert "greedy, float32; vllm 9.9, torch " in out and out.rstrip().endswith("GiB of memory")
+    plain, drafted = (json.loads((tmp_path / f"plan.json.{run}").read_text()) for run in (0, 1))
+    assert plain["speculative_config"] is None and plain["model"] == str(model.resolve())
+    assert drafted["speculative_config"]["method"] == "eagle3"
+    assert drafted["speculative_config"]["num_speculative_tokens"] == CHAIN
+
+
+def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[str, Any]) -> None:
+    """Drafts begin after the prefill's token and before the last wanted one. Each adds its accepted tokens and one."""
+    _, texts, stats = draft_chains(head, target, CHAIN)
+    assert texts == agreeing["plain"] and max(map(len, texts)) == NEW_TOKENS
+    spare = stats.steps + sum(stats.accepted_by_depth) - sum(len(text) - 1 for text in texts)
+    assert 0 <= spare < len(texts), "only an answer's last draft may go beyond its end, and few drafts are accepted"
+
+
+def test_the_result_is_json_too(serve: Serve, agreeing: dict[str, Any]) -> None:
+    served = json.loads(serve(agreeing, "--json")[1])["served"]
+    assert served["vllm"] == served["draftless"] and served["versions"]["vllm"] == "9.9"
+    assert served["texts"] == len(PROMPTS) and served["tokens"] == sum(map(len, agreeing["plain"]))
+
+
+def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Serve, agreeing: dict[str, Any]) -> None:
+    other = [[*agreeing["plain"][0][:-1], 0], *agreeing["plain"][1:]]
+    status, out, _ = serve(agreeing | {"drafted": other})
+    assert status == 0 and "warning vllm      served-text-differs: 1 of 4 texts differ" in out
+    assert read_table(out)["text as in vLLM without it"] == ["3 of 4", "4 of 4"]
+    few = agreeing | {"accepted": [0] * CHAIN, "drafts": 380}
+    status, out, _ = serve(few)
+    ours = sum(agreeing["accepted"]) > 0
+    assert ours and status == 1 and "error   vllm      served-accepts-less: 1.00 tokens per draft, but " in out
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"raise": "no such\n  weights: {'token_map'}"}, "ValueError: no such weights: {'token_map'}"),
+        ({"status": 3}, "it ended with status 3: bad luck"),
+        ({"kill": True}, "it was killed, most likely because memory ran out"),
+    ],
+)
+def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], plan: dict[str, Any], reason: str) -> None:
+    status, out, _ = serve(agreeing | plan)
+    line = f"error   vllm      engine-refuses: vLLM 9.9 serves the model, but not with this head: {reason}"
+    assert status == 1 and line in out.splitlines() and "Draftless |" not in out
+    if "raise" in plan:
+        status, out, _ = serve(agreeing | plan | {"always": True})
+        assert (
+            status == 1
+            and f"engine-fails: vLLM does not serve the model, with this head or without it: {reason}" in out
+        )
+
+
+@pytest.mark.slow
+def test_nothing_goes_on_after_a_timeout(
+    serve: Serve, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "TIMEOUT", 6)
+    assert "it did not answer within 0.1 minutes" in serve(agreeing | {"sleep": True})[1]
+    for process in json.loads((tmp_path / "plan.json.pids").read_text()):
+        ends = monotonic() + 10  # a killed process may take a moment to end
+        while not has_ended(process) and monotonic() < ends:
+            sleep(0.05)
+        assert has_ended(process)
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return (
+            Path(f"/proc/{process}/stat").read_text().split(") ")[1].startswith("Z")
+        )  # an orphan may stay as a zombie
+    except OSError:
+        return True
+
+
+def test_a_python_without_vllm_is_refused_before_any_work(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "load_target", None)  # it is not called
+    shutil.rmtree(tmp_path / "library" / "vllm")
+    status, _, err = serve({})
+    assert status == 2 and f"--serve needs vLLM, and {sys.executable} has none; name a Python" in err
+    (tmp_path / "library" / "sglang").mkdir()
+    assert "it has SGLang, with which --serve does not serve" in serve({})[2]
+    assert "does not run: No such file" in serve({}, "--engine-python", tmp_path / "nowhere")[2]
+    assert "--serve serves with vLLM only" in serve({}, "--engine", "sglang")[2]
+
+
+def test_other_heads_and_numbers_are_refused(serve: Serve, target: Target, head: Path, tmp_path: Path) -> None:
+    save_head(make_head("hydra", target), tmp_path / "hydra")
+    status, _, err = serve({}, folder=tmp_path / "hydra")
+    assert status == 2 and "--serve is for heads of kind eagle, eagle3, medusa" in err
+    status, _, err = serve({}, "--dtype", "float64")
+    assert status == 2 and "vLLM has no float64; give --dtype float32, bfloat16, float16" in err
+
+
+def test_an_exported_medusa_head_is_served_as_a_copy(
+    serve: Serve, agreeing: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    save_head(make_head("medusa", target, draft_size=20), tmp_path / "narrow")
+    out = serve(agreeing, "--export", tmp_path / "wide", folder=tmp_path / "narrow")[1]
+    assert "medusa, 3 draft tokens" in out
+    asked = json.loads((tmp_path / "plan.json.1").read_text())["speculative_config"]
+    assert asked["model"] == str(tmp_path / "wide") and asked["method"] == "medusa"
+
+
+def find_real_engine() -> str | None:
+    """A Python that can import vLLM: the one that DRAFTLESS_ENGINE_PYTHON names, or this one."""
+    python = os.environ.get("DRAFTLESS_ENGINE_PYTHON", sys.executable)
+    try:
+        engine.check_engine(python)
+    except ValueError:
+        return None
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_pretrained_heads_in_the_real_engine(kind: str, tmp_path: Path) -> None:
+    python = find_real_engine()
+    if python is None:
+        pytest.skip("no vLLM here; DRAFTLESS_ENGINE_PYTHON names a Python that has one")
+    options = ["--export", str(tmp_path / "wide")] if kind == "medusa" else []
+    command = [sys.executable, check.__file__, str(PRETRAINED / kind), "--serve", "--engine-python", python, *options]
+    run = subprocess.run([*command, "--no-decode", "--json"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr + run.stdout
+    served = json.loads(run.stdout)["served"]
+    assert served["vllm"]["equal_texts"] == served["draftless"]["equal_texts"] == served["texts"]
+    assert served["vllm"]["drafts"] == pytest.approx(
+        served["draftless"]["drafts"], abs=4
+    )  # EAGLE-1: the whole vocabulary
+    assert served["vllm"]["accepted"] == pytest.approx(served["draftless"]["accepted"], abs=4)

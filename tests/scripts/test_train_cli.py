@@ -1,0 +1,408 @@
+"""The script `train.py`: plans, plots, heads to start from, and clear errors for bad input and failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import scripts.train
+from decode import Target
+from heads import MedusaConfig, MedusaHead, load_head, save_head
+from proposers.load import load_draft_head
+from tests.support.training_runs import OPTIONS, PLANNED, SHAPE, assert_same, losses, save_predictable, train
+from training.checkpoint import CHECKPOINT, METRICS, read_metrics
+from training.objectives import MedusaObjective
+from training.teacher import Batch
+
+SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
+
+
+class Run(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    def refused(self, *messages: str) -> None:
+        """One clear line on stderr, below the progress bar if there is one, and nothing on stdout but a plan."""
+        assert self.status == 2 and (not self.out or list(read_plan(self.out)) == PLAN)
+        (error,) = [line for line in self.err.splitlines() if line and "%|" not in line]
+        assert error.startswith("train.py: error: ")
+        assert all(message in error for message in messages), error
+
+
+PLAN = [
+    *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "a step", "time"),
+    *("with features cached", "warning"),
+]
+
+
+def read_plan(out: str) -> dict[str, str]:
+    """The values of a printed plan by name."""
+    *rows, warning = out.splitlines()
+    return {row[:21].strip(): row[22:] for row in rows} | {warning.partition(":")[0]: warning}
+
+
+Call = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def place(save_model: Callable[..., Path]) -> Path:
+    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished short training. Tests do not change it."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(place, folder, *SHORT) == 0
+    return folder
+
+
+@pytest.fixture
+def call(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*options: str, out: Path = tmp_path / "out") -> Run:
+        capsys.readouterr()
+        return Run(train(place, out, *options), *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp_path: Path) -> None:
+    run = call(*SHORT, "--plan", "--cache", str(tmp_path / "cache"))
+    assert (run.status, run.err) == (0, "")
+    rows = read_plan(run.out)
+    assert [*rows] == PLAN
+    assert "has 68% of the model's parameters" in rows["warning"]
+    head = load_head(trained)
+    assert rows["parameters"].startswith(f"{sum(parameter.numel() for parameter in head.parameters()):,} (")
+    assert rows["steps"].startswith("9,") and rows["time"].startswith("1 min")
+    assert 0.1 < float(rows["memory"].split(" GiB")[0]) < 20  # the process with torch and transformers in it
+    assert list(tmp_path.iterdir()) == []
+
+    before = {file: file.read_bytes() for file in trained.iterdir()}
+    assert call(*SHORT, "--plan", out=trained).status == 0
+    assert before == {file: file.read_bytes() for file in trained.iterdir()}
+
+
+def test_a_plot_is_drawn(call: Call, trained: Path, tmp_path: Path) -> None:
+    run = call(*SHORT, "--plot", str(tmp_path / "new.png"))
+    assert run.status == 0 and (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
+    run = call(*SHORT, "--resume", "--plot", str(tmp_path / "old.svg"), out=trained)
+    assert run.status == 0 and "<svg" in (tmp_path / "old.svg").read_text()
+
+
+def test_the_files_of_a_training(trained: Path) -> None:
+    assert sorted(file.name for file in trained.iterdir()) == sorted(
+        ["config.json", "model.safetensors", CHECKPOINT, METRICS]
+    )
+    rows = read_metrics(trained)
+    assert [row["step"] for row in rows] == [3, 6, 9, 9]
+    assert [*losses(trained)[0]] == ["step", "tokens", "loss", "agreement"]
+    assert [*rows[0]] == ["step", "tokens", "tau", "acceptance"]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(trained / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("output", ["own", "target"])
+def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: Path, output: Any) -> None:
+    torch.manual_seed(0)
+    head = MedusaHead(MedusaConfig(32, 96, heads=3, layers=2, output=output, draft_size=60))
+    head.borrow(torch.randn(96, 32))
+    save_head(head, tmp_path / "head")
+    assert call(*SHORT, "--init", str(tmp_path / "head"), "--draft-vocab", "60").status == 0
+    after = load_head(tmp_path / "out")
+    assert after.output == output and after.token_map is not None and len(after.token_map) == 60
+    assert head.token_map is not None
+    head.token_map += 1
+    save_head(head, tmp_path / "head")
+    begun = *SHORT, "--resume", "--draft-vocab", "60"
+    call(*begun, "--init", str(tmp_path / "head")).refused("begun with other settings: draft_vocabulary was")
+
+    assert call(*SHORT, "--init", str(trained), out=tmp_path / "more").status == 0
+    first = read_metrics(tmp_path / "more")[0]
+    assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
+    assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
+    call(*SHORT, "--resume", out=tmp_path / "more").refused(f"init was '{trained}', now None")
+
+
+@pytest.mark.parametrize("output", ["own", "shared", "target"])
+def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
+    options = ["--kind", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
+    assert call(*SHORT, *options).status == 0
+    head = load_head(tmp_path / "out")
+    assert (head.output, head.draft_size) == (output, 60) and head.prefix is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "--data nowhere.jsonl: there is no such file"),
+        (["--lr", "0"], "lr is 0.0; it must be a positive number"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--epochs", "0"], "--epochs: '0' is not a whole number from 1 on"),
+        (["--loss", "magic"], "invalid choice: 'magic'"),
+        (["--device", "abacus"], "invalid choice: 'abacus'"),
+        (["--cache-gib", "nan"], "--cache-gib is nan; it must be a number from 0 on"),
+        (["--prefix"], "--prefix is for a new hydra head"),
+        (["--kind", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
+        (["--kind", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
+        (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
+        (["--seed", "-1"], "seed is -1; it must be between 0 and"),
+        (["--kind", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
+        (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
+        (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
+        (["--kind", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
+        (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
+        (["--plot", "nowhere/loss.png"], "--plot nowhere/loss.png cannot be written"),
+        (["--model", "nowhere/at/all"], "there is no such folder"),
+        (["--init", "nowhere"], "cannot load a head from 'nowhere': there is no such local folder"),
+    ],
+)
+def test_bad_options_are_refused(call: Call, tmp_path: Path, options: list[str], message: str) -> None:
+    call(*options).refused(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_refused(call: Call) -> None:
+    call("--device", "cuda").refused("--device cuda: torch sees no GPU")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n", "data.jsonl is empty"),
+        ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}', "data.jsonl, line 2: there is no answer to train on"),
+        ('{"prompt": "a", "response": "", "finished": false}', "data.jsonl, line 1: the answer has no tokens"),
+        ('{"prompt": "a", "response": "b"}', "no prompt is held out for validation"),
+    ],
+)
+def test_bad_data_is_refused(call: Call, tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    call("--data", str(file), "--cache", str(tmp_path / "cache")).refused(message)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_model: Callable[..., Path]) -> None:
+    other = save_model(vocab_size=50, dtype=torch.float32)
+    options = ["--model", str(other), "--data", str(place / "answers.jsonl")]
+    call(*options).refused("the tokenizer makes token 95", "but the model's vocabulary is 50")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (MedusaConfig(48, 96, heads=3), [], "whose hidden size is 48; this target's is 32"),
+        (MedusaConfig(32, 60, heads=3), [], "whose vocabulary size is 60; this target's is 96"),
+        (MedusaConfig(32, 96, heads=3, target_layers=7), [], "whose number of layers is 7; this target's is 1"),
+        (MedusaConfig(32, 96, heads=4), [], "--heads is 3, and the head of --init {} has 4"),
+        (MedusaConfig(32, 96, heads=3), ["--output", "own"], "--output is own, and the head of --init {} has shared"),
+        (MedusaConfig(32, 96, heads=3, layers=2), ["--draft-vocab", "9"], "--draft-vocab is 9, and the head"),
+        (MedusaConfig(32, 96, heads=3, layers=2), ["--kind", "hydra"], "holds a head of kind medusa, not hydra"),
+    ],
+)
+def test_a_head_for_something_else_is_refused(
+    call: Call, tmp_path: Path, config: MedusaConfig, options: list[str], message: str
+) -> None:
+    head = tmp_path / "head"
+    save_head(MedusaHead(config), head)
+    if config.layers == 1:
+        options = ["--layers", "1", *options]
+    call("--init", str(head), *options).refused("--init", message.format(head))
+
+
+def test_a_truncated_head_is_refused(call: Call, trained: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_bytes((trained / "config.json").read_bytes())
+    (head / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
+    call("--init", str(head)).refused(f"cannot load a head from '{head}': model.safetensors is damaged or cut short")
+
+
+def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
+    call(*SHORT, out=trained).refused(f"--out {trained} is not empty; give --resume to go on there")
+    call(*SHORT, "--resume", out=place).refused(f"--out {place} holds a model and no training to resume")
+    (tmp_path / "out").write_text("")
+    call(*SHORT).refused("out is a file; give a folder")
+
+
+def test_other_settings_are_all_named(call: Call, trained: Path) -> None:
+    changes = ["--lr", "0.02", "--epochs", "3", "--loss", "lk", "--layers", "1", "--validation", "3", "--patience", "4"]
+    call(*SHORT, "--resume", *changes, out=trained).refused(
+        f"the training in {trained} was begun with other settings: ",
+        "epochs was 2, now 3",
+        "lr was 0.01, now 0.02",
+        "loss was 'kl', now 'lk'",
+        "validation was 16, now 3",
+        "patience was 10, now 4",
+        "'layers': 2",
+        "'layers': 1",
+    )
+    assert call(*SHORT, "--resume", "--save-every", "5", "--validate-every", "7", out=trained).status == 0
+
+
+def test_another_model_at_the_same_path_is_refused(
+    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training resumes, and a cache is read, with the model that they were begun with."""
+    out, cache = tmp_path / "out", ["--cache", str(tmp_path / "cache")]
+    shutil.copytree(trained, out)
+    assert call(*SHORT, *cache, out=tmp_path / "first").status == 0
+    real = scripts.train.describe_model
+    for module in ("scripts.train", "scripts.head_training.setup"):
+        monkeypatch.setattr(f"{module}.describe_model", lambda *model: real(*model) | {"weights": "x", "template": "y"})
+    message = f"the model's weights and chat template changed since the training in {out} was begun; give another --out"
+    call(*SHORT, "--resume", out=out).refused(message)
+    call(*SHORT, *cache, out=tmp_path / "second").refused("weights and chat template changed since", "was filled")
+    assert call(*SHORT, "--resume", "--changed-model", out=out).status == 0
+    state = torch.load(out / CHECKPOINT)
+    for name in ("weights", "vocabulary", "template"):  # of an older version
+        del state["settings"][name]
+    torch.save(state, out / CHECKPOINT)
+    assert call(*SHORT, "--resume", out=out).status == 0
+
+
+def test_bad_rows_are_skipped_and_named_after_the_others(call: Call, place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "more.jsonl"
+    file.write_text((place / "answers.jsonl").read_text() + '{"prompt": "a", "response": null}\n')
+    run = call(*SHORT, "--plan", "--data", str(file))
+    assert run.status == 0
+    assert f"skipped: 1 row cannot be trained on: {file}, line 201: an answer is text, not null" in run.err
+    call(*SHORT, "--plan", "--data", str(file), "--max-bad", "0").refused("more than --max-bad 0")
+    call(*SHORT, "--max-bad", "2").refused("--max-bad is 2.0; it must be a share from 0 to 1")
+
+
+def test_a_head_knows_the_weights_that_it_was_trained_for(place: Path, trained: Path, tmp_path: Path) -> None:
+    target = Target.load(place, dtype="float64")
+    with warnings.catch_warnings(action="error"):
+        assert load_draft_head(trained, target).config.target_weights == target.model.weights_fingerprint
+    target.model.weights_fingerprint = "x"
+    with pytest.warns(UserWarning, match="with other weights than this target's"):
+        load_draft_head(trained, target)
+
+
+def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
+    settings = place / "answers.jsonl.settings.json"
+    settings.write_text('{"weights": "x", "seed": 0}')
+    try:
+        run = call(*SHORT, "--plan")
+    finally:
+        settings.unlink()
+    assert run.status == 0 and "answers.jsonl has answers of another model: its weights changed; heads are" in run.err
+
+
+@pytest.mark.parametrize("size", [0, 40, -1000, None])
+def test_a_damaged_checkpoint_is_named(call: Call, trained: Path, tmp_path: Path, size: int | None) -> None:
+    whole = (trained / CHECKPOINT).read_bytes()
+    (tmp_path / "out").mkdir()
+    if size is None:
+        torch.save([1, 2, 3], tmp_path / "out" / CHECKPOINT)
+    else:
+        (tmp_path / "out" / CHECKPOINT).write_bytes(whole[:size])
+    call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / CHECKPOINT} is damaged, or no checkpoint of a training")
+
+
+def test_damaged_metrics_are_named(call: Call, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / CHECKPOINT).write_bytes((trained / CHECKPOINT).read_bytes())
+    (tmp_path / "out" / METRICS).write_text('{"step": 1}\n\0\0\0\n')
+    call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / METRICS} is damaged")
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf"), 1e4])
+def test_an_exploding_loss_ends_the_training(
+    call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: float
+) -> None:
+    forward, steps = MedusaObjective.forward, 0
+
+    def explode(self: MedusaObjective, batch: Batch) -> Any:
+        nonlocal steps
+        steps += 1
+        loss = forward(self, batch)
+        return type(loss)(loss.total * (damage if steps == PLANNED + 8 else 1), loss.anchors, loss.agreed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaObjective, "forward", explode)
+        run = call(*SHORT)
+    run.refused("the loss exploded at step 8 (", f"{tmp_path / 'out'} keeps what was saved before", "a lower --lr")
+    assert torch.load(tmp_path / "out" / CHECKPOINT, weights_only=True)["progress"]["step"] == 6
+    assert load_head(tmp_path / "out").depth == 3
+    assert call(*SHORT, "--resume").status == 0  # it was bad luck
+    assert_same(tmp_path / "out", trained)
+
+
+def test_a_learning_rate_that_is_too_high(call: Call) -> None:
+    call(*SHORT, "--lr", "1e6").refused("the loss exploded at step ", "begin anew with a lower --lr")
+
+
+def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, checkpoint, weights, config: each cannot be written once; a later run resumes from what is there."""
+    flush, whole = os.fsync, 0
+
+    def fill_up(file: int) -> None:
+        nonlocal whole
+        whole -= 1
+        if whole == -1:
+            os.truncate(file, 10)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", fill_up)
+    for files in (0, 1, 2, 3, 2):
+        whole = files
+        call(*SHORT, "--resume").refused("No space left on device")
+        assert not list((tmp_path / "out").glob("*.tmp"))
+    assert call(*SHORT, "--resume").status == 0
+    assert_same(tmp_path / "out", trained)
+
+
+def launch(place: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """Two processes, as a user would start them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = str(Path(__file__).parents[2] / "scripts" / "train.py")
+    files = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
+    command = [*torchrun, script, *files, *OPTIONS, *SHAPE, *SHORT, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_launched_by_torchrun(place: Path, trained: Path, tmp_path: Path) -> None:
+    with launch(place, tmp_path / "out", "--cache", str(tmp_path / "cache")) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.count("9 of 9 steps") == 1 and "Warning" not in err
+    (row,), (twin,) = losses(tmp_path / "out"), losses(trained)
+    assert row["loss"] == pytest.approx(twin["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_is_stopped(place: Path, tmp_path: Path) -> None:
+    long = ["--epochs", "1000", "--max-steps", "10000", "--validate-every", "10000", "--save-every", "10000"]
+    with launch(place, tmp_path, *long) as process:
+        while not losses(tmp_path):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        process.communicate(timeout=300)
+    assert process.returncode != 0
+    step = torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"]
+    assert 10 <= step < 10_000
+    with launch(place, tmp_path, *long, "--resume") as process:
+        while losses(tmp_path)[-1]["step"] <= step:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        process.communicate(timeout=300)

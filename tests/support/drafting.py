@@ -1,0 +1,107 @@
+"""Random heads for tiny targets, and what a proposer drafts with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from decode import Proposer, Step, Target, Tree
+from decode.models.cost_curve import CostCurve
+from heads import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    HydraConfig,
+    HydraHead,
+    LayerConfig,
+    MedusaConfig,
+    MedusaHead,
+    choose_features,
+)
+from tests.support.trees import tree_of_rows
+
+LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
+Paths = dict[tuple[int, ...], float]
+
+
+def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False, **settings: Any) -> Any:
+    """A head with random weights, in the target's sizes and number format; 3 of them where the kind has several."""
+    width, layers = target.config.hidden_size, target.config.num_hidden_layers
+    settings = {"target_layers": layers, **settings}
+    head: Any
+    if kind == "medusa":
+        head = MedusaHead(MedusaConfig(width, target.vocabulary, **{"heads": 3, **settings}))
+    elif kind == "hydra":
+        layer = LAYER if prefix else None
+        head = HydraHead(HydraConfig(width, target.vocabulary, prefix=layer, **{"heads": 3, **settings}))
+    elif kind == "eagle":
+        head = EagleHead(EagleConfig(width, target.vocabulary, replace(LAYER, input_norm=False), **settings))
+    else:
+        settings = {"features": choose_features(layers), **settings}
+        head = Eagle3Head(Eagle3Config(width, target.vocabulary, LAYER, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.to(target.dtype).parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        parameter.data = noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + noise / 5
+    if head.token_map is not None:
+        head.token_map.copy_(torch.randperm(target.vocabulary, generator=generator)[: head.draft_size].sort().values)
+    if head.output == "target":
+        head.borrow(target.output_matrix, target.output_bias)
+    return head
+
+
+def tree_of_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> Tree:
+    """Several token paths a row, each beginning after the root; shared beginnings become shared nodes."""
+    rows = []
+    for root, row_paths in zip(roots, paths, strict=True):
+        nodes, parents = [root], [-1]
+        index: dict[tuple[int, int], int] = {}
+        for path in row_paths:
+            parent = 0
+            for token in path:
+                if (parent, token) not in index:
+                    index[parent, token] = len(nodes)
+                    nodes.append(token)
+                    parents.append(parent)
+                parent = index[parent, token]
+        rows.append((nodes, parents))
+    return tree_of_rows(rows)
+
+
+def list_paths(tree: Tree, row: int) -> Paths:
+    """The token paths of a row's nodes, root excluded, with their scores."""
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, int(tree.sizes[row])):
+        paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
+    scores = torch.zeros(tree.tokens.shape) if tree.scores is None else tree.scores
+    return {path: float(scores[row, node]) for node, path in paths.items() if node}
+
+
+def fix_cost(monkeypatch: pytest.MonkeyPatch, target: Target, curve: CostCurve) -> None:
+    """Give a target this cost curve for every batch size and context."""
+    monkeypatch.setattr(target, "cost_curve", lambda *_: curve)
+
+
+class Recorder:
+    """Records what a proposer drafts after each text."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer, self.layers = proposer, proposer.layers
+        self.finish = getattr(proposer, "finish", lambda *last: None)
+        self.trees: list[Tree] = []
+        self.accepted: list[list[int]] = []  # draft tokens, of each row at each step
+        self.drafted: dict[tuple[int, ...], Paths] = {}
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.step = step
+        self.accepted.append([len(path) - 1 for path in step.path])
+        tree = self.proposer.propose(step, budget)
+        self.trees.append(tree)
+        for row, sequence in enumerate(step.sequences):
+            self.drafted[tuple(sequence)] = list_paths(tree, row)
+        return tree

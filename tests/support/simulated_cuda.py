@@ -1,0 +1,353 @@
+"""A simulated CUDA device: its tensors say "cuda", are computed on the CPU, and log what a GPU's host would do.
+
+    with simulate():           # from now on, device="cuda" works
+        to_cuda(model)         # weights, in place
+        ...
+        with record() as log:  # waits, copies and launches of this part, each with the lines that caused it
+            ...
+
+A log is a list of `Event`. Launches are a lower bound: one per ATen op that is no view. Nothing is timed.
+It replaces parts of torch for the whole process, so tests run it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from decode.gpu.fusion import fusing
+from tests.support.inductor_kernels import list_kernels
+
+ROOT = str(Path(__file__).resolve().parents[2]) + "/"
+CUDA, META = 1, 14  # device types in c10
+aten = torch.ops.aten
+
+# What a log holds. A blocking copy is a wait, too.
+WAIT, UPLOAD, PAGEABLE, LAUNCH = "wait", "upload", "pageable upload", "launch"
+
+MAKES_NOTHING = {  # no kernel runs
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::lift_fresh",
+    "aten::_unsafe_view",
+    "aten::detach",
+}
+READS_SIZES = {  # the shape of the result depends on data
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::repeat_interleave",
+}
+HAS_KERNEL = {"aten::scaled_dot_product_attention", "aten::_fused_rms_norm"}  # on a GPU; composed of others on a CPU
+INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the host does: its kind, the op, whether the target's forward pass does it, inputs, and lines."""
+
+    kind: str
+    op: str
+    in_target: bool
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, int], ...]  # where these inputs are: address of the memory, and offset in it
+    lines: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op that a graph holds, on CPU tensors."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+@dataclass
+class _State:
+    log: list[Event] | None = None
+    in_target: bool = False
+    tape: list[Call] | None = None  # of the graph that is being captured
+
+
+_state = _State()
+_pinned: dict[int, Any] = {}  # storages by address, kept so that no address is used again
+
+
+@contextmanager
+def record() -> Iterator[list[Event]]:
+    """The events inside."""
+    before, _state.log = _state.log, []
+    try:
+        yield _state.log
+    finally:
+        _state.log = before
+
+
+@contextmanager
+def capture() -> Iterator[list[Call]]:
+    """The ops inside. Waiting and copying from the host raise RuntimeError, as they do while a graph is captured."""
+    _state.tape = []
+    try:
+        yield _state.tape
+    finally:
+        _state.tape = None
+
+
+def watch_target(model: nn.Module) -> None:
+    """Mark what happens in the model's forward pass as the target's."""
+    forward = model.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        _state.in_target = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _state.in_target = False
+
+    model.forward = watched
+
+
+class CudaTensor(Tensor):
+    """A tensor that says it is on the GPU. `held` is the CPU tensor that it computes with."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> CudaTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device("cuda", 0),
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, list | range) for part in parts):
+            note(WAIT, "list as an index")
+            note(PAGEABLE, "list as an index")
+            parts = tuple(CudaTensor(_tensor([*part])) if isinstance(part, list | range) else part for part in parts)
+            return _getitem(self, parts if isinstance(index, tuple) else parts[0])
+        return _getitem(self, index)
+
+    def tolist(self) -> Any:
+        note(WAIT, "tolist")
+        return self.held.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy on the CPU."""
+        return memo.setdefault(id(self), self.held.clone())
+
+
+class SimulatedCuda(TorchDispatchMode):
+    """Sends ops that make a tensor on the GPU to the simulated device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op on the CPU and note what it would be on a GPU."""
+    name = func._schema.name
+    pin = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
+    device = kwargs.get("device")
+    device = None if device is None else torch.device(device)
+    to_cuda = device is not None and device.type == "cuda"
+    from_cuda = any(isinstance(each, CudaTensor) for each in tree_leaves((args, kwargs)))
+    if not from_cuda and not to_cuda:
+        result = func(*args, **kwargs)
+        if pin:
+            _pinned[result.untyped_storage().data_ptr()] = result.untyped_storage()
+        return result
+    if func in (aten._local_scalar_dense.default, aten.equal.default):
+        note(WAIT, name)
+        return func(*tree_map(unwrap, args), **kwargs)
+    if name not in HAS_KERNEL and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    ):
+        with SimulatedCuda():
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    note_copies(name, args, kwargs, from_cuda, to_cuda, device)
+    if name in READS_SIZES:
+        note(WAIT, name)
+    if name in INDEXES:
+        note_indices(name, args[1])
+    if device is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    held = tree_map(unwrap, args), tree_map(unwrap, kwargs)
+    result = func(*held[0], **held[1])
+    if _state.tape is not None:
+        _state.tape.append(Call(func, *held, result))
+    if not is_view(func) and name not in MAKES_NOTHING:
+        note(LAUNCH, name, tree_leaves((args, kwargs)))
+    if is_written(func):
+        return kwargs.get("out", args[0])
+    on_cuda = from_cuda if device is None else to_cuda
+    return tree_map(lambda each: CudaTensor(each) if isinstance(each, Tensor) and on_cuda else each, result)
+
+
+def note_copies(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], from_cuda: bool, to_cuda: bool, device: torch.device | None
+) -> None:
+    """Note a copy between host and device, and whether the host waits for it."""
+    if name == "aten::_to_copy" and device is not None:
+        source, is_up, is_down = args[0], to_cuda and not from_cuda, from_cuda and not to_cuda
+        asynchronous, to_pinned = bool(kwargs.get("non_blocking")), False
+    elif name == "aten::copy_" and args[1].dim() > 0:
+        source, there = args[1], isinstance(args[0], CudaTensor)
+        is_up, is_down = there and not isinstance(source, CudaTensor), not there and isinstance(source, CudaTensor)
+        asynchronous = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        to_pinned = is_down and is_pinned(args[0])
+    else:
+        return
+    if is_up:
+        note(UPLOAD if is_pinned(source) else PAGEABLE, name, [source])
+    if (is_up and not asynchronous) or (is_down and not (asynchronous and to_pinned)):
+        note(WAIT, name, [source])
+
+
+def note_indices(name: str, indices: Sequence[Tensor | None]) -> None:
+    """Masks are counted first, and indices on the CPU are copied."""
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            note(WAIT, f"{name} by a mask")
+        if index is not None and not isinstance(index, CudaTensor):
+            note(WAIT, f"{name} by a CPU tensor")
+            note(PAGEABLE, f"{name} by a CPU tensor")
+
+
+def note(kind: str, op: str, inputs: Sequence[Any] = ()) -> None:
+    if _state.tape is not None and kind != LAUNCH:
+        raise RuntimeError(f"{kind} of {op}: operation not permitted when stream is capturing")
+    if _state.log is not None:
+        tensors = [unwrap(each) for each in inputs if isinstance(each, Tensor)]
+        places = tuple((each.untyped_storage().data_ptr(), each.storage_offset()) for each in tensors)
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        _state.log.append(Event(kind, op, _state.in_target, shapes, places, find_lines()))
+
+
+def find_lines() -> str:
+    """The innermost three lines of the project that led here."""
+    lines: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(lines) < 3:
+        file = frame.f_code.co_filename
+        if file.startswith(ROOT) and file != __file__ and "/.venv/" not in file:
+            lines.append(f"{file.removeprefix(ROOT)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+def is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return len(returns) > 0 and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def is_written(func: Any) -> bool:
+    """Whether the op returns the tensor that it writes to."""
+    returns = func._schema.returns
+    return len(returns) > 0 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _pinned
+
+
+def unwrap(value: Any) -> Any:
+    return value.held if isinstance(value, CudaTensor) else value
+
+
+def to_cuda(module: nn.Module) -> nn.Module:
+    """Move a module's weights to the simulated device, in place. Tied weights stay tied."""
+    moved: dict[int, CudaTensor] = {}
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and not isinstance(tensor, CudaTensor):
+                    tensors[name] = moved.setdefault(id(tensor), CudaTensor(tensor.detach()))
+    module.to = lambda *args, **kwargs: module  # type: ignore[method-assign]
+    return module
+
+
+_tensor = torch.tensor
+_getitem = Tensor.__getitem__
+
+
+def _make_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> Tensor:
+    """`torch.tensor`: on a GPU it waits, because its memory is pageable."""
+    made = _tensor(data, dtype=dtype, **settings)
+    if device is None or torch.device(device).type != "cuda":
+        return made
+    note(WAIT, "torch.tensor(device=cuda)")
+    note(PAGEABLE, "torch.tensor(device=cuda)")
+    return CudaTensor(made)
+
+
+_kernels: dict[Any, list[str]] = {}  # of compiled functions, by function and shapes
+
+
+def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`torch.compile`: the function as it is, noted as the kernels that inductor would make of it."""
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        if _state.log is None:  # asking inductor takes a second
+            with fusing(False):
+                return function(*args, **kwargs)
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
+        key = repr((function, shapes))
+        if key not in _kernels:
+            _kernels[key] = list_kernels(function, *copy.deepcopy((args, kwargs)))
+        with record() as log, fusing(False):
+            result = function(*args, **kwargs)
+        _state.log += [event for event in log if event.kind != LAUNCH]
+        for name in _kernels[key]:
+            note(LAUNCH, f"fused {name}")
+        return result
+
+    return compiled
+
+
+@contextmanager
+def simulate() -> Iterator[None]:
+    """Make the device "cuda" usable without a GPU, until the end of the process."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[CUDA] = guards[META] or guards[0]  # any guard that does nothing
+    wait: Callable[..., None] = lambda *_: note(WAIT, "synchronize")  # noqa: E731
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = wait
+    torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=wait)
+    torch.tensor = _make_tensor
+    torch.compile = _compile
+    with SimulatedCuda():
+        yield

@@ -1,0 +1,196 @@
+"""Texts on the simulated GPU compared with the CPU's: prints the cases that differ, as JSON. Needs no GPU.
+
+python -m tests.support.simulated_texts [--graphs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode.gpu import graph
+from decode.models.cost_curve import CostCurve
+from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from tests.decode.test_broken_drafts import PaddedTrees
+from tests.decode.test_lossless import Adversary
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+from tests.support.recorded_graphs import recorded_graphs
+from tests.support.simulated_cuda import simulate, to_cuda
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
+GRAPH_CASES = {"plain", "ngram", "hydra", "eagle", "eagle3", "eagle3 adaptive", "garbage", "wrong root"}
+REUSING = {"plain", "ngram", "medusa", "eagle3"}
+LIMITS = {"max_new_tokens": 16, "stop_ids": range(0, VOCABULARY, 23)}  # rows finish at different times
+
+
+class OnDevice:
+    """Another proposer's trees, moved to the target's device and spoilt there."""
+
+    def __init__(self, inner: Proposer, spoil: Callable[[Tree], Tree] = lambda tree: tree) -> None:
+        self.inner, self.layers, self.spoil = inner, inner.layers, spoil
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        return self.spoil(self.inner.propose(step, budget).to(step.target.device))
+
+
+def spoil_root(tree: Tree) -> Tree:
+    return tree.with_tensors({"tokens": (tree.tokens + 1) * (torch.arange(tree.width, device="cuda") == 0)})
+
+
+def spoil_token(tree: Tree) -> Tree:
+    return tree.with_tensors({"tokens": torch.where(tree.parents == 0, VOCABULARY + 5, tree.tokens)})
+
+
+def spoil_parent(tree: Tree) -> Tree:
+    return Tree(tree.tokens, torch.where(tree.parents == 0, 50, tree.parents), tree.sizes, tree.height)
+
+
+def spoil_height(tree: Tree) -> Tree:
+    return Tree(tree.tokens, tree.parents, tree.sizes, height=1)
+
+
+# Sampled drafts, whose texts differ between devices and batches.
+SAMPLED: dict[str, Callable[[Target], Proposer]] = {
+    "draft sampled": lambda target: DraftProposer(target, length=3, sampled=True),
+    "eagle3 sampled": lambda target: EagleProposer(
+        to_cuda(make_head("eagle3", target)), depth=3, nodes=9, sampled=True
+    ),
+}
+SPOILT = {
+    "outside the vocabulary": spoil_token,
+    "parent before itself": spoil_parent,
+    "deeper than its height": spoil_height,
+}
+
+
+def make_target(kind: str, cuda: bool, accelerate: str = "off") -> Target:
+    model = tiny(kind)
+    target = Target(to_cuda(model), accelerate=accelerate) if cuda else Target(model)
+    target.cost_curve = lambda *_: CostCurve((1, 64), (1.0, 1.05))  # type: ignore[method-assign]
+    return target
+
+
+def make_proposers(target: Target) -> dict[str, Proposer]:
+    def head(kind: str, **settings: Any) -> Any:
+        return to_cuda(make_head(kind, target, **settings))
+
+    return {
+        "ngram": NGramProposer(length=4),
+        "draft": DraftProposer(target, length=3),
+        "draft tree": DraftProposer(target, width=2, length=2),
+        "medusa": MedusaProposer(head("medusa"), nodes=9),
+        "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
+        "eagle": EagleProposer(head("eagle"), depth=3, tree="static", nodes=9),
+        "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
+        "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
+        "garbage": OnDevice(Adversary(1)),
+        "wrong root": OnDevice(NGramProposer(length=1), spoil_root),
+    }
+
+
+def list_differences(accelerate: str, names: Container[str] | None = None) -> Iterator[str]:
+    """The cases whose text is not the CPU's. names: of the proposers, None for all."""
+    for kind, settings in product(("llama", "gemma3_text"), SAMPLINGS):
+        target, cpu = make_target(kind, cuda=True, accelerate=accelerate), make_target(kind, cuda=False)
+        sampling = Sampling(**settings)
+        expected = decode(cpu, None, sampling)
+        for name, proposer in {"plain": None, **make_proposers(target)}.items():
+            for batch_size in (1, 4) if names is None or name in names else ():
+                if decode(target, proposer, sampling, batch_size) != expected:
+                    yield f"{kind}, {name}, {settings}, batch {batch_size}"
+
+
+def decode(
+    target: Target, proposer: Proposer | None, sampling: Sampling, batch_size: int = 1, nodes: int = 64
+) -> list[list[int]]:
+    settings = {"sampling": sampling, "batch_size": batch_size, "nodes": nodes, **LIMITS}
+    answers = generate(target, PROMPTS, proposer, **settings)
+    return [answer.tokens for answer in answers]
+
+
+def list_accepted_faults(accelerate: str) -> Iterator[str]:
+    """Faulty trees that raise another error than on a CPU, or none."""
+    target = make_target("llama", cuda=True, accelerate=accelerate)
+    for message, spoil in SPOILT.items():
+        try:
+            generate(target, PROMPTS, OnDevice(NGramProposer(length=4), spoil), **LIMITS)
+        except ValueError as error:
+            if message not in str(error):
+                yield f"{message}: {error}"
+        else:
+            yield f"{message}: no error"
+
+
+def list_recaptured() -> Iterator[str]:
+    """Proposers for which a third run captures graphs that the second one had."""
+    target, capture, captured = make_target("llama", cuda=True, accelerate="graphs"), graph._capture, list[int]()
+
+    def count(*args: Any) -> Any:  # a mock would keep the sessions alive
+        captured.append(len(captured))
+        return capture(*args)
+
+    for name, proposer in {"plain": None, **make_proposers(target)}.items():
+        if name in REUSING:
+            captured.clear()
+            with patch.object(graph, "_capture", count):
+                for _ in range(2):
+                    decode(target, proposer, Sampling())
+                before = len(captured)
+                decode(target, proposer, Sampling())
+            if not before or len(captured) > before:
+                yield f"{name}: {before} graphs, then {len(captured)}"
+
+
+def wait(*_: Any) -> None:
+    torch.ones(1, device="cuda").tolist()
+
+
+def list_graph_faults() -> Iterator[str]:
+    """Where graphs give other texts than steps that are none, or a step is a graph that cannot be one."""
+    if graph._failed:
+        yield "a graph could not be captured"
+    target, other = (make_target("llama", cuda=True, accelerate=mode) for mode in ("graphs", "off"))
+    for (name, make), settings, batch_size in product(SAMPLED.items(), SAMPLINGS, (1, 4)):
+        texts = [decode(each, make(each), Sampling(**settings), batch_size) for each in (target, other)]
+        if texts[0] != texts[1]:
+            yield f"{name}, {settings}, batch {batch_size}"
+    processed = Sampling(processors=[RepetitionPenaltyLogitsProcessor(1.5)])
+    if decode(target, NGramProposer(length=4), processed) != decode(other, None, processed):
+        yield "logits processors"
+    processed = replace(processed, temperature=0.8, seed=3)
+    if decode(target, PaddedTrees(), processed, nodes=3) != decode(other, None, processed):
+        yield "trees that are padded beyond the budget"
+    with target.model.register_forward_pre_hook(wait):
+        if decode(target, None, Sampling()) != decode(other, None, Sampling()):
+            yield "a model that waits for the device"
+    if not graph._failed:
+        yield "a wait was captured"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--graphs", action="store_true", help="steps are graphs; fewer proposers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with simulate(), recorded_graphs():
+        if options.graphs:
+            faults = [*list_differences("graphs", GRAPH_CASES), *list_accepted_faults("graphs"), *list_recaptured()]
+            faults += list_graph_faults()
+        else:
+            faults = [*list_differences("off"), *list_accepted_faults("off")]
+        print(json.dumps(faults))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The feature cache: the same batches as without it, a size limit, atomic files, refusal of other models and texts."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from decode import Target
+from heads.atomic_write import write_aside
+from tests.support.models import VOCABULARY, tiny
+from training import feature_cache
+from training.data import Example
+from training.feature_cache import BatchLoader, FeatureCache
+from training.teacher import LABELS, Batch, Teacher, collate, pad_examples
+
+SETTINGS = {"target": "tiny", "layers": [-1]}
+ALL = 1 << 30
+
+
+def make_examples(count: int, seed: int = 0) -> list[Example]:
+    """Random texts of 6 to 40 tokens; some have two answers."""
+    choose = random.Random(seed)
+    examples = []
+    for _ in range(count):
+        tokens = tuple(choose.choices(range(VOCABULARY), k=choose.randint(6, 40)))
+        middle = choose.randint(2, len(tokens) - 2)
+        first = ((1, middle - 1),) if middle % 2 else ()
+        examples.append(Example(tokens, (*first, (middle, len(tokens)))))
+    return examples
+
+
+EXAMPLES = make_examples(60)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_cache, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(feature_cache, "PASS_TOKENS", 100)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama", dtype=torch.float32))
+
+
+@pytest.fixture(params=[(-1,), (1, -1)], ids=["one layer", "two layers"])
+def teacher(target: Target, request: pytest.FixtureRequest) -> Teacher:
+    return Teacher(target, request.param)
+
+
+def fill(folder: Path, teacher: Teacher, limit: int = ALL, examples: list[Example] = EXAMPLES) -> FeatureCache:
+    made = FeatureCache(folder, SETTINGS)
+    made.fill(teacher, examples, limit)
+    return made
+
+
+def assert_same(batch: Batch, other: Batch, exact: bool) -> None:
+    for name in ("tokens", "answers", "labels"):
+        assert torch.equal(getattr(batch, name), getattr(other, name)), name
+    if exact:
+        assert torch.equal(batch.features, other.features)
+    torch.testing.assert_close(batch.features, other.features, rtol=1e-4, atol=1e-5)
+    # Stored in half precision: 11 bits, and nothing below 2^-24.
+    torch.testing.assert_close(batch.probabilities, other.probabilities, rtol=2**-11, atol=2**-24)
+
+
+def test_cached_batches_match_those_computed_on_the_fly(teacher: Teacher, tmp_path: Path) -> None:
+    made = fill(tmp_path / "cache", teacher)
+    assert all(number in made for number in range(60)) and 60 not in made
+    passes = [batch for _, batches in feature_cache._plan_shards(tmp_path, EXAMPLES) for batch in batches]
+    assert len(passes) > 5
+    for numbers in passes:  # the target computed these together
+        examples = [EXAMPLES[number] for number in numbers]
+        assert_same(
+            BatchLoader(EXAMPLES, teacher, made)(numbers), collate(examples, teacher.compute(examples)), exact=True
+        )
+    again = FeatureCache(tmp_path / "cache", SETTINGS)
+    for _ in range(5):
+        numbers = random.Random(0).sample(range(60), 6)
+        assert_same(
+            BatchLoader(EXAMPLES, teacher, again)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False
+        )
+
+
+def test_a_batch_matches_the_target(target: Target) -> None:
+    numbers = [3, 17, 40]
+    batch = BatchLoader(EXAMPLES, Teacher(target, (-1,)))(numbers)
+    assert torch.equal(batch.answers, pad_examples([EXAMPLES[number] for number in numbers])[1])
+    for row, number in enumerate(numbers):
+        tokens = EXAMPLES[number].tokens
+        with torch.no_grad():
+            output = target.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+        assert batch.tokens[row, : len(tokens)].tolist() == list(tokens)
+        torch.testing.assert_close(
+            batch.features[row, : len(tokens)], output.hidden_states[-1][0], rtol=1e-4, atol=1e-5
+        )
+        probabilities, labels = output.logits[0].softmax(dim=-1).topk(LABELS)
+        answers = batch.answers[row, : len(tokens)]
+        torch.testing.assert_close(
+            batch.probabilities[row, : len(tokens)][answers], probabilities[answers], rtol=1e-4, atol=1e-6
+        )
+        assert torch.equal(batch.labels[row, : len(tokens)][answers], labels[answers])
+
+
+def test_a_vocabulary_smaller_than_the_labels() -> None:
+    teacher = Teacher(Target(tiny("llama", vocab_size=30)), (-1,))
+    batch = BatchLoader([Example((5, 6, 7), ((1, 3),))], teacher)([0])
+    assert batch.labels.shape == (1, 3, 30)
+    torch.testing.assert_close(batch.probabilities.sum(dim=-1), torch.tensor([[1.0, 1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.75])
+def test_the_limit_is_kept(teacher: Teacher, tmp_path: Path, share: float) -> None:
+    whole = sum(shard.stat().st_size for shard in (fill(tmp_path / "whole", teacher).folder).glob("*.safetensors"))
+    made = fill(tmp_path / "part", teacher, int(share * whole))
+    size = sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
+    assert share * whole - 0.25 * whole < size <= share * whole
+    kept = {number for number in range(60) if number in made}
+    assert share * 60 - 20 < len(kept) < 60
+    fill(tmp_path / "part", teacher, int(share * whole))
+    assert size == sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
+    numbers = [*range(10, 20)]
+    assert_same(BatchLoader(EXAMPLES, teacher, made)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False)
+
+
+def test_processes_fill_their_shares(teacher: Teacher, tmp_path: Path) -> None:
+    expected = fill(tmp_path / "one", teacher).folder
+    made = [FeatureCache(tmp_path / "three", SETTINGS) for _ in range(3)]
+    for process, part in enumerate(made):
+        part.fill(teacher, EXAMPLES, ALL, process, 3)
+    shards = sorted(path.name for path in expected.glob("*.safetensors"))
+    assert all((tmp_path / "three" / name).read_bytes() == (expected / name).read_bytes() for name in shards)
+    assert 0 not in made[0] or 59 not in made[0] or 30 not in made[0]
+    for part in made:
+        part.scan()
+        assert all(number in part for number in range(60))
+
+
+def test_existing_shards_are_not_computed_again(
+    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fill(tmp_path / "one", teacher).folder
+    compute, passes = Teacher.compute, 0
+
+    def fail_at_the_eighth(self: Teacher, examples: list[Example]) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 8:
+            raise KeyboardInterrupt
+        return compute(self, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "compute", fail_at_the_eighth)
+        with pytest.raises(KeyboardInterrupt):
+            fill(tmp_path / "two", teacher)
+    shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
+    assert 0 < len(shards) < len(list(expected.glob("*.safetensors")))
+    (tmp_path / "two" / ".00003.safetensors.tmp").write_bytes(b"half of a shard")
+    times = [(tmp_path / "two" / name).stat().st_mtime_ns for name in shards]
+    fill(tmp_path / "two", teacher)
+    assert times == [(tmp_path / "two" / name).stat().st_mtime_ns for name in shards]
+    for path in expected.glob("*"):
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert not list((tmp_path / "two").glob("*.tmp"))
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureCache, "_write", lambda *_: pytest.fail("a shard was made again"))
+        fill(tmp_path / "two", teacher)
+
+
+@pytest.mark.parametrize("content", [b"", b"half", None])
+def test_a_damaged_shard_is_named(teacher: Teacher, tmp_path: Path, content: bytes | None) -> None:
+    expected = fill(tmp_path / "cache", teacher)
+    path = tmp_path / "cache" / "00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] if content is None else content)
+    with pytest.raises(ValueError, match=r"00001.safetensors is damaged .*; delete it, and it is made again"):
+        FeatureCache(tmp_path / "cache", SETTINGS)
+    path.unlink()
+    fill(expected.folder, teacher)
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_of_something_else_is_refused(teacher: Teacher, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "cache", teacher).folder
+    with pytest.raises(ValueError, match=r"were made with layers \[-1\], now it is \[2\]; choose another folder"):
+        FeatureCache(folder, SETTINGS | {"layers": [2]})
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"settings.json is damaged"):
+        FeatureCache(folder, SETTINGS)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("the only copy")
+    with pytest.raises(ValueError, match="other holds other things than cached features"):
+        FeatureCache(tmp_path / "other", SETTINGS)
+
+
+def test_a_kill_before_the_settings_were_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / ".settings.json.tmp").write_text("{")
+    FeatureCache(tmp_path, SETTINGS)
+    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
+
+
+def test_other_texts_or_another_model_at_the_same_place(teacher: Teacher, tmp_path: Path) -> None:
+    folder = fill(tmp_path / "cache", teacher).folder
+    last = EXAMPLES[-1]
+    others = [
+        EXAMPLES[:-1],  # fewer
+        [*EXAMPLES[1:], EXAMPLES[0]],  # in another order
+        [*EXAMPLES[:-1], replace(last, spans=((last.spans[0][0] + 1, last.spans[0][1]), *last.spans[1:]))],
+        [*EXAMPLES[:-1], replace(last, tokens=tuple(reversed(last.tokens)))],
+    ]
+    other = Teacher(Target(tiny("llama", seed=1, dtype=torch.float32)), teacher.layers)
+    for examples, reader in [(EXAMPLES, other), *((examples, teacher) for examples in others)]:
+        with pytest.raises(ValueError, match="are of other texts, or of another model at the same place"):
+            fill(folder, reader, examples=examples)
+    fill(folder, Teacher(Target(tiny("llama").to(torch.bfloat16)), teacher.layers))  # the same, but for rounding
+
+
+def test_one_training_fills_a_cache_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = FeatureCache(tmp_path, SETTINGS)
+    entered = threading.Event()
+    with FileLock(tmp_path / ".lock"):
+
+        def enter() -> None:
+            with made.locked():
+                entered.set()
+
+        waiting = threading.Thread(target=enter)
+        waiting.start()
+        time.sleep(0.2)
+        assert not entered.is_set()
+    waiting.join(10)
+    assert entered.is_set()
+    assert capsys.readouterr().err == f"another training is filling {tmp_path}: waiting for it\n"
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+
+    def fail(aside: Any) -> None:
+        aside.write(b"half")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_aside(file, fail)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+class Full(io.RawIOBase):
+    """A file on a full disk."""
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("write", [lambda file: file.write(b"x"), lambda file: torch.save({"x": 1}, file)])
+def test_a_full_disk(tmp_path: Path, write: Callable[[Any], Any]) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_aside(file, lambda _: write(Full()))
+    assert error.value.filename == str(file)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
