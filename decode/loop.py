@@ -32,7 +32,7 @@ from decode.tree import Tree
 
 
 def generate(
-    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = None, **settings: Any
+    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
 ) -> list[Answer]:
     """The answers to the prompts, in order. Arguments and errors are those of `stream`.
 
@@ -50,7 +50,7 @@ def generate(
 def stream(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
-    proposer: Proposer | str | Path | None = None,
+    proposer: Proposer | str | Path | None = "auto",
     *,
     batch_size: int | None = None,
     request_ids: Sequence[int] | None = None,
@@ -70,7 +70,7 @@ def stream(
     prompts: one prompt or a list of them. A prompt is text, a list of chat messages (content as text, or as parts of
     type text, which are joined), token ids (a list, tensor or array), or a tokenizer's output: `input_ids`, whose
     padding `attention_mask` hides. Each row of two-dimensional ids is a prompt; without a mask, padding counts as text.
-    proposer: None for plain decoding; a name is loaded as `proposers.load_proposer` does.
+    proposer: what drafts; a name is loaded as `proposers.load_proposer` does. None: plain decoding.
     batch_size: prompts decoded together (None: all). Plain decoding refills rows as they finish; with a proposer, one
     batch follows another.
     request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in

@@ -28,7 +28,7 @@ class BigramProposer:
 def main(name: str | None = None) -> None:
     target = Target.load(name)
     prompts = ["Count from one to ten, three times.", "Repeat after me: red, green, red, green, red, green."]
-    plain = generate(target, prompts, max_new_tokens=64)
+    plain = generate(target, prompts, None, max_new_tokens=64)
     drafted = generate(target, prompts, BigramProposer(), max_new_tokens=64)
     for before, after in zip(plain, drafted, strict=True):
         print(after.text)

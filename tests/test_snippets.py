@@ -103,9 +103,9 @@ def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest
     names = run_page("README.md")
     shown = capsys.readouterr().out.splitlines()
     prompt = names["inputs"]["input_ids"][0].tolist()
-    plain = generate(workplace, [prompt], max_new_tokens=48)[0].tokens
+    plain = generate(workplace, [prompt], None, max_new_tokens=48)[0].tokens
     assert names["output"][0, len(prompt) :].tolist() == plain
-    text = generate(workplace, ["Why is the sky blue?"])[0].text
+    text = generate(workplace, ["Why is the sky blue?"], None)[0].text
     assert text in shown
     assert sum(repr(text[:50])[1:-1] in line for line in shown) == 3  # once as it is, twice in an answer's repr
 
@@ -118,7 +118,7 @@ def test_proposers_of_ones_own_draft_and_change_nothing(name: str, longest: int)
     exec(code, names)
     proposer = names[name]() if name.endswith("Proposer") else names["proposer"]
     prompts = [[5, 6, 5, 6, 5], [8, 9]]
-    plain = generate(target, prompts, max_new_tokens=30)
+    plain = generate(target, prompts, None, max_new_tokens=30)
     drafted = generate(target, prompts, proposer, max_new_tokens=30)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert sum(answer.stats.nodes for answer in drafted) > 0

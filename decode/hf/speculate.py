@@ -50,7 +50,7 @@ def speculate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    proposer: Proposer | str | Path | None = None,
+    proposer: Proposer | str | Path | None = "auto",
     nodes: int = 64,
     accelerate: str = "off",
     deterministic: bool | CostCurve = False,

@@ -109,7 +109,7 @@ def measure_start(model: ModelOptions, ours: bool) -> dict[str, Any]:
         target = load_target(model)
         loaded, network = perf_counter() - begun, target.model
         target.warm_up()
-        generate(target, [[0]], max_new_tokens=1)
+        generate(target, [[0]], None, max_new_tokens=1)
     else:
         network, _ = load_model_only(model, "off")
         loaded = perf_counter() - begun

@@ -125,6 +125,7 @@ def answer_jobs(
         chunks = stream(
             target,
             [prompts[number] for number in order],
+            None,
             batch_size=batch_size,
             request_ids=order,
             sampling=Sampling(temperature=asked[0].temperature, seed=seed),

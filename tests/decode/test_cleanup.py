@@ -28,7 +28,7 @@ def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.disable()
     try:
-        generate(target, [[5, 9, 5], [7], [8, 9]], batch_size=2, max_new_tokens=4)
+        generate(target, [[5, 9, 5], [7], [8, 9]], None, batch_size=2, max_new_tokens=4)
         generate(target, [[5, 9, 5]], NGramProposer(), max_new_tokens=4)
         assert not layers
     finally:

@@ -57,7 +57,7 @@ def test_greedy_tokens_are_those_of_transformers(target: Target, prompts: list[s
 
 def test_the_same_seed_gives_the_same_tokens(target: Target) -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
-    plain = generate(target, PROMPTS, sampling=sampling, max_new_tokens=32, batch_size=1)
+    plain = generate(target, PROMPTS, None, sampling=sampling, max_new_tokens=32, batch_size=1)
     for batch_size in (1, 4):
         answers = generate(
             target, PROMPTS, NGramProposer(), sampling=sampling, max_new_tokens=32, batch_size=batch_size

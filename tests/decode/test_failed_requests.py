@@ -64,18 +64,20 @@ def test_the_others_go_on(kind: str, batch_size: int, sampling: Sampling) -> Non
 
 def test_the_last_chunk_says_so_and_generate_warns() -> None:
     target = make_target(True)
-    chunks = [chunk for chunk in stream(target, PROMPTS, **SETTINGS) if chunk.request_id == 1]
+    chunks = [chunk for chunk in stream(target, PROMPTS, None, **SETTINGS) if chunk.request_id == 1]
     assert [chunk.finish for chunk in chunks[-2:]] == [None, "error"] and chunks[-1].tokens == []
     assert chunks[-1].answer is not None and chunks[-1].answer.tokens == [t for chunk in chunks for t in chunk.tokens]
     with pytest.warns(RuntimeWarning) as warned:
-        generate(target, PROMPTS, **SETTINGS)
+        generate(target, PROMPTS, None, **SETTINGS)
     assert [str(each.message)[:10] for each in warned] == ["request 1:", "request 4:"]
 
 
 def test_transformers_generate_raises() -> None:
     model = make_target(True).model
     with pytest.raises(FloatingPointError, match="row 0: no token can be chosen"):
-        model.generate(torch.tensor([LONG]), custom_generate=speculate, max_new_tokens=18, do_sample=False)
+        model.generate(
+            torch.tensor([LONG]), custom_generate=speculate, proposer=None, max_new_tokens=18, do_sample=False
+        )
 
 
 class Scores(LogitsProcessor):

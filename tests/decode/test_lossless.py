@@ -162,7 +162,9 @@ class Closed(LogitsProcessor):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_processors_are_not_called_after_a_stop_token(llama: Target, draft: Target, temperature: float) -> None:
     """Although drafts go on after it."""
-    plain = generate(llama, PROMPTS[:1], sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[0]
+    plain = generate(llama, PROMPTS[:1], None, sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[
+        0
+    ]
     end = plain.tokens[12]
     sampling = Sampling(temperature, processors=[Closed(end, len(plain.prompt))], seed=2)
     makers = {**deterministic(llama, draft), "sampled": lambda: DraftProposer(llama, length=4, sampled=True)}
@@ -337,7 +339,7 @@ def test_little_room_makes_trees_shallower_but_not_smaller(
     context, nodes = 40, 21
     target = Target(tiny("gpt2", max_position_embeddings=context))
     prompts = [[(length + position) % VOCABULARY for position in range(length)] for length in lengths]
-    plain = generate(target, prompts, max_new_tokens=limit)
+    plain = generate(target, prompts, None, max_new_tokens=limit)
     forward, positions = target.model.forward, list[int]()
 
     def watch(*, position_ids: Tensor, **settings: Any) -> Any:

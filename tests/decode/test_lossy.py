@@ -74,12 +74,12 @@ def test_typical_acceptance_is_off_by_default() -> None:
         proposer = MedusaProposer(make_head("medusa", target, output="target"), nodes=32)
         return [answer.tokens for answer in generate(target, prompts, proposer, **settings, **more)]
 
-    plain = [answer.tokens for answer in generate(target, prompts, **settings)]
+    plain = [answer.tokens for answer in generate(target, prompts, None, **settings)]
     assert texts() == plain
     lossy = texts(lossy_typical_acceptance=True)
     assert lossy != plain and [len(tokens) for tokens in lossy] == [24, 24]
     assert texts(lossy_typical_acceptance=True) == lossy  # nothing is random
-    greedy = [answer.tokens for answer in generate(target, prompts, **settings | {"sampling": Sampling()})]
+    greedy = [answer.tokens for answer in generate(target, prompts, None, **settings | {"sampling": Sampling()})]
     settings["sampling"] = Sampling()
     assert texts(lossy_typical_acceptance=True) == greedy
 
@@ -88,4 +88,4 @@ def test_typical_acceptance_refuses_processors() -> None:
     target = Target(tiny("llama"))
     sampling = Sampling(temperature=1.0, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
-        generate(target, [[5]], sampling=sampling, lossy_typical_acceptance=True)
+        generate(target, [[5]], None, sampling=sampling, lossy_typical_acceptance=True)

@@ -144,7 +144,7 @@ def target() -> Target:
 
 
 def answer_by_stream(target: Target, prompts: Any, **settings: Any) -> list[Answer]:
-    chunks = stream(target, prompts, **settings)
+    chunks = stream(target, prompts, None, **settings)
     return [chunk.answer for chunk in chunks if chunk.answer is not None]  # of one length, so in order
 
 
@@ -171,7 +171,7 @@ def test_other_prompts_are_refused_by_name(ask: Callable[..., list[Answer]], nam
 def test_messages_that_a_template_cannot_render_are_refused(target: Target) -> None:
     strict = Target(target.model, build_tokenizer(template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(ValueError, match="the chat template cannot render these messages: roles must alternate"):
-        generate(strict, CHAT)
+        generate(strict, CHAT, None)
 
 
 # Text that was rendered before
@@ -207,7 +207,7 @@ def test_text_that_was_rendered_before_is_warned_of_once(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        generate(Target(target.model, with_bos()), [text] * 3 if isinstance(text, str) else text, chat=chat)
+        generate(Target(target.model, with_bos()), [text] * 3 if isinstance(text, str) else text, None, chat=chat)
     found = [text for each in caught if (text := str(each.message)).startswith("the prompt begins")]
     assert len(found) == (message is not None)
     assert message is None or message in found[0]
@@ -236,8 +236,8 @@ def test_stop_ids_end_an_answer_in_every_form(ask: Callable[..., list[Answer]], 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda ids: [*np.array(ids)]])
 def test_request_ids_are_taken_in_every_form(target: Target, make: Callable[[list[int]], Any]) -> None:
     settings: dict[str, Any] = {"sampling": Sampling(temperature=2.0, seed=3), "max_new_tokens": NEW}
-    whole = generate(target, [A] * 8, **settings)
-    answers = generate(target, [A, A], request_ids=make([7, 2]), **settings)
+    whole = generate(target, [A] * 8, None, **settings)
+    answers = generate(target, [A, A], None, request_ids=make([7, 2]), **settings)
     assert [answer.tokens for answer in answers] == [whole[7].tokens, whole[2].tokens]
     assert whole[7].tokens != whole[2].tokens
 
@@ -256,13 +256,13 @@ def test_request_ids_are_taken_in_every_form(target: Target, make: Callable[[lis
 )
 def test_other_settings_are_taken(target: Target, settings: dict[str, Any]) -> None:
     given = {"max_new_tokens": NEW, **settings}
-    assert generate(target, A, **given)[0].tokens == generate(target, A, max_new_tokens=NEW)[0].tokens
+    assert generate(target, A, None, **given)[0].tokens == generate(target, A, None, max_new_tokens=NEW)[0].tokens
 
 
 @pytest.mark.parametrize("temperature", [2, np.float32(2), np.int64(2)])
 def test_a_temperature_may_be_a_whole_number(target: Target, temperature: Any) -> None:
     answers = [
-        generate(target, A, sampling=Sampling(temperature=each, seed=3), max_new_tokens=NEW)
+        generate(target, A, None, sampling=Sampling(temperature=each, seed=3), max_new_tokens=NEW)
         for each in (temperature, 2.0)
     ]
     assert answers[0][0].tokens == answers[1][0].tokens
@@ -338,7 +338,7 @@ def test_a_model_as_a_proposer_gets_the_right_call(target: Target, kind: str) ->
 )
 def test_anything_but_a_target_gets_the_right_call(target: Target, make: Callable[[Target], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        generate(make(target), A)
+        generate(make(target), A, None)
     with pytest.raises(TypeError, match=message):
         load_proposer("ngram", make(target))
 
@@ -371,7 +371,7 @@ def test_a_name_is_taken_as_load_proposer_takes_it(
     )
     prompt = A * 5
     assert generate(target, prompt, "suffix", max_new_tokens=NEW)[0].tokens == (
-        generate(target, prompt, max_new_tokens=NEW)[0].tokens
+        generate(target, prompt, None, max_new_tokens=NEW)[0].tokens
     )
     assert {*used} == {"SuffixProposer"}
     ids = torch.tensor([prompt])
@@ -391,4 +391,6 @@ def test_a_name_gets_the_right_call_where_no_package_loads_it(target: Target, in
 def test_end_tokens_outside_the_vocabulary_are_left_to_transformers(target: Target) -> None:
     ids, settings = torch.tensor([A]), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [-1, 4000]}
     expected = target.model.generate(ids, pad_token_id=0, **settings)
-    assert target.model.generate(ids, pad_token_id=0, custom_generate=speculate, **settings).equal(expected)
+    assert target.model.generate(ids, pad_token_id=0, custom_generate=speculate, proposer=None, **settings).equal(
+        expected
+    )

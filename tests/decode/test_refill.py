@@ -31,12 +31,12 @@ def read(answers: list[Answer]) -> list[tuple[list[int], str]]:
 def test_refilled_rows_give_the_same_answers_as_alone(kind: str, temperature: float) -> None:
     target, sampling = Target(tiny(kind)), Sampling(temperature=temperature, seed=3)
     alone = [
-        generate(target, [prompt], request_ids=[request_id], sampling=sampling, **SETTINGS)[0]
+        generate(target, [prompt], None, request_ids=[request_id], sampling=sampling, **SETTINGS)[0]
         for request_id, prompt in enumerate(PROMPTS)
     ]
     assert len({len(answer.tokens) for answer in alone}) > 3
     for size in (2, 5):
-        assert read(generate(target, PROMPTS, batch_size=size, sampling=sampling, **SETTINGS)) == read(alone)
+        assert read(generate(target, PROMPTS, None, batch_size=size, sampling=sampling, **SETTINGS)) == read(alone)
 
 
 def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch
         return real(session, tree, **options)
 
     monkeypatch.setattr(Session, "verify", verify)
-    answers = generate(Target(tiny("llama")), PROMPTS, batch_size=4, **SETTINGS)
+    answers = generate(Target(tiny("llama")), PROMPTS, None, batch_size=4, **SETTINGS)
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) < sum(len(answer.tokens) for answer in answers) / 2.5
     assert all(answer.stats.tau == 1 for answer in answers)
@@ -57,7 +57,7 @@ def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch
 
 def test_with_a_proposer_batches_follow_one_another() -> None:
     target = Target(tiny("llama"))
-    expected = read(generate(target, PROMPTS, batch_size=1, **SETTINGS))
+    expected = read(generate(target, PROMPTS, None, batch_size=1, **SETTINGS))
     assert read(generate(target, PROMPTS, NGramProposer(), batch_size=4, **SETTINGS)) == expected
 
 
@@ -81,22 +81,24 @@ def test_a_proposer_that_extends_plain_decoding_sees_all_prompts() -> None:
 
 def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
     target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
-    whole = generate(target, PROMPTS, sampling=sampling, **SETTINGS)
+    whole = generate(target, PROMPTS, None, sampling=sampling, **SETTINGS)
     part = [9, 2, 6]
-    answers = generate(target, [PROMPTS[index] for index in part], request_ids=part, sampling=sampling, **SETTINGS)
+    answers = generate(
+        target, [PROMPTS[index] for index in part], None, request_ids=part, sampling=sampling, **SETTINGS
+    )
     assert read(answers) == read([whole[index] for index in part])
 
 
 @pytest.mark.parametrize("request_ids", [[1], [1, 2, 3], [4, 4]])
 def test_each_prompt_needs_its_own_request_id(request_ids: list[int]) -> None:
     with pytest.raises(ValueError, match="2 prompts need as many different request_ids"):
-        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
+        generate(Target(tiny("llama")), [[5], [6]], None, request_ids=request_ids)
 
 
 @pytest.mark.parametrize("request_ids", [[-1, 2], [0, 1 << 63]])
 def test_request_ids_that_cannot_key_noise_are_refused(request_ids: list[int]) -> None:
     with pytest.raises(ValueError, match="request_ids are numbers from 0"):
-        generate(Target(tiny("llama")), [[5], [6]], request_ids=request_ids)
+        generate(Target(tiny("llama")), [[5], [6]], None, request_ids=request_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)

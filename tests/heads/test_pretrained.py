@@ -41,7 +41,7 @@ def target() -> Target:
 def test_pretrained_heads_are_lossless(target: Target, temperature: float) -> None:
     """In float32, with one request and a ragged batch, with an automatic and a fixed draft budget."""
     settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=7), "max_new_tokens": 16}
-    plain = [answer.tokens for answer in generate(target, PROMPTS, batch_size=1, **settings)]
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, batch_size=1, **settings)]
     for folder in FOLDERS:
         drafted = generate(target, PROMPTS, load_proposer(folder, target, nodes=16), batch_size=4, **settings)
         assert [answer.tokens for answer in drafted] == plain, folder.name

@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     target: Target, sizes: tuple[int, int, int], temperature: float
 ) -> None:
     settings = {"sampling": Sampling(temperature, seed=3), "max_new_tokens": 40, "stop_ids": [2, 11, 40]}
-    plain = generate(target, PROMPTS, **settings)
+    plain = generate(target, PROMPTS, None, **settings)
     assert len({len(answer.tokens) for answer in plain}) > 1  # rows leave at different times
     for batch_size in (1, 3, 4):
         answers = generate(target, PROMPTS, LookaheadProposer(*sizes), batch_size=batch_size, **settings)
@@ -88,7 +88,7 @@ def test_random_cases_are_lossless(kind: str) -> None:
         }
         proposer = LookaheadProposer(*choose.choice(SIZES))
         answers = generate(target, prompts, proposer, nodes=choose.randint(1, 30), **settings)
-        plain = generate(target, prompts, **settings)
+        plain = generate(target, prompts, None, **settings)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain], f"case {case}"
         accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
     assert accepted > 0
@@ -105,7 +105,7 @@ class Trimmed(Watched):
 
 
 def test_nodes_that_were_cut_off_change_nothing(target: Target) -> None:
-    plain = generate(target, PROMPTS, max_new_tokens=40, stop_ids=[])
+    plain = generate(target, PROMPTS, None, max_new_tokens=40, stop_ids=[])
     answers = generate(target, PROMPTS, Trimmed(), max_new_tokens=40, stop_ids=[])
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
 
@@ -137,7 +137,7 @@ def test_the_pool_has_what_the_target_predicts(
                 if tuple(path) not in list_paths(step.tree, row):
                     found["cut off"] += 1
                     break
-                greedy = generate(target, [before + path], max_new_tokens=1, stop_ids=[])[0].tokens
+                greedy = generate(target, [before + path], None, max_new_tokens=1, stop_ids=[])[0].tokens
                 extended.append([*column, *greedy])
                 if len(column) == size - 1:
                     grams.add((*column, *greedy))
@@ -287,7 +287,7 @@ def test_trees_keep_to_the_budget(target: Target, sizes: tuple[int, int, int]) -
     largest = 1 + (window + continuations) * (size - 1)
     for budget in range(1, 21):
         recorder = Recorder(LookaheadProposer(*sizes))
-        plain = generate(target, PROMPTS, max_new_tokens=24)
+        plain = generate(target, PROMPTS, None, max_new_tokens=24)
         answers = generate(target, PROMPTS, recorder, max_new_tokens=24, nodes=budget)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
         widths = [tree.width for tree in recorder.trees]

@@ -194,7 +194,7 @@ def test_accepted_tokens_are_counted_by_source(target: Target, temperature: floa
     accepted = 0
     for length in (30, 30, 11, 1):
         limits = {"max_new_tokens": length, "stop_ids": [], "sampling": Sampling(temperature, seed=1)}
-        end = generate(target, [[5, 6, 7, 5, 6]], **limits)[0].tokens[-1]
+        end = generate(target, [[5, 6, 7, 5, 6]], None, **limits)[0].tokens[-1]
         for ends in ([], [end]):
             answers = generate(target, [[5, 6, 7, 5, 6], [9, 8, 7]], proposer, **{**limits, "stop_ids": ends})
             accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)

@@ -42,7 +42,7 @@ def test_only_shared_tokens_are_drafted(size: int, name: str, monkeypatch: pytes
         settings = {"sampling": Sampling(temperature, seed=1), "max_new_tokens": 14, "stop_ids": ()}
         got = [answer.tokens for answer in generate(target, PROMPTS, proposer, **settings)]
         if name != "sampled" or not temperature:
-            assert got == [answer.tokens for answer in generate(target, PROMPTS, **settings)]
+            assert got == [answer.tokens for answer in generate(target, PROMPTS, None, **settings)]
     check_tokens(drafted, min(size, VOCABULARY))
 
 

@@ -279,4 +279,6 @@ def test_processors_apply_to_drafts(make: Callable[[], LogitsProcessor], setting
     is_certain = (temperature == 0 or "sampled" in settings) and make is not Alternate
     assert all(answer.stats.steps == 5 for answer in answers) or not is_certain  # the prompt, then 4 tokens each
     if "sampled" not in settings:
-        assert [answer.tokens for answer in answers] == [each.tokens for each in generate(target, prompts, **limits)]
+        assert [answer.tokens for answer in answers] == [
+            each.tokens for each in generate(target, prompts, None, **limits)
+        ]

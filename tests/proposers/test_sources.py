@@ -84,7 +84,9 @@ def test_scores_of_another_proposer_become_probabilities(target: Target) -> None
     draft = ProposerSource(lambda: DraftProposer(target, width=2, length=3))
     recorder = Recorder(MergedProposer([draft], nodes=7))
     answers = generate(target, PROMPTS, recorder, **SETTINGS)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in generate(target, PROMPTS, **SETTINGS)]
+    assert [answer.tokens for answer in answers] == [
+        answer.tokens for answer in generate(target, PROMPTS, None, **SETTINGS)
+    ]
     assert all(accepted for row in recorder.accepted[1:] for accepted in row)  # it is right about itself
 
 
@@ -95,7 +97,7 @@ def test_a_draft_model_continues_the_tree(target: Target) -> None:
     lengths = [30, 9, 17]
     criterion = lambda request_id, tokens: len(tokens) >= lengths[request_id]  # noqa: E731
     answers = generate(target, PROMPTS, recorder, **SETTINGS, criterion=criterion)
-    plain = generate(target, PROMPTS, **SETTINGS, criterion=criterion)
+    plain = generate(target, PROMPTS, None, **SETTINGS, criterion=criterion)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert {accepted for row in recorder.accepted[1:] for accepted in row} == {4}
     accepted = sum(sum(answer.stats.accepted_by_depth) for answer in answers)
@@ -124,7 +126,9 @@ def test_drafts_follow_what_other_sources_named(target: Target) -> None:
     draft = DraftSource(DraftProposer(Target(tiny("llama", num_hidden_layers=1)), width=4, length=3))
     recorder = Recorder(MergedProposer([WrongSource()], draft, nodes=40))
     answers = generate(target, PROMPTS, recorder, **SETTINGS)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in generate(target, PROMPTS, **SETTINGS)]
+    assert [answer.tokens for answer in answers] == [
+        answer.tokens for answer in generate(target, PROMPTS, None, **SETTINGS)
+    ]
     first = next(iter(recorder.drafted.values()))
     assert {path[0] for path in first} >= {20, 21, 22}
     assert any(len(path) == 2 and path[0] in (20, 21, 22) for path in first)

@@ -50,7 +50,7 @@ def test_a_file_without_a_fingerprint_needs_known_tokens(token: int, target: Tar
 
 def test_a_token_outside_the_vocabulary_is_not_drafted() -> None:
     target, prompt = Target(tiny("llama")), [3, 4, 5, 6]
-    (expected,) = generate(target, [prompt], max_new_tokens=12)
+    (expected,) = generate(target, [prompt], None, max_new_tokens=12)
     store = AnswerStore(1000)
     text = prompt + expected.tokens
     for end in range(3, len(text)):

@@ -123,7 +123,7 @@ def test_conversations_continue_with_the_answers_of_plain_decoding(
         conversation = ask(fields["turns"], "here")
         for turn in record["turns"]:
             prompt = Renderer(target.tokenizer).encode(conversation)
-            (answer,) = generate(target, [prompt], max_new_tokens=20)
+            (answer,) = generate(target, [prompt], None, max_new_tokens=20)
             assert turn["prompt_tokens"] == [len(prompt)]
             assert turn["methods"]["none"]["tokens"] == [len(answer.tokens)]
             conversation.add(answer.text)

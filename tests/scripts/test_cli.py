@@ -312,7 +312,7 @@ def test_every_kind_of_prompt_is_answered_or_refused(
         return
     text = prompt.decode().removesuffix("\n") if isinstance(prompt, bytes) else prompt
     ids = target.tokenizer(text if options else f"<user>{text}\n<assistant>")["input_ids"]
-    [expected] = answer(target, ids, max_new_tokens=5)
+    [expected] = answer(target, ids, None, max_new_tokens=5)
     assert [(row["prompt_tokens"], row["tokens"]) for row in run.rows] == [(len(ids), expected.tokens)]
 
 

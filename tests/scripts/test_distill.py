@@ -93,7 +93,7 @@ def test_each_answer_matches_plain_decoding(call: Call, model: Path) -> None:
     assert {row["temperature"] for row in answers} == {0.0, 0.9}
     for place, row in enumerate(answers):
         sampling = Sampling(temperature=row["temperature"], seed=7)
-        alone = generate(target, [QUESTIONS[place]], request_ids=[place], sampling=sampling, max_new_tokens=40)[0]
+        alone = generate(target, [QUESTIONS[place]], None, request_ids=[place], sampling=sampling, max_new_tokens=40)[0]
         assert row == {
             "id": f"q{place}",
             "source": "s",
@@ -112,7 +112,7 @@ def test_each_answer_matches_plain_decoding(call: Call, model: Path) -> None:
 def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
     target = Target.load(model, dtype="float64")
     texts = [*map(chr, range(33, 97))]
-    answers = generate(target, texts, max_new_tokens=40)
+    answers = generate(target, texts, None, max_new_tokens=40)
     ending = [text for text, answer in zip(texts, answers, strict=True) if answer.finish == "eos"]
     asked = [{"turns": [ending[0], "b", "c"]}, {"turns": ["A", "b"]}, {"turns": [ending[1], "no?"]}, {"prompt": "x"}]
     assert call(write("in.jsonl", asked)).status == 0
@@ -121,7 +121,7 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
         tokens = 0
         for end in range(1, len(messages), 2):
-            answer = generate(target, [messages[:end]], max_new_tokens=40)[0]
+            answer = generate(target, [messages[:end]], None, max_new_tokens=40)[0]
             tokens += len(answer.tokens)
             assert SPECIAL.sub("", messages[end]["content"]) == answer.text
             assert messages[end - 1]["content"] == asked[place]["turns"][end // 2]
@@ -134,7 +134,7 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
 def test_a_chat_is_answered(call: Call, model: Path) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
     assert call(write("in.jsonl", [{"messages": chat}])).status == 0
-    answer = generate(Target.load(model, dtype="float64"), [chat], max_new_tokens=40)[0]
+    answer = generate(Target.load(model, dtype="float64"), [chat], None, max_new_tokens=40)[0]
     assert read()[0]["messages"][:-1] == chat and read()[0]["token_ids"] == [[answer.prompt, answer.tokens]]
 
 

@@ -90,7 +90,7 @@ def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def agreeing(target: Target, head: Path) -> dict[str, Any]:
     """The plan of a vLLM that answers and drafts as Draftless does."""
     stats = draft_chains(head, target, CHAIN)[2]
-    plain = [answer.tokens for answer in generate(target, PROMPTS, max_new_tokens=NEW_TOKENS)]
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=NEW_TOKENS)]
     return {"plain": plain, "drafted": plain, "drafts": stats.steps, "accepted": stats.accepted_by_depth}
 
 

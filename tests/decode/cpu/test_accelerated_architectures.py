@@ -39,7 +39,7 @@ def test_greedy_tokens_are_those_of_the_plain_model(name: str, mode: str, export
     model, prompts = tiny(name, dtype=torch.float32), draw_prompts()
     plain, fast = Target(model), Target(model, accelerate=mode)
     assert fast.compiled == (mode == "compiled" and name not in UNCOMPILED)
-    expected = [answer.tokens for answer in generate(plain, prompts, max_new_tokens=16)]
+    expected = [answer.tokens for answer in generate(plain, prompts, None, max_new_tokens=16)]
     answers = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     for count in (1, 4):
         proposers: list[Proposer | None] = [None, NGramProposer(length=4), OracleTree(answers)]

@@ -197,11 +197,11 @@ def test_hooks_and_other_forwards_are_kept(exported: list[str]) -> None:
     assert [layer.number for layer in layers_of(model)] == [2]
     target = Target(model)
     seen.clear()
-    generate(target, PROMPTS[:1], max_new_tokens=3)
+    generate(target, PROMPTS[:1], None, max_new_tokens=3)
     assert seen == ["forward", "hook within", "hook"] * 3
     target.model.model.layers[2].mlp.register_forward_hook(lambda *_: seen.append("late hook"))
     seen.clear()
-    generate(target, PROMPTS[:1], max_new_tokens=3)
+    generate(target, PROMPTS[:1], None, max_new_tokens=3)
     assert seen == ["forward", "hook within", "late hook", "hook"] * 3
 
 

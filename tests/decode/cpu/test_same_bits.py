@@ -44,7 +44,7 @@ def test_n_grams_and_batches_give_plain_decodings_tokens() -> None:
         "Write a Python function that returns the n-th Fibonacci number, and explain it.",
         "Translate to French: The cat sleeps on the warm stone.",
     ]
-    plain = [answer.tokens for answer in generate(target, prompts, batch_size=1, max_new_tokens=64)]
+    plain = [answer.tokens for answer in generate(target, prompts, None, batch_size=1, max_new_tokens=64)]
     for batch_size in (1, 3):
         answers = generate(target, prompts, NGramProposer(), batch_size=batch_size, max_new_tokens=64)
         assert [answer.tokens for answer in answers] == plain

@@ -176,5 +176,5 @@ def test_a_step_does_not_look_through_the_model(monkeypatch: pytest.MonkeyPatch)
     """Whether its layers are compiled is found out once: on a CPU that takes half a millisecond."""
     asked: list[nn.Module] = []
     monkeypatch.setattr(target, "is_compiled", lambda model: bool(asked.append(model)))
-    generate(Target(tiny("llama")), [[3, 4]], max_new_tokens=8)
+    generate(Target(tiny("llama")), [[3, 4]], None, max_new_tokens=8)
     assert len(asked) <= 1

@@ -39,7 +39,9 @@ def test_load_best_finds_a_head(tmp_path: Path) -> None:
         Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(tmp_path / kind)
     best = load_best(target, [tmp_path / "medusa", tmp_path / "eagle3"])
     assert best is not None and best.head.kind in ("medusa", "eagle3")
-    assert generate(target, PROMPTS, best, max_new_tokens=24)[0].tokens == generate(target, PROMPTS)[0].tokens[:24]
+    assert (
+        generate(target, PROMPTS, best, max_new_tokens=24)[0].tokens == generate(target, PROMPTS, None)[0].tokens[:24]
+    )
 
 
 def on_gpu(kind: str, dtype: torch.dtype, accelerate: str = "off") -> Target:
@@ -53,7 +55,7 @@ def on_gpu(kind: str, dtype: torch.dtype, accelerate: str = "off") -> Target:
 def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float, accelerate: str) -> None:
     target = on_gpu(kind, dtype, accelerate)
     sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
-    plain = generate(on_gpu(kind, dtype), PROMPTS, sampling=sampling, max_new_tokens=24, batch_size=1)
+    plain = generate(on_gpu(kind, dtype), PROMPTS, None, sampling=sampling, max_new_tokens=24, batch_size=1)
     for proposer in proposers(target):
         for batch_size in (1, 4):
             answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
@@ -65,7 +67,7 @@ def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float, acce
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_differs_at_near_ties_only(kind: str, dtype: torch.dtype) -> None:
     target = on_gpu(kind, dtype)
-    plain = generate(target, PROMPTS, max_new_tokens=24, batch_size=1)
+    plain = generate(target, PROMPTS, None, max_new_tokens=24, batch_size=1)
     for proposer in proposers(target):
         for answer, expected in zip(generate(target, PROMPTS, proposer, max_new_tokens=24), plain, strict=True):
             if answer.tokens != expected.tokens:

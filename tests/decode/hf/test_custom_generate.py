@@ -99,7 +99,7 @@ def test_lengths_count_the_padding(model: PreTrainedModel, proposer: Proposer, s
 
 def test_a_generation_config(model: PreTrainedModel) -> None:
     config = GenerationConfig(max_new_tokens=9, eos_token_id=11, pad_token_id=0)
-    got = model.generate(BATCH, attention_mask=MASK, generation_config=config, custom_generate=speculate)
+    got = model.generate(BATCH, attention_mask=MASK, generation_config=config, custom_generate=speculate, proposer=None)
     assert got.tolist() == model.generate(BATCH, attention_mask=MASK, generation_config=config).tolist()
 
 

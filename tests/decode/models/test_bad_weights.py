@@ -107,7 +107,7 @@ def test_temperatures_that_divide_by_too_little_are_refused(temperature: float) 
 def test_what_leaves_one_token_is_greedy(settings: dict[str, float], dtype: torch.dtype) -> None:
     target = Target(tiny("llama", dtype=dtype))
     sampling = Sampling(**{"temperature": 1.0, "seed": 1, **settings})
-    expected = generate(target, [[3, 4, 5, 3, 4]], max_new_tokens=12)
+    expected = generate(target, [[3, 4, 5, 3, 4]], None, max_new_tokens=12)
     for proposer in (None, NGramProposer()):
         found = generate(target, [[3, 4, 5, 3, 4]], proposer, sampling=sampling, max_new_tokens=12)
         assert found[0].tokens == expected[0].tokens

@@ -30,7 +30,7 @@ def folder() -> Path:
 def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
     target = Target.load(str(folder), dtype="float32")
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    plain = generate(target, PROMPTS, max_new_tokens=16)
+    plain = generate(target, PROMPTS, None, max_new_tokens=16)
     for answer in plain:
         ids = torch.tensor([answer.prompt])
         expected = stock.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()

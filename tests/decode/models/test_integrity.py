@@ -82,7 +82,7 @@ def test_they_end_it_where_only_the_most_likely_tokens_are_sorted(
     monkeypatch.setattr("decode.cpu.fast_top_p.TOP", 8)
     spoil_logits(target, monkeypatch, step=5, value=value)
     with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen"):
-        answers = generate(target, PROMPTS, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
+        answers = generate(target, PROMPTS, None, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
     assert [answer.finish for answer in answers] == ["context", "error"] and len(answers[1].tokens) == 5
 
 
@@ -105,13 +105,17 @@ def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
         generate(target, PROMPTS, shared, **settings)
     refused.set()
     thread.join()
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in generate(target, PROMPTS, **settings)]
+    assert [answer.tokens for answer in found] == [
+        answer.tokens for answer in generate(target, PROMPTS, None, **settings)
+    ]
 
 
 def test_a_forbidden_token_is_no_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_logits(target, monkeypatch, step=5, value=-float("inf"))
     for temperature in (0.0, 0.8):
-        answers = generate(target, PROMPTS, sampling=Sampling(temperature=temperature), max_new_tokens=12, stop_ids=[])
+        answers = generate(
+            target, PROMPTS, None, sampling=Sampling(temperature=temperature), max_new_tokens=12, stop_ids=[]
+        )
         assert [len(answer.tokens) for answer in answers] == [12, 12]
 
 

@@ -37,7 +37,7 @@ def test_offloaded_models_generate_the_same_tokens(folder: Path, tmp_path: Path,
     )
     assert any(parameter.is_meta for parameter in spread.parameters())
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    expected = generate(Target(whole), PROMPTS, max_new_tokens=12)
+    expected = generate(Target(whole), PROMPTS, None, max_new_tokens=12)
     answers = generate(Target(spread, accelerate=accelerate), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
 

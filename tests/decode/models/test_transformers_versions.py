@@ -66,7 +66,7 @@ def test_the_forward_says_what_it_calls_the_cache(
     model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[5, 9, 5, 9, 5]]
-    expected = generate(Target(model), prompts, max_new_tokens=8)[0].tokens
+    expected = generate(Target(model), prompts, None, max_new_tokens=8)[0].tokens
     forward = other_name(name)
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     assert find_cache_name(forward) == name
