@@ -3,6 +3,7 @@
 from decode.answer import Answer, Chunk
 from decode.hf.speculate import speculate
 from decode.loop import generate, stream
+from decode.models.default_model import default_model
 from decode.proposer import PlainProposer, Proposer, Step
 from decode.sampling import Sampling
 from decode.session import Session, Verdict
@@ -22,6 +23,7 @@ __all__ = [
     "Target",
     "Tree",
     "Verdict",
+    "default_model",
     "generate",
     "speculate",
     "stream",

@@ -1,4 +1,4 @@
-"""Speculative decoding inside transformers' `model.generate`: two more arguments, the same tokens.
+"""Speculative decoding inside transformers' `model.generate`: one more argument, the same tokens.
 
 python examples/generate_dropin.py [MODEL]
 """
@@ -8,9 +8,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decode import speculate
-from decode.models.default_model import default_model
-from proposers import NGramProposer
+from draftless import default_model, speculate
 
 
 def main(name: str | None = None) -> None:
@@ -21,9 +19,7 @@ def main(name: str | None = None) -> None:
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
     plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
-    fast = model.generate(
-        **inputs, max_new_tokens=64, do_sample=False, custom_generate=speculate, proposer=NGramProposer()
-    )
+    fast = model.generate(**inputs, max_new_tokens=64, do_sample=False, custom_generate=speculate)
     print(tokenizer.decode(fast[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print("the same tokens as plain decoding:", torch.equal(plain, fast))
 

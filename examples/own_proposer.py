@@ -1,12 +1,13 @@
 """A proposer of your own: each token is expected to be followed by what followed it last time.
 
 python examples/own_proposer.py [MODEL]
+draftless bench --methods none,examples/own_proposer.py:BigramProposer
 """
 
 import sys
 from itertools import pairwise
 
-from decode import Step, Target, Tree, generate
+from draftless import Step, Target, Tree, generate
 
 
 class BigramProposer:

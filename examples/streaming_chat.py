@@ -5,13 +5,12 @@ python examples/streaming_chat.py [MODEL]
 
 import sys
 
-from decode import Sampling, Target, stream
-from proposers import AnswerStore, MergedProposer
+from draftless import AnswerStore, Sampling, Target, load_proposer, stream
 
 
 def main(name: str | None = None) -> None:
     target = Target.load(name)
-    proposer = MergedProposer(store=AnswerStore())  # drafts from earlier answers too
+    proposer = load_proposer("auto", target, store=AnswerStore())  # drafts from earlier answers too
     target.warm_up()  # measures now, so that the first answer does not wait for it
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
     messages: list[dict[str, str]] = []

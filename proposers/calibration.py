@@ -110,7 +110,7 @@ def load_calibration(folder: Path | str) -> Calibration | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is no calibration ({reason}); write a new one with scripts/calibrate.py") from error
+        raise ValueError(f"{path} is no calibration ({reason}); write a new one with `draftless calibrate`") from error
 
 
 def log_odds(log_p: Tensor) -> Tensor:

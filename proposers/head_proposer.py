@@ -250,7 +250,7 @@ def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, s
         return None
     if tree == "calibrated":
         if calibration is None:
-            raise ValueError("the head was not calibrated; run scripts/calibrate.py, or choose another tree")
+            raise ValueError("the head was not calibrated; run `draftless calibrate`, or choose another tree")
         return calibration.best_tree(LARGEST)
     if tree != "static" and tree not in PUBLISHED:
         raise ValueError(f"there is no tree {tree!r}; choose from dynamic, calibrated, static, {', '.join(PUBLISHED)}")

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from tqdm import tqdm
 
@@ -61,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="calibrate.py", description=__doc__, epilog=EPILOG)
+    parser = Parser(prog="draftless calibrate", description=__doc__, epilog=EPILOG)
     add = parser.add_argument
     add("--head", type=Path, required=True, metavar="DIR", help="the head's folder")
     add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 import torch
 from tqdm import tqdm
@@ -37,7 +32,7 @@ prompt.
 
 Each line of FILE is one answer, in the order in which they were finished: id, source, temperature, prompt, response
 (messages for chats), finished (whether the model ended it), response_tokens (number), token_ids (of prompts and
-answers: what train.py reads), vocabulary (its fingerprint). An answer can have no response but "dropped": "loop" (the
+answers: for training), vocabulary (its fingerprint). An answer can have no response but "dropped": "loop" (the
 last 60 tokens repeat with a period under 20), "context" (no room after the prompt), "empty" (cut off before the first
 word), "template" (the chat template fails) or "nan" (the model's logits are NaN or infinite). If a later turn is
 dropped, the line is the conversation before it, with the reason in "cut". An answer that is cut off ends its
@@ -77,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="distill.py", description=__doc__, epilog=EPILOG)
+    parser = Parser(prog="draftless distill", description=__doc__, epilog=EPILOG)
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="answers are appended here, one a line")
     parser.add_argument("--changed-model", action="store_true", help=CHANGED_HELP)

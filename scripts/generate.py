@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from decode import Answer, Chunk, Sampling, stream
 from decode.answer import NO_NUMBERS
@@ -92,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="generate.py", description=__doc__, epilog=EPILOG)
+    parser = Parser(prog="draftless generate", description=__doc__, epilog=EPILOG)
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--prompt", metavar="TEXT", help="the prompt")
     source("--prompt-file", metavar="FILE", help=PROMPT_FILE_HELP)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The options of train.py: `TrainOptions`, its parser, and what is checked before anything is loaded."""
+"""The options of `draftless train`: `TrainOptions`, its parser, and what is checked before anything is loaded."""
 
 # ruff: noqa: RUF009  (`flag` returns a dataclass field)
 
@@ -60,12 +60,12 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line of train.py, a field for each option. Raises ValueError if they do not fit together."""
+    """The command line of `draftless train`, a field for each option. Raises ValueError if they do not fit together."""
 
     kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
     data: tuple[Path, ...] = flag(
         "JSON Lines files of prompts with their answers, or of conversations (docs/training.md has the formats); best "
-        "the model's own answers, as distill.py writes them; their token ids are read",
+        "the model's own answers, as draftless distill writes them; their token ids are read",
         **{"type": Path, "nargs": "+", "required": True, "metavar": "FILE"},
     )
     out: Path = flag("the folder for the head", type=Path, required=True, metavar="DIR")
@@ -175,7 +175,7 @@ class TrainOptions:
 
 def make_parser(description: str | None) -> Parser:
     """The parser whose results are the arguments of `TrainOptions`."""
-    parser = Parser(prog="train.py", description=description, epilog=EPILOG)
+    parser = Parser(prog="draftless train", description=description, epilog=EPILOG)
     group: Any = parser
     for option in fields(TrainOptions):
         if option.name in GROUPS:

@@ -174,7 +174,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: Any, message: str) -
     (tmp_path / FILE).write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
         load_calibration(tmp_path)
-    assert "calibration.json is no calibration" in str(caught.value) and "scripts/calibrate.py" in str(caught.value)
+    assert "calibration.json is no calibration" in str(caught.value) and "draftless calibrate" in str(caught.value)
 
 
 def test_a_calibration_of_other_heads_is_refused(target: Target) -> None:

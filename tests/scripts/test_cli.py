@@ -25,7 +25,7 @@ from scripts import generate
 from scripts.shared.terminal import has_colour
 from tests.support.models import needs_compiler, tiny
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+ROOT = Path(__file__).parents[2]
 # The last two are the bytes of an "é", so that some answers have whole and half characters.
 ALPHABET = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127)), "Ġ", "Ċ", "Ã", "©"]
 ENDS = [2, 40, 50]
@@ -222,7 +222,7 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
 def refuse(run: Run, message: str) -> None:
     assert run.status == 2
     assert run.out == ""
-    assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+    assert run.err.count("\n") == 1 and run.err.startswith("draftless generate: error: ")
     assert message in run.err
 
 
@@ -308,7 +308,7 @@ def test_every_kind_of_prompt_is_answered_or_refused(
     warned = " ".join(text for each in recwarn if "the prompt begins" in (text := str(each.message)))
     assert run.status == status and message in (run.err if status else warned) and bool(message) >= bool(warned)
     if status:
-        assert run.err.count("\n") == 1 and run.err.startswith("generate.py: error: ")
+        assert run.err.count("\n") == 1 and run.err.startswith("draftless generate: error: ")
         return
     text = prompt.decode().removesuffix("\n") if isinstance(prompt, bytes) else prompt
     ids = target.tokenizer(text if options else f"<user>{text}\n<assistant>")["input_ids"]
@@ -491,9 +491,10 @@ def test_only_terminals_have_colour(
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The script in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    """The command in a process of its own."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, **own}
+    command = [sys.executable, "-m", "draftless", "generate", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

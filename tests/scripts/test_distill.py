@@ -294,7 +294,7 @@ def test_ten_kills_change_nothing(call: Call) -> None:
 
 def refuse(run: Run, message: str) -> None:
     assert (run.status, run.out) == (2, "")
-    assert run.err.count("\n") == 1 and run.err.startswith("distill.py: error: ")
+    assert run.err.count("\n") == 1 and run.err.startswith("draftless distill: error: ")
     assert message in run.err
 
 

@@ -113,7 +113,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         (["--proposer", "medusa", "--head", "deep"], "number of layers is 3; this target's is 2"),
         (["--proposer", "medusa", "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
         (["--proposer", "medusa", "--head", "medusa", "--tree", "oak"], "invalid choice: 'oak'"),
-        (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run scripts/calibrate.py"),
+        (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run `draftless calibrate`"),
         (["--proposer", "medusa", "--head", "medusa", "--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
         (
             ["--proposer", "ngram", "--head", "medusa"],
@@ -147,7 +147,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
     status, out, err = call(generate, *BASE, "--prompt", "x", *arguments)
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("generate.py: error: ")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("draftless generate: error: ")
     assert message in err
 
 

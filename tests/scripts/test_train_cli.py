@@ -38,7 +38,7 @@ class Run(NamedTuple):
         """One clear line on stderr, below the progress bar if there is one, and nothing on stdout but a plan."""
         assert self.status == 2 and (not self.out or list(read_plan(self.out)) == PLAN)
         (error,) = [line for line in self.err.splitlines() if line and "%|" not in line]
-        assert error.startswith("train.py: error: ")
+        assert error.startswith("draftless train: error: ")
         assert all(message in error for message in messages), error
 
 
@@ -371,10 +371,9 @@ def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monk
 def launch(place: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """Two processes, as a user would start them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = str(Path(__file__).parents[2] / "scripts" / "train.py")
     files = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
-    command = [*torchrun, script, *files, *OPTIONS, *SHAPE, *SHORT, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, "-m", "draftless", "train", *files, *OPTIONS, *SHAPE, *SHORT, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

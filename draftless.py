@@ -1,0 +1,73 @@
+"""Draftless under one name: `from draftless import Target, generate`, and the command `draftless`.
+
+The public names are those of `decode` and `proposers`. They are imported when they are first used, so that the command
+answers at once and Ctrl-C ends it while torch is still being imported.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decode import *  # noqa: F403
+    from proposers import *  # noqa: F403
+
+COMMANDS = {
+    "generate": "answer prompts, with the same text as plain decoding in fewer forward passes",
+    "demo": "see it at work: an answer streams in, then methods are compared",
+    "bench": "measure proposers on questions, yours too; or the cost of a forward pass",
+    "distill": "write a model's own answers to prompts, to train a head on",
+    "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head",
+    "calibrate": "measure a head's acceptance, by which its draft trees are shaped",
+    "check": "find out whether vLLM and SGLang serve a head as it was trained",
+}
+USAGE = """\
+usage: draftless COMMAND ...
+
+Lossless speculative decoding for the Hugging Face model you already have.
+
+{}
+
+draftless COMMAND --help lists the options of a command.""".format(
+    "\n".join(f"  {name:10} {purpose}" for name, purpose in COMMANDS.items())
+)
+
+
+def __getattr__(name: str) -> Any:
+    """One of the public names."""
+    if not name.startswith("_"):
+        for package in map(import_module, ("decode", "proposers")):
+            if name in package.__all__:
+                return getattr(package, name)
+    raise AttributeError(f"module 'draftless' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    names = (import_module(package).__all__ for package in ("decode", "proposers"))
+    return sorted({*globals(), *(name for each in names for name in each)})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command: its name, then its options. `arguments`: None takes those of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
+    command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE)
+    elif command == "--version":
+        print(f"draftless {version('draftless')}")
+    elif command in COMMANDS:
+        import_module(f"scripts.{command}").main(options)
+    else:
+        close = get_close_matches(command, COMMANDS, 1)
+        meant = f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(COMMANDS)}"
+        sys.exit(f"draftless: error: there is no command {command!r}{meant}")
+
+
+if __name__ == "__main__":
+    main()
