@@ -9,8 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # finds scripts/, which is not installed
-
 from scripts import calibrate, distill, generate, train
 
 THINGS = ("rain", "wind", "snow", "stars", "bread", "glass", "paper", "music", "bridges", "clocks", "salt", "bees")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +21,7 @@ import decode.models.default_model
 import heads
 import proposers.load
 from decode import Target, generate
-from docs.make_pages import COMMANDS, find_parser
+from draftless import COMMANDS
 from heads import save_head
 from tests.support.drafting import make_head
 from tests.support.models import CACHE, tiny
@@ -35,7 +38,7 @@ PAGES = {
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
-COMMAND = re.compile(rf"scripts/({'|'.join(COMMANDS)})\.py(.*)")
+COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
 
 
@@ -70,7 +73,8 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **options: load(folder, **options))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer(folder, **options))
     monkeypatch.setattr(Target, "load", lambda name=None, **options: load_target(folder, **options))
-    monkeypatch.setattr(decode.models.default_model, "default_model", lambda: folder)
+    for module in (decode, decode.models.default_model):
+        monkeypatch.setattr(module, "default_model", lambda: folder)
     for place in (tmp_path / "my-head", tmp_path / "pretrained" / "eagle3"):
         place.mkdir(parents=True)
         save_head(make_head("eagle3", target), place)
@@ -101,13 +105,13 @@ def test_python_blocks_run(page: str, workplace: Target) -> None:
 
 def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("README.md")
-    shown = capsys.readouterr().out.splitlines()
     prompt = names["inputs"]["input_ids"][0].tolist()
     plain = generate(workplace, [prompt], None, max_new_tokens=48)[0].tokens
     assert names["output"][0, len(prompt) :].tolist() == plain
-    text = generate(workplace, ["Why is the sky blue?"], None)[0].text
-    assert text in shown
-    assert sum(repr(text[:50])[1:-1] in line for line in shown) == 3  # once as it is, twice in an answer's repr
+    assert generate(workplace, ["Why is the sky blue?"], None)[0].text in capsys.readouterr().out.splitlines()
+    proposer = names["BigramProposer"]()
+    drafted = generate(workplace, ["abababab"], proposer, max_new_tokens=20)
+    assert drafted[0].tokens == generate(workplace, ["abababab"], None, max_new_tokens=20)[0].tokens
 
 
 @pytest.mark.parametrize(("name", "longest"), [("BigramProposer", 22), ("FrequentSource", 19)])
@@ -125,8 +129,23 @@ def test_proposers_of_ones_own_draft_and_change_nothing(name: str, longest: int)
     assert len(code.splitlines()) <= longest
 
 
+class Found(Exception):
+    """Carries a parser out of a command's `main`."""
+
+
+def find_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of a command, as its `main` uses it."""
+
+    def catch(parser: argparse.ArgumentParser, *_: Any) -> Any:
+        raise Found(parser)
+
+    with patch.object(argparse.ArgumentParser, "parse_known_args", catch), pytest.raises(Found) as found:
+        import_module(f"scripts.{command}").main([])
+    return found.value.args[0]
+
+
 def find_fault(command: str, words: list[str]) -> str | None:
-    """The parser's error for these arguments. An outline (`train.py ... --resume`) only needs options that exist."""
+    """The parser's error for these arguments. An outline (`train ... --resume`) only needs options that exist."""
     parser = find_parser(command)
     if any(word == "..." and not before.startswith("--") for before, word in pairwise(["", *words])):
         known = {option for action in parser._actions for option in action.option_strings}
@@ -144,7 +163,7 @@ def find_fault(command: str, words: list[str]) -> str | None:
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in COMMAND_LINES}))
 def test_command_lines_have_options_that_exist(page: str) -> None:
     lines = [(command, words) for place, command, words in COMMAND_LINES if place == page]
-    faults = {f"{command}.py {shlex.join(words)}": find_fault(command, words) for command, words in lines}
+    faults = {f"{command} {shlex.join(words)}": find_fault(command, words) for command, words in lines}
     assert {line: fault for line, fault in faults.items() if fault} == {}
 
 

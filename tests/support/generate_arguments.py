@@ -185,3 +185,7 @@ def make_tables() -> str:
     rows += ["", "| field of `GenerationConfig` | with `speculate` | |", "|---|---|---|"]
     rows += [f"| `{name}` | {trial.outcome} | {trial.note} |" for name, trial in TRIALS.items()]
     return "\n".join(rows).replace("| `other model inputs` |", "| other model inputs |") + "\n"
+
+
+if __name__ == "__main__":
+    print(make_tables())
