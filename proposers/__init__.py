@@ -1,13 +1,12 @@
 """Proposers: ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
-from decode import PlainProposer
 from proposers.calibration import Calibration, load_calibration
 from proposers.draft import DraftProposer
 from proposers.draft_budget import DraftBudget
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.hydra import HydraProposer
-from proposers.load import EAGLES, HEAD_PROPOSERS, load_best, load_draft_head, load_proposer
+from proposers.load import EAGLES, HEAD_PROPOSERS, PROPOSERS, check_options, load_draft_head, load_proposer
 from proposers.lookahead import LookaheadProposer
 from proposers.medusa import MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
@@ -15,17 +14,6 @@ from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
 from proposers.sources.levels import DraftSource, HeadSource
 from proposers.trees.fixed import PUBLISHED
-
-PROPOSERS = {
-    "none": PlainProposer,
-    "ngram": NGramProposer,
-    "suffix": SuffixProposer,
-    "recycling": RecyclingProposer,
-    "lookahead": LookaheadProposer,
-    "merged": MergedProposer,
-    "draft": DraftProposer,
-    **HEAD_PROPOSERS,
-}
 
 __all__ = [
     "EAGLES",
@@ -50,7 +38,7 @@ __all__ = [
     "RecyclingProposer",
     "Source",
     "SuffixProposer",
-    "load_best",
+    "check_options",
     "load_calibration",
     "load_draft_head",
     "load_proposer",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class HeadProposer(ABC):
         self.paths = choose_paths(tree, calibration, self.static)
         self.draft_budget = DraftBudget() if calibration is None else DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory()
-        self._borrowed_from: Any = None  # the model whose output matrix the head uses, if it has none of its own
+        self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
         self._fixed_trees: dict[tuple[Any, ...], FixedTree] = {}
         self._graphs = DraftGraphs()
 
@@ -135,13 +136,13 @@ class HeadProposer(ABC):
             raise ValueError(f"this proposer was prepared for {device}, not {target.device}; load it again")
         self.head.to(target.device)
         borrowed = self.head.borrowed
-        if self.head.output != "target" or (borrowed is not None and self._borrowed_from is target.model):
+        if self.head.output != "target" or (borrowed is not None and self._borrowed_from == ref(target.model)):
             return
         if not packed:
             self.head.borrow(target.output_matrix, target.output_bias)
         elif not torch.equal(borrowed, self.head.drafted_rows(target.output_matrix).to(borrowed)):
             raise ValueError("this proposer was prepared for another target's output matrix; load it again")
-        self._borrowed_from = target.model
+        self._borrowed_from = ref(target.model)
 
     def observe(self, step: Step) -> None:
         """Take in a finished step: the head's output matrix before the first one, and the features that it reads."""

@@ -1,25 +1,28 @@
-"""Load a proposer by its name or from a trained head's folder."""
+"""Load a proposer by its name, from a trained head's folder, or from a class of one's own in a Python file."""
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from math import inf
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from decode import PlainProposer, Proposer, Target, stream
+from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
-from decode.models.fixed_cost import LEVEL_TIME
-from decode.models.loading import first_layers
+from decode.models.fingerprint import fingerprint_weights
+from decode.proposer import check_proposer
 from decode.target import check_target
 from heads import PRETRAINED
-from heads.checkpoint import load_head
+from heads.checkpoint import find_folder, load_head
 from heads.formats.layout import Head
-from proposers.calibration import Calibration, load_calibration
+from proposers.calibration import load_calibration
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
@@ -39,29 +42,33 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     "eagle3": EagleProposer,
 }
 EAGLES = tuple(kind for kind, proposer in HEAD_PROPOSERS.items() if proposer is EagleProposer)
-TRAINING_FREE: dict[str, Callable[..., Proposer]] = {  # they need the target alone
+PROPOSERS: dict[str, Callable[..., Proposer]] = {
     "none": PlainProposer,
     "ngram": NGramProposer,
     "suffix": SuffixProposer,
     "recycling": RecyclingProposer,
     "lookahead": LookaheadProposer,
+    "merged": MergedProposer,
+    "draft": DraftProposer,
+    **HEAD_PROPOSERS,
 }
-_TRAINED, _SHAPE = ("head", "tree", "nodes", "sampled"), ("depth", "width")
-OPTIONS = {  # of `load_proposer`, by the proposer's name
+_TRAINED, _SHAPE, _MERGED = ("head", "tree", "nodes", "sampled"), ("depth", "width"), ("head", "store", "nodes")
+OPTIONS: dict[str, tuple[str, ...]] = {  # of `load_proposer`, by the proposer's name
     "none": (),
     "ngram": (),
     "suffix": ("store", "nodes"),
     "recycling": ("nodes",),
     "lookahead": (),
-    "merged": ("head", "store", "nodes"),
+    "merged": _MERGED,
     "draft": ("draft_model", "sampled", *_SHAPE),
     **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
-    "auto": ("head", "store"),
+    "auto": _MERGED,
 }
-DRAFT_LAYERS = 8  # of the target, where no draft model is named
-CLOSE = 0.95  # share of the best head's speed from which a head is about as fast
-COMPARED = 64  # nodes of the largest tree by which heads are compared
-TRIAL_TOKENS, TRIAL_STEPS = 16, 8  # of the prompt and the answer by which they are timed
+# The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
+FASTEST = {"210dbf7a38725ae1": "eagle"}
+OWN_CLASS = re.compile(r"(.+\.py):(\w+)")
+
+_loaded: WeakKeyDictionary[Target, HeadProposer | None] = WeakKeyDictionary()  # by `find_pretrained`
 
 
 def load_proposer(
@@ -79,60 +86,130 @@ def load_proposer(
 ) -> Proposer:
     """A proposer that is ready for this target.
 
-    name: a key of `OPTIONS`, or the folder of a head. "auto" is "merged" with the pretrained head that should be
-    fastest, if one fits.
-    head: a trained head's folder; None takes the default model's pretrained head of that kind, for "merged" none.
-    draft_model: for "draft", a target, or a folder or hub id to load; None takes the target's own first layers.
+    name: a key of `OPTIONS`, the folder of a head, or a class of your own as "FILE.py:CLASS", which is called without
+    arguments. "auto" is "merged" with the pretrained head for this target's weights, or without a head if there is
+    none.
+    head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
+    of the kind that `name` is; "merged" then has no head.
+    draft_model: for "draft", a target, or a folder or hub id to load.
     store: finished answers to draft from, see `MergedProposer`.
     tree, nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
 
-    Raises ValueError for an unknown name, an option that the proposer does not have, and a head of another kind or for
-    another target, and TypeError unless `target` is a target.
+    Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
+    another target; TypeError unless `target` is a target.
     """
     check_target(target)
-    options: dict[str, Any] = {"tree": tree, "nodes": nodes, "depth": depth, "width": width, "sampled": sampled or None}
-    options = {key: value for key, value in options.items() if value is not None}
-    others = {"head": head, "draft_model": draft_model, "store": store}
-    given = {*options} | {key for key, value in others.items() if value is not None}
-    if isinstance(name, Path) or name not in OPTIONS:
-        if head is not None and Path(name).is_dir():
-            raise ValueError(f"both {str(name)!r} and head name a head's folder; give one")
-        if head is not None or not Path(name).is_dir():
-            known = ", ".join(OPTIONS)
-            raise ValueError(f"unknown proposer {str(name)!r}; choose from {known} or name a head's folder")
-        return _load_head_proposer(None, Path(name), target, given, **options)
-    _check_options(name, given)
+    options: dict[str, Any] = {"head": head, "draft_model": draft_model, "tree": tree, "nodes": nodes, "store": store}
+    options |= {"depth": depth, "width": width, "sampled": sampled}
+    check_options(name, options)
+    given = {option: options[option] for option in _find_given(options)}
+    if own := OWN_CLASS.fullmatch(str(name)):
+        return _load_own(Path(own[1]), own[2])
+    if name not in OPTIONS:
+        return _load_head_proposer(None, Path(name), target, **given)
+    chosen = given.pop("head", None)
     if name in HEAD_PROPOSERS:
-        return _load_head_proposer(name, PRETRAINED / name if head is None else Path(head), target, given, **options)
+        return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
     if name == "draft":
-        return _load_draft_proposer(target, draft_model, depth, 1 if width is None else width, sampled)
-    if name in TRAINING_FREE:
-        settings = {"store": store, "nodes": nodes}
-        return TRAINING_FREE[name](**{key: value for key, value in settings.items() if value is not None})
-    best = None
-    if head is not None:
-        best = _load_head_proposer(None, Path(head), target)
-    elif name == "auto":
-        best = load_best(target, (PRETRAINED / kind for kind in HEAD_PROPOSERS))
-    return MergedProposer(head=None if best is None else HeadSource(best), store=store, nodes=nodes)
+        return _load_draft_proposer(target, **given)
+    if name in ("merged", "auto"):
+        drafter = find_pretrained(target) if name == "auto" and chosen is None else None
+        if chosen is not None:
+            drafter = _load_head_proposer(None, find_head(name, chosen), target)
+        return MergedProposer(head=None if drafter is None else HeadSource(drafter), **given)
+    return PROPOSERS[str(name)](**given)
 
 
-def _check_options(kind: str, given: set[str]) -> None:
-    if unknown := sorted(given - {*OPTIONS[kind]}):
-        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS[kind]) or 'none'}")
+def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: bool = True) -> None:
+    """Check what `load_proposer` is given, before anything is loaded.
+
+    options: its keyword arguments by name; None and False are not given. pretrained: whether the target may be the
+    default model, which the pretrained heads are for.
+
+    Raises ValueError for an unknown proposer, an option that this proposer does not have, options that exclude each
+    other, and a missing file, head or draft model.
+    """
+    given, own = _find_given(options), OWN_CLASS.fullmatch(str(name))
+    is_folder = name not in OPTIONS and Path(name).is_dir()
+    if own and not Path(own[1]).is_file():
+        raise ValueError(f"cannot load {str(name)!r}: there is no such file")
+    if not own and not is_folder and name not in OPTIONS:
+        known = f"{', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
+        raise ValueError(f"unknown proposer {str(name)!r}; choose from {known}")
+    if is_folder and "head" in given:
+        raise ValueError(f"both {str(name)!r} and head name a head; give one")
+    has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
+    _refuse_options(str(name), given, has)
+    if "width" in given and options.get("tree") not in (None, "dynamic"):
+        raise ValueError(f"width is for dynamic trees; the tree {options['tree']!r} has its own paths")
+    if name == "draft" and "draft_model" not in given:
+        raise ValueError("draft needs draft_model, a smaller model with the same vocabulary")
+    if name in HEAD_PROPOSERS or "head" in given:
+        folder = find_head(str(name), options.get("head"))
+        if folder.parent == PRETRAINED and not pretrained:
+            raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
 
 
-def _load_head_proposer(
-    kind: str | None, folder: Path, target: Target, given: Iterable[str] = (), **options: Any
-) -> HeadProposer:
-    """A proposer with the head in a folder, of this kind if one is named. Raises ValueError for unknown options."""
-    head = _load_head(kind, folder, target)
-    _check_options(head.kind, {*given})
-    return _make_head_proposer(head, folder, target, **options)
+def _find_given(options: Mapping[str, Any]) -> list[str]:
+    return [option for option, value in options.items() if value is not None and value is not False]
 
 
-def _load_head(kind: str | None, folder: Path, target: Target) -> Head:
-    """The head in a folder, checked against the target and, if named, its kind."""
+def _refuse_options(name: str, given: Iterable[str], has: Container[str]) -> None:
+    for option in given:
+        if option not in has:
+            users = ", ".join(user for user, options in OPTIONS.items() if option in options)
+            raise ValueError(f"{name} has no option {option}; it is for {users}")
+
+
+def find_head(name: str, head: str | Path | None) -> Path:
+    """The folder of a proposer's head. Raises ValueError if there is none.
+
+    head: a folder, or the kind of a pretrained head if there is no such folder; None is the kind `name`.
+    """
+    is_kind = head is None or (head in HEAD_PROPOSERS and not Path(head).is_dir())
+    return find_folder(PRETRAINED / (head or name) if is_kind else str(head))
+
+
+def find_pretrained(target: Target) -> HeadProposer | None:
+    """A proposer with the pretrained head for this target's weights; None if there is none.
+
+    The head is loaded at the first call and kept as long as the target.
+    """
+    if target not in _loaded:
+        weights = getattr(target.model, "weights_fingerprint", None) or fingerprint_weights(target.model)
+        kind = FASTEST.get(weights)
+        folder = PRETRAINED / str(kind)
+        _loaded[target] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
+    kept = _loaded[target]
+    return kept and kept.renew()
+
+
+def _load_own(file: Path, name: str) -> Proposer:
+    """An instance of a class in a Python file."""
+    spec = spec_from_file_location(f"proposer_in_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)  # a dataclass looks its module up there
+    spec.loader.exec_module(module)
+    own = getattr(module, name, None)
+    if not isinstance(own, type):
+        raise ValueError(f"{file} has no class {name}")
+    try:
+        signature(own).bind()
+    except TypeError as error:
+        raise ValueError(f"{name} in {file} must be made without arguments: {error}") from error
+    proposer = own()
+    try:
+        check_proposer(proposer)
+    except TypeError as error:
+        raise ValueError(f"{name} in {file} is no proposer: {error}") from error
+    return proposer
+
+
+def _load_head_proposer(kind: str | None, folder: Path, target: Target, **options: Any) -> HeadProposer:
+    """A proposer with the head in a folder, of this kind if one is named.
+
+    Raises ValueError for options that the head does not have, and for a head of another kind or for another target.
+    """
     try:
         head = load_draft_head(folder, target)
         if kind not in (head.kind, None):
@@ -145,76 +222,18 @@ def _load_head(kind: str | None, folder: Path, target: Target) -> Head:
             f"the pretrained {folder.name} head is for the default model ({error}); pass a head that was trained for "
             'this target: head="FOLDER"'
         ) from error
-    return head
-
-
-def _make_head_proposer(head: Head, folder: Path, target: Target, **options: Any) -> HeadProposer:
+    _refuse_options(head.kind, options, OPTIONS[head.kind])
     return HEAD_PROPOSERS[head.kind](head, calibration=load_calibration(folder), **options).prepare(target)
 
 
 def _load_draft_proposer(
-    target: Target, model: Target | str | Path | None, length: int | None, width: int, sampled: bool
+    target: Target, draft_model: Target | str | Path, depth: int | None = None, **options: Any
 ) -> DraftProposer:
-    if model is None:
-        model = Target(first_layers(target.model, DRAFT_LAYERS), target.tokenizer)
-    elif not isinstance(model, Target):
-        model = Target.load(str(model), dtype=target.dtype, device=str(target.device))
-    proposer = DraftProposer(model, width=width, sampled=sampled, length=length)
+    if not isinstance(draft_model, Target):
+        draft_model = Target.load(str(draft_model), dtype=target.dtype, device=str(target.device))
+    proposer = DraftProposer(draft_model, length=depth, **options)
     proposer.check(target)
     return proposer
-
-
-def load_best(target: Target, folders: Iterable[Path | str]) -> HeadProposer | None:
-    """The head proposer that should be fastest with this target; None if no head in the folders fits.
-
-    Compared are tokens per second, by each calibration's expected tau and by the time of a step on this device. Of
-    heads that are about equally fast, the one with the shortest step is taken: in a merged tree, other sources name
-    some of the tokens for which another head takes longer. Heads without a calibration come last.
-
-    Raises ValueError if a head fits and its calibration is damaged.
-    """
-    fitting = []
-    for folder in map(Path, folders):
-        try:
-            head = _load_head(None, folder, target)
-        except ValueError:
-            continue
-        fitting.append(_make_head_proposer(head, folder, target))
-    if len(fitting) < 2:
-        return fitting[0] if fitting else None
-    tried = [try_head(target, proposer, proposer.calibration) for proposer in fitting]
-    enough = CLOSE * max(speed for speed, _ in tried)
-    steps = [seconds if speed >= enough else inf for speed, seconds in tried]
-    return fitting[steps.index(min(steps))]
-
-
-def try_head(target: Target, proposer: HeadProposer, calibration: Calibration | None) -> tuple[float, float]:
-    """Tokens per second to be expected for one text with the best tree on average, and the seconds of its step.
-
-    0 and infinitely many without a calibration.
-    """
-    if calibration is None:
-        return 0.0, inf
-    cost = target.cost_curve()
-    nodes, tau = max(enumerate(calibration.expect_tau(COMPARED), start=1), key=lambda tree: tree[1] / cost(tree[0]))
-    trial = proposer.renew()
-    trial.nodes, trial.paths = nodes, calibration.best_tree(nodes)
-    seconds = time_step(target, trial)
-    return tau / seconds, seconds
-
-
-def time_step(target: Target, proposer: HeadProposer) -> float:
-    """The seconds that a step takes: the shortest of a few, because other work on the machine only adds.
-
-    With a deterministic target, the time in passes over one node, by its fixed cost curve.
-    """
-    if target.deterministic:
-        levels = proposer.depth if proposer.levelwise else 1
-        return target.cost_curve()(proposer.nodes or 1) + levels * LEVEL_TIME
-    prompt = [place % target.vocabulary for place in range(min(TRIAL_TOKENS, target.context // 2))]
-    chunks = stream(target, [prompt], proposer, stop_ids=(), text=False)
-    steps = islice(chunks, 1, 1 + TRIAL_STEPS)  # the first is the prefill
-    return min((chunk.stats.seconds.total for chunk in steps), default=inf)
 
 
 def load_draft_head(folder: Path | str, target: Target) -> Head:

@@ -19,7 +19,6 @@ from decode import Proposer, Target, stream
 from decode.models.default_model import default_model
 from decode.text import encode
 from proposers import load_proposer
-from proposers.load import DRAFT_LAYERS
 from scripts.benchmark.methods import NODES, Ask, Measured, ask_loop, ask_peer
 from scripts.shared.command import Parser, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
@@ -27,7 +26,7 @@ from scripts.shared.terminal import Piece, colour_pieces, draw_terminal, format_
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
-METHODS = ("none", "ngram", "draft", "merged", "auto")
+METHODS = ("none", "ngram", "merged", "auto")
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "
     "winter. The lighthouse was lit by oil until 1932, when it was given electric light. Its last keeper, Anna "
@@ -36,12 +35,11 @@ PROMPTS = (
     "Repeat this list of colours, then add two more: red, orange, yellow, green, blue, indigo, violet.",
     "A farmer has 12 hens. Each hen lays 5 eggs a week. How many eggs does the farmer have after 4 weeks?",
 )
-NOTES = f"""\
+NOTES = """\
 tau: tokens per forward pass of the model. hf: Hugging Face's generate. none: this project's plain decoding; compared
 with hf it shows the speed of the engine, and the other lines compared with it show the speed of speculation. ngram:
-draft tokens copied from the text itself. draft: the model's own first {DRAFT_LAYERS} of 30 layers, for lack of a small
-sibling; it shows the mechanism and is not faster. merged: one tree from copies and from the model's earlier
-predictions, no training. auto: merged, and a head that was trained for this model."""
+draft tokens copied from the text itself. merged: one tree from copies and from the model's earlier predictions, no
+training. auto: merged, and a head that was trained for this model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -78,8 +78,6 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
     for place in (tmp_path / "my-head", tmp_path / "pretrained" / "eagle3"):
         place.mkdir(parents=True)
         save_head(make_head("eagle3", target), place)
-    (tmp_path / "my-other-head").mkdir()
-    save_head(make_head("medusa", target), tmp_path / "my-other-head")
     for module in (heads, proposers.load):
         monkeypatch.setattr(module, "PRETRAINED", tmp_path / "pretrained", raising=False)
     monkeypatch.chdir(tmp_path)

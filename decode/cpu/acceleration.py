@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
+from decode.models.fingerprint import fingerprint_weights
 from decode.models.grouped_attention import ATTENTION
 from decode.models.user_cache import print_notice
 
@@ -35,6 +36,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     Raises ValueError for an unknown mode, and if "compiled" or "graphs" is not possible.
     """
     check_mode(mode)
+    if not hasattr(model, "weights_fingerprint"):
+        model.weights_fingerprint = fingerprint_weights(model)  # now, because packed layers have no parameters
     if mode == "off":
         return model
     if mode == "graphs" and model.device.type != "cuda":

@@ -23,7 +23,7 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     """16 hex digits that depend on all parameters and their names, and on no dtype or device.
 
     Elements are compared as bfloat16, so that a model gets the same fingerprint in float32 and in bfloat16. Call it
-    before layers are packed; `load_model` keeps the result in `model.weights_fingerprint`.
+    before layers are packed; `decode.cpu.acceleration.accelerate` keeps the result in `model.weights_fingerprint`.
     """
 
     def describe() -> Iterable[bytes]:
@@ -49,7 +49,7 @@ def fingerprint_template(tokenizer: Tokenizer) -> str | None:
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """The three fingerprints by name; no weights for a model that `load_model` has not loaded."""
+    """The three fingerprints by name; no weights for a model that was neither loaded nor accelerated here."""
     weights = getattr(model, "weights_fingerprint", None)
     return {
         **({} if weights is None else {"weights": weights}),

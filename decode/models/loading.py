@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
-from decode.models.fingerprint import fingerprint_weights
 from decode.text import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
@@ -64,35 +62,7 @@ def load_model(
     _refuse_gaps(report, folder)
     if device_map is None:
         model = model.to(chosen_device)
-    model.weights_fingerprint = fingerprint_weights(model)  # packed layers have no parameters
     return accelerate_model(model, accelerate), tokenizer
-
-
-def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The model cut to its first `count` layers, sharing all weights: a weak draft model that needs no training.
-
-    Raises ValueError if the model has fewer layers.
-    """
-    cut = _copy_module(model)
-    base = _copy_module(getattr(model, model.base_model_prefix))
-    name = next(name for name in ("layers", "h", "blocks") if hasattr(base, name))
-    layers = getattr(base, name)
-    if not 1 <= count <= len(layers):
-        raise ValueError(f"cannot cut a model of {len(layers)} layers to {count}")
-    setattr(base, name, layers[:count].train(layers.training))  # a new list is in training mode
-    setattr(cut, model.base_model_prefix, base)
-    cut.config = base.config = copy.deepcopy(model.config)
-    cut.config.num_hidden_layers = count
-    if getattr(cut.config, "layer_types", None):
-        cut.config.layer_types = cut.config.layer_types[:count]
-    return cut
-
-
-def _copy_module(module: Any) -> Any:
-    """A copy whose direct children can be replaced without changing the original. Children are not copied."""
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    return copied
 
 
 def _refuse_files(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
-from decode.models.loading import first_layers
 from decode.stats import PARTS
 from proposers import (
-    HEAD_PROPOSERS,
     AnswerStore,
     DraftProposer,
     HeadProposer,
@@ -26,10 +23,9 @@ from proposers import (
     MergedProposer,
     NGramProposer,
 )
-from proposers.load import DRAFT_LAYERS
 from scripts.benchmark.method_names import FIXED, NamedMethod, parse_method
 from scripts.benchmark.options import PEERS, BenchOptions
-from scripts.shared.options import find_head, load_model_only, make_proposer
+from scripts.shared.options import load_model_only, make_proposer
 
 NODES = 64  # largest draft tree
 
@@ -91,8 +87,8 @@ def _load_proposer(method: NamedMethod, options: BenchOptions, target: Target) -
     drafting, kind = method.options, method.options.head or method.kind
     if kind == "draft":
         drafting = replace(drafting, draft_model=options.draft_model)
-    elif kind in HEAD_PROPOSERS:
-        drafting = replace(drafting, head=str(find_head(kind, options.heads.get(kind), options.model.model)))
+    elif kind in options.heads:
+        drafting = replace(drafting, head=options.heads[kind])
     return make_proposer(drafting, target, options.model)
 
 
@@ -139,11 +135,7 @@ def _make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
     model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad, **sampling)
     peers = {name: dict(PEERS[name]) for name in options.peers}
     if "hf-assistant" in peers:
-        if options.draft_model is not None:
-            assistant, _ = load_model_only(replace(options.model, model=options.draft_model), "off")
-        else:
-            assistant = first_layers(model, DRAFT_LAYERS)
-            assistant.generation_config = copy.deepcopy(model.generation_config)  # transformers writes to it
+        assistant, _ = load_model_only(replace(options.model, model=options.draft_model), "off")
         peers["hf-assistant"]["assistant_model"] = assistant
     # A conversation with a peer has no state, so opening one only binds the arguments.
     return {name: partial(partial, ask_peer, model, settings) for name, settings in peers.items()}

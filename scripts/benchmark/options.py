@@ -12,7 +12,6 @@ from typing import Any
 from decode import Sampling
 from heads import PRETRAINED
 from proposers import HEAD_PROPOSERS, PROPOSERS
-from proposers.load import DRAFT_LAYERS
 from scripts.benchmark.method_names import GROWN, HEADS, METHODS_HELP, parse_method
 from scripts.benchmark.questions import Question, digest_questions
 from scripts.shared.command import at_least, check_writable, named_value
@@ -20,8 +19,8 @@ from scripts.shared.options import (
     DRAFT_MODEL_HELP,
     ModelOptions,
     Options,
+    ProposerOptions,
     add_model_options,
-    find_head,
 )
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -69,7 +68,7 @@ class BenchOptions(Options):
         Raises ValueError for unknown methods and peers, missing models and heads, and files that cannot be written.
         """
         model, heads = ModelOptions.from_args(args), dict(args.head)
-        drafts = {"draft", "hf-assistant"} if model.model is None or args.draft_model is not None else set()
+        drafts = {"draft", "hf-assistant"} if args.draft_model is not None else set()
         pretrained = {kind for kind in HEAD_PROPOSERS if model.model is None and (PRETRAINED / kind).is_dir()}
         possible = {"none", "ngram", "lookahead", *GROWN, "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
         methods = _split(args.methods, [name for name in PROPOSERS if name in possible])
@@ -81,7 +80,7 @@ class BenchOptions(Options):
             raise ValueError(f"{name} needs --draft-model, a smaller model with the vocabulary of --model")
         named = [parse_method(name) for name in methods]
         for kind in {method.options.head or method.kind for method in named} & {*HEAD_PROPOSERS}:
-            find_head(kind, heads.get(kind), model.model)
+            ProposerOptions(kind, head=heads.get(kind)).check(model)
         if any(method.keeps_answers for method in named) and (args.repeats or cls.repeats) > 1:
             raise ValueError("methods that keep answers would draft from the answer to the same question; --repeats 1")
         if peers and args.batch_size > 1:
@@ -96,7 +95,7 @@ class BenchOptions(Options):
         """The settings of a report, without the name of any folder above a model."""
         draft = None
         if {"draft", "hf-assistant"} & {*self.methods, *self.peers}:
-            draft = _base(self.draft_model) if self.draft_model else f"its first {DRAFT_LAYERS} layers"
+            draft = self.draft_model and _base(self.draft_model)
         return {
             **{key: value for key, value in vars(self).items() if key not in ("threads", "json")},
             "model": name_model(self.model),

@@ -15,11 +15,9 @@ from decode import Proposer, Target
 from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
-from heads import PRETRAINED
-from heads.checkpoint import find_folder
-from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
+from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
 from proposers.eagle import DEPTH, WIDTH
-from proposers.load import DRAFT_LAYERS, EAGLES, OPTIONS
+from proposers.load import EAGLES, OPTIONS
 from proposers.trees.fixed import PUBLISHED
 from scripts.shared.command import at_least
 
@@ -29,13 +27,14 @@ compiler, 15 seconds once and a second at each start. auto compiles models from 
 compiled makes steps run fused kernels, graphs also makes them CUDA graphs (both untimed). off changes nothing (default:
 %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
-training; auto adds the fastest pretrained head that fits the model (default: %(default)s)"""
-HEAD_HELP = "for {}, merged, auto: a head's folder (default: the default model's; for merged none)"
+training; auto adds the pretrained head of the default model. Also a head's folder, or a class of your own as
+FILE.py:CLASS (default: %(default)s)"""
+HEAD_HELP = f"""for {", ".join(HEAD_PROPOSERS)}, merged, auto: a head's folder, or the kind of a pretrained head of the
+default model (default: the pretrained one; for merged none)"""
 NODES_HELP = """for heads, suffix, recycling, merged: trees of N nodes (default: as many as are worth it)"""
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
-DRAFT_MODEL_HELP = f"""a smaller model with the same vocabulary, folder or hub id (default, with the default model only:
-its own first {DRAFT_LAYERS} layers)"""
+DRAFT_MODEL_HELP = "a smaller model with the same vocabulary, folder or hub id"
 TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
 head was calibrated; static, the method's published tree, or another one: {", ".join(PUBLISHED)}"""
 SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
@@ -76,7 +75,7 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True)
 class ProposerOptions(Options):
-    """Which proposer drafts, and how. Raises ValueError for options that this proposer does not have."""
+    """Which proposer drafts, and how, by the names of `proposers.load_proposer`."""
 
     proposer: str = "auto"
     draft_model: str | None = None
@@ -88,20 +87,10 @@ class ProposerOptions(Options):
     sampled: bool = False
     store: str | None = None
 
-    def __post_init__(self) -> None:
-        for option in (field.name for field in fields(self) if field.name != "proposer"):
-            if getattr(self, option) not in (None, False) and option not in OPTIONS[self.proposer]:
-                users = ", ".join(name for name, options in OPTIONS.items() if option in options)
-                raise ValueError(f"--{option.replace('_', '-')} is for --proposer {users}, not for {self.proposer}")
-        if self.width is not None and self.tree not in (None, "dynamic"):
-            raise ValueError(f"--width is for --tree dynamic; {self.tree} has its own paths")
-
     def check(self, model: ModelOptions) -> None:
-        """Raise ValueError if the draft model or the head is missing. Loads nothing."""
-        if self.proposer == "draft" and self.draft_model is None and model.model is not None:
-            raise ValueError("--proposer draft needs --draft-model, a smaller model with the vocabulary of --model")
-        if self.proposer in HEAD_PROPOSERS or self.head is not None:
-            find_head(self.proposer, self.head, model.model)
+        """Raise ValueError for options that this proposer or this model cannot have. Loads nothing."""
+        settings = asdict(self)
+        check_options(settings.pop("proposer"), settings, pretrained=model.model is None)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -116,15 +105,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ProposerOptions`."""
-    heads, eagles = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
+    eagles = ", ".join(EAGLES)
     add = parser.add_argument_group("drafting").add_argument
-    add("--proposer", choices=OPTIONS, default="auto", help=PROPOSER_HELP)
+    add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
-    add(
-        "--head",
-        metavar="DIR",
-        help=f"for {heads}, merged, auto: a head's folder (default: the default model's; merged: none)",
-    )
+    add("--head", metavar="DIR", help=HEAD_HELP)
     add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
     add("--nodes", type=at_least(1), metavar="N", help=NODES_HELP)
     add("--depth", type=at_least(1), metavar="N", help=f"for {eagles} (default: {DEPTH}), draft: tokens ahead at most")
@@ -135,27 +120,16 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_store(options: ProposerOptions, target: Target) -> AnswerStore | None:
-    """The store of the answers in the options' file, if there is one yet; None for proposers that have no store.
+    """A store with the answers in the options' file, if there is one yet; None for proposers that have no store.
 
     Raises ValueError for a store of another vocabulary.
     """
-    if "store" not in OPTIONS[options.proposer]:
+    if "store" not in OPTIONS.get(options.proposer, ()):
         return None
     store = AnswerStore()
     if options.store is not None and Path(options.store).exists():
         store.load(options.store, target)
     return store
-
-
-def find_head(kind: str, folder: str | None, model: str | None) -> Path:
-    """The folder of the head to draft with. Raises ValueError if there is none."""
-    if folder is not None:
-        return find_folder(folder)
-    if model is not None:
-        raise ValueError(f"{kind} needs --head, the folder of a {kind} head that was trained for --model")
-    if not (PRETRAINED / kind).is_dir():
-        raise ValueError(f"{kind} needs --head: there is no pretrained head in {PRETRAINED / kind}")
-    return PRETRAINED / kind
 
 
 def load_target(options: ModelOptions) -> Target:
@@ -187,8 +161,6 @@ def make_proposer(
     settings = asdict(options)
     name = settings.pop("proposer")
     settings["store"] = store
-    if name == "auto" and options.head is None and model.model is not None:
-        name = "merged"  # pretrained heads are for the default model, even if another one has its sizes
     if options.draft_model is not None:
         settings["draft_model"] = load_target(replace(model, model=options.draft_model))
     return load_proposer(name, target, **settings)

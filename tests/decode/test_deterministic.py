@@ -17,8 +17,8 @@ import decode.stats
 from decode import Target, generate
 from decode.models import timed_model
 from decode.models.cost_curve import CostCurve
-from proposers import head_proposer, load, merged
-from tests.support.drafting import Recorder, make_head
+from proposers import head_proposer, merged
+from tests.support.drafting import Recorder
 from tests.support.models import tiny
 from tests.support.two_ranks import PROMPTS, PROPOSERS
 
@@ -67,13 +67,6 @@ def test_batches_cost_what_their_tokens_cost() -> None:
     assert [target.cost_curve(1)(nodes) for nodes in (1, 4, 8)] == [1.0, 1.0, 5.0]
     assert [target.cost_curve(4, 3000)(nodes) for nodes in (1, 2, 3)] == [1.0, 5.0, 9.0]
     assert target.cost_curve(4) is target.cost_curve(4, 5000)
-
-
-def test_the_best_head_is_chosen_without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "stream", lambda *_, **__: pytest.fail("a step was timed"))
-    target = Target(tiny("llama"), deterministic=True)
-    heads = {kind: load.HEAD_PROPOSERS[kind](make_head(kind, target), nodes=8) for kind in ("medusa", "eagle3")}
-    assert load.time_step(target, heads["medusa"]) < load.time_step(target, heads["eagle3"])
 
 
 @pytest.mark.slow

@@ -13,20 +13,11 @@ from torch import Tensor
 from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from decode import PlainProposer, Sampling, Step, Target, Tree, generate
+from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
-from decode.models.loading import first_layers
 from proposers import (
-    PROPOSERS,
     DraftProposer,
-    EagleProposer,
-    HydraProposer,
-    LookaheadProposer,
-    MedusaProposer,
-    MergedProposer,
     NGramProposer,
-    RecyclingProposer,
-    SuffixProposer,
     draft,
 )
 from proposers.draft import count_weights
@@ -222,26 +213,6 @@ def test_a_draft_with_another_vocabulary_is_refused(target: Target) -> None:
     other = DraftProposer(Target(tiny("llama", vocab_size=50)))
     with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
         generate(target, [[5]], other)
-
-
-def test_first_layers_shares_weights_and_leaves_the_model_alone() -> None:
-    model = tiny("gemma3_text")
-    cut = first_layers(model, 2)
-    ids = torch.tensor([[4, 5, 6]])
-    whole = model(ids, output_hidden_states=True).hidden_states
-    assert len(model.model.layers) == model.config.num_hidden_layers == 3 and len(cut.model.layers) == 2
-    assert torch.equal(cut(ids, output_hidden_states=True).hidden_states[1], whole[1])
-    assert cut.lm_head.weight is model.lm_head.weight
-    with pytest.raises(ValueError, match="cannot cut a model of 3 layers to 9"):
-        first_layers(model, 9)
-
-
-def test_every_proposer_has_a_name() -> None:
-    drafters = {"suffix": SuffixProposer, "recycling": RecyclingProposer, "merged": MergedProposer}
-    drafters |= {"draft": DraftProposer, "medusa": MedusaProposer, "hydra": HydraProposer}
-    drafters |= {"eagle": EagleProposer, "eagle3": EagleProposer}
-    free = {"none": PlainProposer, "ngram": NGramProposer, "lookahead": LookaheadProposer}
-    assert {**free, **drafters} == PROPOSERS
 
 
 # Logits processors

@@ -229,7 +229,7 @@ def refuse(run: Run, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--proposer", "magic"], "invalid choice: 'magic'"),
+        (["--proposer", "magic"], "unknown proposer 'magic'; choose from none, ngram"),
         (["--model", "nowhere/at/all"], "there is no such folder"),
         (["--model", "damaged"], "cannot load a model from 'damaged'"),
         (["--model", "recurrent"], "cannot branch into a tree"),
@@ -255,9 +255,8 @@ def refuse(run: Run, message: str) -> None:
         (["--device-map", "everywhere"], "everywhere"),
         (["--accelerate", "compiled"], "--accelerate compiled is for a GPU, or for --device cpu and --dtype float32"),
         (["--stop", ""], "--stop needs a text"),
-        (["--proposer", "draft"], "--proposer draft needs --draft-model"),
-        (["--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
-        (["--proposer", "auto", "--draft-model", "draft"], "--draft-model is for --proposer draft, not for auto"),
+        (["--proposer", "draft"], "draft needs draft_model, a smaller model"),
+        (["--draft-model", "draft"], "auto has no option draft_model; it is for draft"),
         (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
         (["--proposer", "draft", "--draft-model", "other"], "the draft model's tokenizer is not the target's"),
         (["--model", "bare", "--chat"], "no chat template; leave out --chat"),

@@ -26,7 +26,6 @@ def target(save_model: Callable[..., Path]) -> Target:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
     monkeypatch.setattr(demo, "PROMPTS", ("ab ab ab", "one two"))
-    monkeypatch.setattr(load, "DRAFT_LAYERS", 1)
 
 
 def test_the_table_has_a_line_for_each_method(monkeypatch: pytest.MonkeyPatch, target: Target, tmp_path: Path) -> None:

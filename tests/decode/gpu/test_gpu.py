@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from decode import Proposer, Sampling, Target, generate
 from decode.gpu import graph
-from heads import save_head
-from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer, load_best
-from proposers.calibration import Calibration
+from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 
@@ -30,18 +27,6 @@ def proposers(target: Target) -> list[Proposer | None]:
     ]
     drafts = [DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
     return [None, NGramProposer(length=4), *drafts, *heads]
-
-
-def test_load_best_finds_a_head(tmp_path: Path) -> None:
-    target = on_gpu("llama", torch.float32)
-    for kind in ("medusa", "eagle3"):
-        save_head(make_head(kind, target), tmp_path / kind)
-        Calibration(((0.4, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(tmp_path / kind)
-    best = load_best(target, [tmp_path / "medusa", tmp_path / "eagle3"])
-    assert best is not None and best.head.kind in ("medusa", "eagle3")
-    assert (
-        generate(target, PROMPTS, best, max_new_tokens=24)[0].tokens == generate(target, PROMPTS, None)[0].tokens[:24]
-    )
 
 
 def on_gpu(kind: str, dtype: torch.dtype, accelerate: str = "off") -> Target:

@@ -1,0 +1,214 @@
+"""Loading a proposer by name, from a head's folder, or from a class of one's own; the choice of `auto`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode import PlainProposer, Target, generate
+from decode.models.fingerprint import fingerprint_weights
+from heads.checkpoint import save_head
+from proposers import LookaheadProposer, MergedProposer, NGramProposer, check_options, load, load_proposer
+from proposers.calibration import Calibration, load_calibration
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+OWN = """
+from dataclasses import dataclass, field
+
+from decode import PlainProposer
+
+
+@dataclass
+class Mine(PlainProposer):
+    layers: tuple[int, ...] = ()
+    seen: list[int] = field(default_factory=list)
+
+
+class Greedy:
+    def __init__(self, length, *, width=1): ...
+
+
+class Other: ...
+
+
+three = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of each kind for this target, one for a target of another width, and one that was calibrated."""
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in ("medusa", "hydra", "eagle3"):
+        save_head(make_head(kind, target, output="own" if kind == "medusa" else "target"), folder / kind)
+    save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), folder / "wide")
+    Calibration(((0.3, 0.0),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(folder / "hydra")
+    (folder / "own.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
+    monkeypatch.setattr(load, "PRETRAINED", heads)
+
+
+def head_of(proposer: Any) -> str | None:
+    """The kind of a merged proposer's head."""
+    assert type(proposer) is MergedProposer
+    return proposer.head and proposer.head.name
+
+
+# ---- from a name to a proposer ----
+
+
+def test_a_name_gives_its_proposer(target: Target, heads: Path) -> None:
+    assert type(load_proposer("none", target)) is PlainProposer
+    assert type(load_proposer("ngram", target)) is NGramProposer
+    assert type(load_proposer("lookahead", target)) is LookaheadProposer
+    for kind in ("medusa", "hydra", "eagle3"):
+        proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
+        assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
+    assert load_proposer("eagle3", target, head=heads / "eagle3", tree="static").paths is not None
+    hydra: Any = load_proposer(str(heads / "hydra"), target)  # a folder in the place of a name
+    assert hydra.head.kind == "hydra" and hydra.calibration == load_calibration(heads / "hydra") is not None
+    eagle: Any = load_proposer(heads / "eagle3", target, depth=4, width=2)
+    assert (eagle.depth, eagle.width) == (4, 2)
+
+
+def test_a_merged_tree_has_the_head_that_is_named_by_folder_or_kind(target: Target, heads: Path) -> None:
+    assert head_of(load_proposer("merged", target)) is None
+    assert head_of(load_proposer("merged", target, head=heads / "eagle3", nodes=5)) == "eagle3"
+    assert head_of(load_proposer("merged", target, head="medusa")) == "medusa"
+    assert head_of(load_proposer("auto", target, head="hydra")) == "hydra"
+
+
+def test_a_draft_model_is_given_or_loaded(target: Target, save_model: Callable[..., Path]) -> None:
+    proposer: Any = load_proposer("draft", target, draft_model=target, depth=3, width=2)
+    assert (proposer.draft, proposer.length, proposer.width) == (target, 3, 2)
+    loaded: Any = load_proposer("draft", target, draft_model=save_model(), sampled=True)
+    assert loaded.draft.dtype == target.dtype and loaded.sampled
+    with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
+        load_proposer("draft", target, draft_model=Target(tiny("llama", vocab_size=50)))
+
+
+def test_a_class_of_ones_own_is_loaded_from_its_file(target: Target, heads: Path) -> None:
+    proposer: Any = load_proposer(f"{heads}/own.py:Mine", target)
+    assert type(proposer).__name__ == "Mine" and proposer.seen == []
+    assert generate(target, [[1, 2, 3]], proposer, max_new_tokens=4)[0].stats.tokens == 4
+
+
+# ---- auto ----
+
+
+def test_auto_takes_the_pretrained_head_of_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
+) -> None:
+    """The other model has the sizes of the heads: only its weights tell that they are not for it."""
+    assert head_of(load_proposer("auto", target)) is None
+    weights = fingerprint_weights(target.model)
+    monkeypatch.setattr(load, "FASTEST", {weights: "hydra"})
+    same, other = Target(target.model, accelerate="packed"), Target(tiny("llama", seed=7))
+    assert head_of(load_proposer("auto", same)) == "hydra" and head_of(load_proposer("auto", other)) is None
+    monkeypatch.setattr(load, "FASTEST", {weights: "eagle"})  # whose folder is not there
+    assert head_of(load_proposer("auto", Target(target.model))) is None
+
+
+def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr(load, "FASTEST", {fingerprint_weights(target.model): "hydra"})
+    same = Target(target.model)
+    first, second = (load_proposer("auto", same).head.proposer for _ in range(2))  # type: ignore[attr-defined]
+    assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
+    prompts = [[1, 2, 3, 1, 2], [5, 6]]
+    expected = [answer.tokens for answer in generate(same, prompts, None, max_new_tokens=8)]
+    assert [
+        answer.tokens for answer in generate(same, prompts, load_proposer("auto", same), max_new_tokens=8)
+    ] == expected
+
+
+@pytest.mark.parametrize("vocabulary", [2, 11, 96])
+def test_auto_fits_every_model_without_a_warning(vocabulary: int) -> None:
+    small = Target(tiny("llama", vocab_size=vocabulary))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert head_of(load_proposer("auto", small)) is None
+
+
+# ---- what is refused ----
+
+HAVE_HEADS = "it is for merged, medusa, hydra, eagle, eagle3, auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
+        ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, medusa"),
+        ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
+        ("draft", {"tree": "static"}, "draft has no option tree; it is for medusa, hydra, eagle, eagle3"),
+        ("draft", {}, "draft needs draft_model, a smaller model with the same vocabulary"),
+        ("medusa", {"width": 3}, "medusa has no option width; it is for draft, eagle, eagle3"),
+        ("eagle3", {"width": 3, "tree": "static"}, "width is for dynamic trees; the tree 'static' has its own paths"),
+        ("medusa", {"head": "nowhere"}, "cannot load a head from 'nowhere': there is no such local folder"),
+        ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
+        ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),
+        ("HEADS/hydra", {"store": 1}, "hydra has no option store; it is for suffix, merged, auto"),
+        ("HEADS/none.py:Mine", {}, "none.py:Mine': there is no such file"),
+        ("HEADS/own.py:Mine", {"nodes": 3}, "Mine has no option nodes; it is for"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    target: Target, heads: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    name = name.replace("HEADS", str(heads))
+    for check in (lambda: check_options(name, options), lambda: load_proposer(name, target, **options)):
+        with pytest.raises(ValueError, match=message):
+            check()
+
+
+def test_options_that_are_none_or_false_are_not_given() -> None:
+    check_options("none", {"head": None, "nodes": None, "sampled": False})
+    check_options("hydra", {})
+    with pytest.raises(ValueError, match="hydra needs head, the folder of a head that was trained for this model"):
+        check_options("hydra", {}, pretrained=False)
+    check_options("auto", {}, pretrained=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
+        ("HEADS/hydra", {"depth": 2}, "hydra has no option depth; it is for draft, eagle, eagle3"),
+        ("HEADS/wide", {}, "hidden size"),
+        ("draft", {"draft_model": "TARGET", "width": 0}, "width 0 and length None must be at least 1"),
+        ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody"),
+        ("HEADS/own.py:three", {}, "own.py has no class three"),
+        (
+            "HEADS/own.py:Greedy",
+            {},
+            "Greedy in .* must be made without arguments: missing .* 'length'",
+        ),
+        ("HEADS/own.py:Other", {}, "Other in .* is no proposer: .* which has no layers and no propose"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    target: Target, heads: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    values = {"HEADS/hydra": heads / "hydra", "TARGET": target}
+    options = {option: values.get(value, value) for option, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        load_proposer(name.replace("HEADS", str(heads)), target, **options)
+
+
+def test_a_pretrained_head_says_which_model_it_is_for() -> None:
+    with pytest.raises(ValueError, match=r"is for the default model \(.*this target's is 3\); .*head=\"FOLDER\""):
+        load_proposer("medusa", Target(tiny("llama", num_hidden_layers=3)))
