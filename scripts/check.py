@@ -1,4 +1,4 @@
-"""Check a head's folder: would vLLM and SGLang serve it as it was trained, and are its draft tokens accepted?"""
+"""Check a head's folder: are its draft tokens accepted here, and would vLLM and SGLang serve it as it was trained?"""
 
 from __future__ import annotations
 
@@ -16,39 +16,23 @@ if __name__ == "__main__":
 from decode.models.loading import DTYPES
 from heads.checkpoint import load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
-from proposers import HEAD_PROPOSERS
-from scripts.serving.comparison import SERVED, serve_head
-from scripts.serving.engine import check_engine
-from scripts.serving_rules.folder import Engine, error, read_folder
-from scripts.serving_rules.report import (
-    ENGINES,
-    SOURCES,
-    Report,
-    count_draft_tokens,
-    describe_report,
-    find_faults,
-    write_commands,
-)
-from scripts.serving_rules.trial import load_trial_proposer, run_trial
+from proposers import load_proposer
+from scripts.checking.acceptance import NODES, run_trial, serve_head
+from scripts.checking.engine import check_engine
+from scripts.checking.report import ENGINES, Report, count_draft_tokens, write_commands
+from scripts.checking.rules import Engine, error, find_faults
 from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 
-EPILOG = f"""\
-Each line of the result is a finding: its level (error, warning or note), its engine, its name, and what to do. The
-engine is vllm, sglang, both of them, or draftless (loading and drafting here). Then come the commands that serve the
-model with the head, and tau, the mean acceptance length on four prompts, next to the one that calibration.json states.
-The exit status is 1 if there is an error. With --engine, findings about the other engine are left out.
+EPILOG = """\
+The result has a line for each finding: its level, its engine (draftless: loading and drafting here), its name, and what
+to do. Then come the commands that serve the model with the head, and tau, the mean acceptance length on four prompts,
+next to the one that calibration.json states. The exit status is 1 if there is an error.
 
---serve really serves the head: vLLM answers the four prompts offline, without the head and with it, and Draftless
-drafts chains of as many tokens. A table compares texts and the share of draft tokens accepted at each position. vLLM
-needs a Python of its own (docs/serving-and-check.md has a recipe for a CPU). --serve does not run SGLang.
-
-{SOURCES}"""
-
-
+With --serve, vLLM answers the prompts too, without the head and with it, and a table compares the share of draft tokens
+accepted at each position with Draftless. docs/serving-and-check.md has a recipe for vLLM on a CPU."""
 EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.32
 serves (older versions were not tried), and check the copy. It drafts the same tokens and is larger"""
-ENGINE_PYTHON_HELP = "for --serve: a Python that can import vLLM (default: the one that runs this)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         if not args.folder.is_dir():
             raise ValueError(f"there is no local folder {args.folder}")
+        if args.serve:
+            check_engine(args.engine_python)
         model = ModelOptions.from_args(args, accelerate="packed")
-        python = find_engine(args.serve, args.engine, args.engine_python)
         folder = args.folder if args.export is None else export(args.folder, args.export)
-        report = check(folder, model, args.kind, args.engine, decode=not args.no_decode, engine_python=python)
-        as_json = json.dumps(asdict(report) | {"ok": report.ok})
-        print(as_json if args.json else describe_report(report, args.engine))
+        engines = ENGINES if args.engine is None else (args.engine,)
+        report = check(folder, model, engines, not args.no_decode, args.engine_python if args.serve else None)
+        print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
 
@@ -71,12 +56,12 @@ def make_parser() -> Parser:
     parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG)
     parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
     parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--kind", choices=HEAD_PROPOSERS, help="report an error if the head is of another kind")
     parser.add_argument("--engine", choices=ENGINES, help="check for this engine only (default: for both)")
-    parser.add_argument("--no-decode", action="store_true", help="check the rules only; do not draft with the head")
+    parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
     parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
     parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
-    parser.add_argument("--engine-python", metavar="PATH", help=ENGINE_PYTHON_HELP)
+    python_help = "for --serve: a Python that can import vLLM (default: the one that runs this)"
+    parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help=python_help)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
@@ -92,56 +77,35 @@ def export(folder: Path, into: Path) -> Path:
     return into
 
 
-def find_engine(serve: bool, engine: Engine | None, python: str | None) -> str | None:
-    """The Python with vLLM, or None without --serve. Raises ValueError for a Python without vLLM, before any work."""
-    if not serve and python is not None:
-        raise ValueError("--engine-python is for --serve")
-    if not serve:
-        return None
-    if engine == "sglang":
-        raise ValueError("--serve serves with vLLM only; leave out --engine sglang")
-    python = python or sys.executable
-    check_engine(python)
-    return python
-
-
 def check(
-    path: Path,
-    model: ModelOptions,
-    kind: str | None,
-    engine: Engine | None,
-    decode: bool,
-    engine_python: str | None = None,
+    path: Path, model: ModelOptions, engines: Sequence[Engine], decode: bool, engine_python: str | None
 ) -> Report:
-    """Apply all rules to the folder, load its head and, with `decode`, draft with it.
+    """Load the head, look for faults that these engines do not report and, with `decode`, draft with it.
 
-    kind: what the head has to be; None accepts every kind. engine: check for this one only; None checks for all.
     engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
-    try:
-        folder = read_folder(path)
-    except ValueError as fault:  # nothing is left to check, so the model is not loaded
-        findings = [error("both", "damaged-folder", str(fault))]
-        return Report(str(path), model.model, None, findings, {})
-    if engine_python is not None and folder.kind not in SERVED:
-        raise ValueError(f"--serve is for heads of kind {', '.join(SERVED)}; {path} has one of kind {folder.kind}")
     target = load_target(model)
-    findings = find_faults(folder, target, kind)
-    proposer, reasons = load_trial_proposer(path, target)
-    if not any(finding.engine == "draftless" for finding in findings):
-        findings += reasons
-    trial = run_trial(path, target, proposer) if decode and proposer is not None else None
-    findings += trial.check() if trial else []
-    served = None
-    if engine_python is not None and proposer is not None:
-        served, faults = serve_head(folder.path, folder.kind, count_draft_tokens(folder), target, engine_python)
-        findings += faults
-    engines = ENGINES if engine is None else (engine,)
-    findings = [finding for finding in findings if finding.engine in (*engines, "both", "draftless")]
     name = model.model or str(target.model.name_or_path)
-    commands = write_commands(folder, name, findings)
-    commands = {server: command for server, command in commands.items() if server in engines}
-    return Report(str(path), name, folder.kind, findings, commands, trial, served)
+    try:
+        proposer = load_proposer(path, target, nodes=NODES)
+        head = proposer.head
+        findings = find_faults(path, head, target)
+    except ValueError as fault:
+        return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
+    commands = write_commands(head, str(path.resolve()), name)
+    if engine_python is not None and "vllm" not in commands:
+        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
+    trial, served = None, None
+    if decode:
+        trial = run_trial(target, proposer)
+        findings += trial.check()
+    if engine_python is not None:
+        served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
+        findings += faults
+    findings = [each for each in findings if each.engine in (*engines, "both", "draftless")]
+    blocked = {each.engine for each in findings if each.level == "error"}
+    usable = {each: None if blocked & {each, "both", "draftless"} else commands.get(each) for each in engines}
+    return Report(str(path), name, head.kind, findings, usable, trial, served)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
 """A stand-alone program that answers prompts offline in vLLM, with or without a head. It needs nothing of Draftless.
 
-It reads an `engine.Request` as JSON from stdin and prints one JSON object: the fields of `engine.Answers`, or `error`,
-vLLM's own reason in one line.
+It reads the request of `comparison.serve_head` as JSON from stdin and prints one JSON object: the fields of
+`engine.Answers`, or `error`, vLLM's own reason in one line.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import time
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +19,6 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 COUNTS = "vllm:spec_decode_num_"
-UNIT = 2**30 if sys.platform == "darwin" else 2**20  # of ru_maxrss in a GiB
 
 
 def main() -> None:
@@ -37,12 +34,11 @@ def main() -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """The answers to the prompts, and how many draft tokens were accepted at each position."""
-    started = time.perf_counter()
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     import vllm
 
-    prompts, drafted, limit = request["prompts"], request["draft_tokens"], request["max_new_tokens"]
+    prompts, drafted, limit = (request[name] for name in ("prompts", "draft_tokens", "max_new_tokens"))
     head = {"method": request["method"], "model": request["head"], "num_speculative_tokens": drafted}
     engine = vllm.LLM(
         request["model"],
@@ -61,8 +57,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "drafts": counts[f"{COUNTS}drafts"].value if counts else 0,
         "accepted": list(counts[f"{COUNTS}accepted_tokens_per_pos"].values) if counts else [],
         "versions": {"vllm": vllm.__version__, **{name: version(name) for name in ("torch", "transformers")}},
-        "seconds": time.perf_counter() - started,
-        "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / UNIT,
     }
 
 

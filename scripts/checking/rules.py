@@ -1,0 +1,162 @@
+"""The silent killers: faults with which a server drafts without an error and accepts almost no draft token.
+
+Draftless reads a head by its tensors, servers by config.json. Each rule compares what they read with what Draftless
+read. What a server refuses aloud needs no rule; `--serve` shows it. The facts are of vLLM 0.32 and 0.33 (Medusa: up to
+0.32) and SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from decode import Target
+from heads.formats.eagle import EMBEDDING
+from heads.formats.eagle3 import NESTED, READ
+from heads.formats.layout import ConfigDict, Head, number, section
+from heads.formats.weight_files import CONFIG, read_json, read_weights
+
+Engine = Literal["vllm", "sglang", "both", "draftless"]
+LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
+Tensors = Mapping[str, Tensor]  # of the file
+DIFFERENT = 0.01  # relative norm of the difference; rounding to bfloat16 stays below it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a head. An error means that the engine cannot serve it as it was trained."""
+
+    level: Literal["error", "warning"]
+    engine: Engine  # "both": vLLM and SGLang; "draftless": loading and drafting here
+    name: str  # stable, so that programs can look for it
+    text: str  # what is wrong and what to do, in one line
+
+
+error, warning = partial(Finding, "error"), partial(Finding, "warning")
+
+
+def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
+    """The faults of a folder, whose head is loaded. No server has Hydra heads, so they have no faults.
+
+    Raises ValueError if a value in config.json has the wrong type.
+    """
+    config, (tensors, _) = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}, read_weights(path)
+    if head.kind == "medusa":
+        return list(check_medusa(head, config))
+    found: list[Finding] = []
+    if head.kind in ("eagle", "eagle3"):
+        found += check_class(head, config)
+        found += check_biases(head, tensors)
+        found += check_sizes(head, config, target.context)
+        found += check_embeddings(head, tensors, config, target)
+    if head.kind == "eagle3":
+        found += check_layer_ids(head, config, target.config.num_hidden_layers)
+        found += check_offsets(head, tensors)
+        found += check_norms(head, config)
+    return found
+
+
+def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
+    if head.config.bias and not config.get("medusa_fc_bias"):
+        yield error("vllm", "biases", "vLLM ignores the biases without medusa_fc_bias: true in config.json: add it")
+    if head.token_map is not None:
+        text = "vLLM 0.21 to 0.32 refuses a token_map; write a copy without one: check.py HEAD --export DIR"
+        yield error("vllm", "medusa-token-map", text)
+
+
+def check_class(head: Head, config: ConfigDict) -> Iterator[Finding]:
+    """SGLang drafts with the class that the config names, even if it is a plain model's."""
+    ending = "ForCausalLMEagle3" if head.kind == "eagle3" else "ForCausalLMEagle"
+    names = config.get("architectures") or []
+    if not any(str(name).endswith(ending) for name in names):
+        yield error("sglang", "class", f'architectures is {names}: put "Llama{ending}" first')
+
+
+def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
+    """Only EAGLE-1 in SGLang has a bias of fc, which stays random if the file has none."""
+    bias = tensors.get("fc.bias")
+    if bias is not None and bool(bias.any()):
+        engine: Engine = "both" if head.kind == "eagle3" else "vllm"
+        yield error(engine, "biases", "fc.bias is not zero but ignored: train the head without it")
+    if bias is None and head.kind == "eagle":
+        yield error("sglang", "biases", "there is no fc.bias, so SGLang's stays random: add zeros")
+
+
+def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Finding]:
+    """Servers build the layer from config.json alone, with transformers' defaults for missing keys."""
+    layer, default = {**config, **section(config, NESTED)}, LlamaConfig()
+    trained = {"num_hidden_layers": 1, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
+    trained |= {name: getattr(head.config.layer, name) for name in LAYER_SIZES}
+    read = {name: number(layer, name) or getattr(default, name) for name in trained}
+    read["num_key_value_heads"] = number(layer, "num_key_value_heads") or read["num_attention_heads"]
+    read["head_dim"] = number(layer, "head_dim") or read["hidden_size"] // read["num_attention_heads"]
+    if head.kind == "eagle3":
+        trained["draft_vocab_size"] = None if head.output == "target" else head.draft_size
+        read["draft_vocab_size"] = number(config, "draft_vocab_size")
+    wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]
+    if wrong:
+        text = f"config.json{'' if config else ' is missing, which'} means {'; '.join(wrong)}: write the right numbers"
+        yield error("both", "sizes", text)
+    positions = number(layer, "max_position_embeddings") or default.max_position_embeddings
+    if positions < context:
+        text = f"after max_position_embeddings ({positions}) drafting ends: write the target's {context}"
+        yield warning("both", "sizes", text)
+
+
+def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: Target) -> Iterator[Finding]:
+    """SGLang takes the target's embeddings; vLLM takes the file's if they differ. Loading ignores untrained ones."""
+    if config.get("tie_word_embeddings"):
+        yield error("both", "embeddings", "tie_word_embeddings: true replaces the output matrix: write false")
+    own, theirs = tensors.get(EMBEDDING), target.model.get_input_embeddings().weight.detach().cpu().float()
+    if getattr(head.config, "embedding", False):
+        yield error("sglang", "embeddings", "SGLang takes the target's embeddings, not the head's: train without them")
+    elif own is not None and torch.dist(own.float(), theirs) > DIFFERENT * theirs.norm():
+        yield error("vllm", "embeddings", f"{EMBEDDING} differs from the target's, and vLLM uses it: remove it")
+
+
+def check_layer_ids(head: Head, config: ConfigDict, layers: int) -> Iterator[Finding]:
+    """Each engine has a list of its own of the target's layers that an EAGLE-3 head reads, and a default without it.
+
+    vLLM's list is at the top of the config: L is the output of the first L layers. SGLang's is in `eagle_config`, by
+    the layer that outputs them, from 0: L - 1. The default is L = 2, n // 2, n - 3 of n layers.
+    """
+    nested = section(config, "eagle_config")
+    for engine, place, listed, shift in (
+        ("vllm", "at the top of config.json", config.get(READ), 0),
+        ("sglang", "in eagle_config", nested.get(READ), 1),
+    ):
+        trained, default = ([layer - shift for layer in each] for each in (head.features, (2, layers // 2, layers - 3)))
+        if (listed or default) != trained:
+            text = f"it would read layers {listed or default}, not {trained}: write {READ}: {trained} {place}"
+            yield error(engine, "layer-ids", text)
+
+
+def check_offsets(head: Head, tensors: Tensors) -> Iterator[Finding]:
+    """d2t [D] holds offsets: draft token i is the target's token i + d2t[i]. Loading has compared it with t2d."""
+    offsets = tensors.get("d2t")
+    if head.token_map is not None and offsets is None:
+        yield error("both", "d2t", "there is no d2t, and servers ignore t2d: save the head with Draftless")
+    elif offsets is not None and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
+        text = "d2t must hold offsets, but it seems to hold the tokens themselves: subtract 0, 1, 2, ..."
+        yield error("both", "d2t", text)
+
+
+def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:
+    """In servers, `norm_output` means that normed states are fed back, and the output matrix always has a norm."""
+    trained = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")}
+    trained["norm_output"] = head.config.normed_feedback
+    default = {"norm_before_residual": NESTED in config}  # speculators' format
+    for name, value in trained.items():
+        if bool(config.get(name, default.get(name))) != value:
+            yield error("both", "norms", f"config.json must have {name}: {str(value).lower()}, as it was trained")
+    if head.config.norm_before_residual:
+        yield error("sglang", "norms", "SGLang ignores norm_before_residual: train without it")
+    if not head.config.final_norm:
+        yield error("both", "norms", "it has no norm before its output matrix, and servers have one: train with it")
