@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds; Ctrl-C ends them without a traceback
-
 from decode.models.loading import DTYPES
 from heads.checkpoint import load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
-from proposers import load_proposer
-from scripts.checking.acceptance import NODES, run_trial, serve_head
-from scripts.checking.engine import check_engine
-from scripts.checking.report import ENGINES, Report, count_draft_tokens, write_commands
-from scripts.checking.rules import Engine, error, find_faults
+from scripts.checking.report import check_folder
+from scripts.checking.serving import check_engine
 from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 
@@ -43,20 +35,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
             check_engine(args.engine_python)
-        model = ModelOptions.from_args(args, accelerate="packed")
         folder = args.folder if args.export is None else export(args.folder, args.export)
-        engines = ENGINES if args.engine is None else (args.engine,)
-        report = check(folder, model, engines, not args.no_decode, args.engine_python if args.serve else None)
+        target = load_target(ModelOptions.from_args(args, accelerate="packed"))
+        name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
+        report = check_folder(folder, target, name, not args.no_decode, python)
         print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="check.py", description=__doc__, epilog=EPILOG)
+    parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
     parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
     parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--engine", choices=ENGINES, help="check for this engine only (default: for both)")
     parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
     parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
     parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
@@ -75,37 +66,6 @@ def export(folder: Path, into: Path) -> Path:
         raise ValueError(f"--export is for Medusa heads; {folder} has a head of kind {head.kind}")
     save_head(widen_medusa(head), into)
     return into
-
-
-def check(
-    path: Path, model: ModelOptions, engines: Sequence[Engine], decode: bool, engine_python: str | None
-) -> Report:
-    """Load the head, look for faults that these engines do not report and, with `decode`, draft with it.
-
-    engine_python: a Python with vLLM to serve the head in; None serves nothing.
-    """
-    target = load_target(model)
-    name = model.model or str(target.model.name_or_path)
-    try:
-        proposer = load_proposer(path, target, nodes=NODES)
-        head = proposer.head
-        findings = find_faults(path, head, target)
-    except ValueError as fault:
-        return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
-    commands = write_commands(head, str(path.resolve()), name)
-    if engine_python is not None and "vllm" not in commands:
-        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
-    trial, served = None, None
-    if decode:
-        trial = run_trial(target, proposer)
-        findings += trial.check()
-    if engine_python is not None:
-        served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
-        findings += faults
-    findings = [each for each in findings if each.engine in (*engines, "both", "draftless")]
-    blocked = {each.engine for each in findings if each.level == "error"}
-    usable = {each: None if blocked & {each, "both", "draftless"} else commands.get(each) for each in engines}
-    return Report(str(path), name, head.kind, findings, usable, trial, served)
 
 
 if __name__ == "__main__":

@@ -115,3 +115,19 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return save
+
+
+@pytest.fixture
+def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Runs a command's `main` in this process. Returns its exit status, stdout and stderr."""
+
+    def run(main: Callable[[list[str]], None], *arguments: str | Path) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        status: Any = 0
+        try:
+            main([*map(str, arguments)])
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run

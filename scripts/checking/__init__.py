@@ -1,1 +1,1 @@
-"""The parts of check.py: silent faults of a head's folder, drafting with it here, and serving it in vLLM."""
+"""The parts of `draftless check`: silent faults of a head's folder, drafting with it here, and serving it in vLLM."""

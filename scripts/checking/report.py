@@ -1,30 +1,38 @@
-"""The report of check.py: findings, the commands that serve the model with the head, and what was accepted."""
+"""The report on a head's folder: findings, the commands that serve the model with the head, and what was accepted."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from decode import Target, generate
 from heads.formats.layout import Head
-from scripts.checking.acceptance import ServedResult, TrialResult
-from scripts.checking.rules import Engine, Finding
+from proposers import HeadProposer, load_proposer
+from proposers.calibration import FILE
+from scripts.checking.rules import Engine, Finding, error, find_faults, warning
+from scripts.checking.serving import PROMPTS, ServedResult, serve_head
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
+NEW_TOKENS, NODES = 48, 16  # of each answer here, and of its draft trees
+USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
+EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result for one folder. `decode` is None if no draft token was tried, `served` if no engine served it."""
+    """The result for one folder. tau: the mean acceptance length here; None without drafting."""
 
     folder: str
     target: str
     kind: str | None  # None: the head could not be loaded
     findings: list[Finding]
     commands: Mapping[Engine, str | None]  # None: not served, or not without a fault
-    decode: TrialResult | None = None
+    tau: float | None = None
+    expected_tau: float | None = None  # by the head's calibration
     served: ServedResult | None = None
 
     @property
@@ -36,7 +44,55 @@ class Report:
         lines = [" ".join(line.split("\n")) for line in lines] or ["no findings"]
         missing = f"no command: there is an error above, or it does not serve {self.kind} heads"
         lines += [f"\n{engine}: {command or missing}" for engine, command in self.commands.items()]
-        return "\n".join([*lines, *(f"\n{part.describe()}" for part in (self.decode, self.served) if part)])
+        if self.tau is not None:
+            expected = "no expected tau" if self.expected_tau is None else f"an expected tau of {self.expected_tau:.2f}"
+            lines.append(f"\ntau {self.tau:.2f}, greedy, {NODES} nodes; {FILE} states {expected}")
+        return "\n".join(lines if self.served is None else [*lines, f"\n{self.served.describe()}"])
+
+
+def check_folder(
+    path: Path, target: Target, name: str, decode: bool = True, engine_python: str | None = None
+) -> Report:
+    """Load the head, look for silent faults and, with `decode`, draft with it.
+
+    name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
+    """
+    try:
+        proposer = load_proposer(path, target, nodes=NODES)
+        head = proposer.head
+        findings = find_faults(path, head, target)
+    except ValueError as fault:
+        return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
+    commands = write_commands(head, str(path.resolve()), name)
+    if engine_python is not None and "vllm" not in commands:
+        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
+    tau, expected, served = None, None, None
+    if decode:
+        tau, expected = measure_tau(target, proposer)
+        findings += judge_tau(tau, expected)
+    if engine_python is not None:
+        served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
+        findings += faults
+    blocked = {each.engine for each in findings if each.level == "error"}
+    usable = {each: None if blocked & {each, "both", "draftless"} else commands.get(each) for each in ENGINES}
+    return Report(str(path), name, head.kind, findings, usable, tau, expected, served)
+
+
+def measure_tau(target: Target, proposer: HeadProposer) -> tuple[float, float | None]:
+    """tau on `PROMPTS`, greedy, with trees of `NODES` nodes; and the one that the calibration expects, if any."""
+    answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
+    tokens, steps = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "steps"))
+    return tokens / steps, proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
+
+
+def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:
+    """What is wrong with this tau."""
+    if tau < USELESS_TAU:
+        text = f"tau is {tau:.2f}; is the head trained enough, and for this target, its layers and its chat template?"
+        yield error("draftless", "accepts-nothing", text)
+    elif expected is not None and tau < EXPECTED_SHARE * expected:
+        text = f"tau is {tau:.2f}, but {FILE} states {expected:.2f}; did the head, the target or its template change?"
+        yield warning("draftless", "accepts-less-than-card", text)
 
 
 def count_draft_tokens(head: Head) -> int:

@@ -48,14 +48,15 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
     Raises ValueError if a value in config.json has the wrong type.
     """
     config, (tensors, _) = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}, read_weights(path)
+    layer = {**config, **section(config, NESTED)}  # speculators' format nests the sizes of the layer
     if head.kind == "medusa":
         return list(check_medusa(head, config))
     found: list[Finding] = []
     if head.kind in ("eagle", "eagle3"):
         found += check_class(head, config)
         found += check_biases(head, tensors)
-        found += check_sizes(head, config, target.context)
-        found += check_embeddings(head, tensors, config, target)
+        found += check_sizes(head, layer, target.context)
+        found += check_embeddings(head, tensors, layer, target)
     if head.kind == "eagle3":
         found += check_layer_ids(head, config, target.config.num_hidden_layers)
         found += check_offsets(head, tensors)
@@ -67,7 +68,7 @@ def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
     if head.config.bias and not config.get("medusa_fc_bias"):
         yield error("vllm", "biases", "vLLM ignores the biases without medusa_fc_bias: true in config.json: add it")
     if head.token_map is not None:
-        text = "vLLM 0.21 to 0.32 refuses a token_map; write a copy without one: check.py HEAD --export DIR"
+        text = "vLLM 0.21 to 0.32 refuses a token_map; write a copy without one: draftless check HEAD --export DIR"
         yield error("vllm", "medusa-token-map", text)
 
 
@@ -91,12 +92,12 @@ def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
 
 def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Finding]:
     """Servers build the layer from config.json alone, with transformers' defaults for missing keys."""
-    layer, default = {**config, **section(config, NESTED)}, LlamaConfig()
+    default = LlamaConfig()
     trained = {"num_hidden_layers": 1, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
     trained |= {name: getattr(head.config.layer, name) for name in LAYER_SIZES}
-    read = {name: number(layer, name) or getattr(default, name) for name in trained}
-    read["num_key_value_heads"] = number(layer, "num_key_value_heads") or read["num_attention_heads"]
-    read["head_dim"] = number(layer, "head_dim") or read["hidden_size"] // read["num_attention_heads"]
+    read = {name: number(config, name) or getattr(default, name) for name in trained}
+    read["num_key_value_heads"] = number(config, "num_key_value_heads") or read["num_attention_heads"]
+    read["head_dim"] = number(config, "head_dim") or read["hidden_size"] // read["num_attention_heads"]
     if head.kind == "eagle3":
         trained["draft_vocab_size"] = None if head.output == "target" else head.draft_size
         read["draft_vocab_size"] = number(config, "draft_vocab_size")
@@ -104,7 +105,7 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
     if wrong:
         text = f"config.json{'' if config else ' is missing, which'} means {'; '.join(wrong)}: write the right numbers"
         yield error("both", "sizes", text)
-    positions = number(layer, "max_position_embeddings") or default.max_position_embeddings
+    positions = number(config, "max_position_embeddings") or default.max_position_embeddings
     if positions < context:
         text = f"after max_position_embeddings ({positions}) drafting ends: write the target's {context}"
         yield warning("both", "sizes", text)
@@ -115,9 +116,11 @@ def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: T
     if config.get("tie_word_embeddings"):
         yield error("both", "embeddings", "tie_word_embeddings: true replaces the output matrix: write false")
     own, theirs = tensors.get(EMBEDDING), target.model.get_input_embeddings().weight.detach().cpu().float()
+    if own is None or (own.shape == theirs.shape and torch.dist(own.float(), theirs) <= DIFFERENT * theirs.norm()):
+        return
     if getattr(head.config, "embedding", False):
         yield error("sglang", "embeddings", "SGLang takes the target's embeddings, not the head's: train without them")
-    elif own is not None and torch.dist(own.float(), theirs) > DIFFERENT * theirs.norm():
+    else:
         yield error("vllm", "embeddings", f"{EMBEDDING} differs from the target's, and vLLM uses it: remove it")
 
 

@@ -1,7 +1,7 @@
 """A stand-alone program that answers prompts offline in vLLM, with or without a head. It needs nothing of Draftless.
 
-It reads the request of `comparison.serve_head` as JSON from stdin and prints one JSON object: the fields of
-`engine.Answers`, or `error`, vLLM's own reason in one line.
+It reads the request of `serving.serve_head` as JSON from stdin and prints one JSON object: the fields of
+`serving.Answers`, or `error`, vLLM's own reason in one line.
 """
 
 from __future__ import annotations

@@ -15,44 +15,32 @@ from typing import Any
 import pytest
 
 from decode import Target, generate
-from heads import PRETRAINED, Eagle3Config, Eagle3Head, choose_features, save_head
+from heads import PRETRAINED, save_head
 from scripts import check
-from scripts.checking import engine
-from scripts.checking.acceptance import PROMPTS, SERVED_TOKENS, draft_chains
-from tests.support.drafting import LAYER, make_head
+from scripts.checking import serving
+from scripts.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
+from tests.support.drafting import make_head
 
 LAYERS, CHAIN = 12, 3
 PRETENDED = '''
-"""Prints, answers from a file, or fails as the file says."""
+"""Prints, answers from a file, or runs the code in the file."""
 import json, os, subprocess, sys, time
 from types import SimpleNamespace
-__version__ = "9.9"
-PLAN = json.load(open(os.environ["PLAN"]))
+__version__, PLACE = "9.9", os.environ["PLAN"]
+PLAN = json.load(open(PLACE))
 
-class SamplingParams:
-    def __init__(self, **settings):
-        self.settings = settings
+class SamplingParams(SimpleNamespace):
+    pass
 
 class LLM:
     def __init__(self, model, **settings):
         print("noise on stdout")
         self.drafts = settings["speculative_config"] is not None
-        json.dump({"model": model, **settings}, open(os.environ["PLAN"] + f".{self.drafts:d}", "w"))
-        if self.drafts or PLAN.get("always"):
-            if "raise" in PLAN:
-                raise ValueError(PLAN["raise"])
-            if "status" in PLAN:
-                print("bad luck", file=sys.stderr, flush=True)
-                os._exit(PLAN["status"])
-            if "kill" in PLAN:
-                os.kill(os.getpid(), 9)
-            if "sleep" in PLAN:
-                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-                json.dump([os.getpid(), child.pid], open(os.environ["PLAN"] + ".pids", "w"))
-                time.sleep(600)
+        json.dump({"model": model, **settings}, open(f"{PLACE}.{self.drafts:d}", "w"))
+        exec(PLAN["code"] if self.drafts or PLAN["always"] else "")
 
     def generate(self, prompts, sampling):
-        assert len(prompts) == len(PLAN["plain"]) and sampling.settings["temperature"] == 0
+        assert len(prompts) == len(PLAN["plain"]) and sampling.temperature == 0
         texts = PLAN["drafted" if self.drafts else "plain"]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(text))]) for text in texts]
 
@@ -61,6 +49,11 @@ class LLM:
         return [SimpleNamespace(name=name + "drafts", value=PLAN["drafts"]),
                 SimpleNamespace(name=name + "accepted_tokens_per_pos", values=PLAN["accepted"])]
 '''
+SLEEP = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+json.dump([os.getpid(), child.pid], open(PLACE + ".pids", "w"))
+time.sleep(600)
+"""
 Serve = Callable[..., tuple[Any, str, str]]
 
 
@@ -76,12 +69,8 @@ def target(model: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained head that uses the target's output matrix."""
     folder = tmp_path_factory.mktemp("head")
-    config = Eagle3Config(target.config.hidden_size, target.vocabulary, LAYER, choose_features(LAYERS), output="target")
-    made = Eagle3Head(config)
-    made.borrow(target.output_matrix)
-    save_head(made, folder)
+    save_head(make_head("eagle3", target, output="target"), folder)
     return folder
 
 
@@ -89,14 +78,13 @@ def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def agreeing(target: Target, head: Path) -> dict[str, Any]:
     """The plan of a vLLM that answers and drafts as Draftless does."""
     ours = draft_chains(head, target, CHAIN)[1]
-    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=SERVED_TOKENS)]
-    return {"plain": plain, "drafted": plain, "drafts": ours.drafts, "accepted": ours.accepted}
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=NEW_TOKENS)]
+    found = {"drafts": ours.drafts, "accepted": ours.accepted}
+    return {"plain": plain, "drafted": plain, **found, "code": "", "always": False}
 
 
 @pytest.fixture
-def serve(
-    model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Serve:
+def serve(model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Serve) -> Serve:
     """Runs the command with a vLLM that follows a plan."""
     library, plan_file = tmp_path / "library", tmp_path / "plan.json"
     (library / "vllm").mkdir(parents=True)
@@ -106,14 +94,8 @@ def serve(
 
     def run(plan: dict[str, Any], *arguments: str | Path, folder: Path = head) -> tuple[Any, str, str]:
         plan_file.write_text(json.dumps(plan))
-        capsys.readouterr()
-        status: Any = 0
-        options = ["--model", model, "--dtype", "float32", "--no-decode", "--serve", *arguments]
-        try:
-            check.main([str(folder), *map(str, options)])
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
+        options = ["--model", model, "--dtype", "float32", "--no-decode", "--serve"]
+        return run_main(check.main, folder, *options, *arguments)
 
     return run
 
@@ -142,7 +124,7 @@ def test_a_head_that_is_served_as_here(serve: Serve, agreeing: dict[str, Any], t
 def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[str, Any]) -> None:
     """Drafts begin after the prefill's token and before the last wanted one. Each adds its accepted tokens and one."""
     ours = draft_chains(head, target, CHAIN)[1]
-    assert ours.tokens == agreeing["plain"] and max(map(len, ours.tokens)) == SERVED_TOKENS
+    assert ours.tokens == agreeing["plain"] and max(map(len, ours.tokens)) == NEW_TOKENS
     spare = ours.drafts + sum(ours.accepted) - sum(len(text) - 1 for text in ours.tokens)
     assert 0 <= spare < len(PROMPTS), "only an answer's last draft may go beyond its end, and few drafts are accepted"
 
@@ -160,28 +142,30 @@ def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Ser
 
 
 @pytest.mark.parametrize(
-    ("plan", "reason"),
+    ("code", "reason"),
     [
-        ({"raise": "no such\n  weights: {'token_map'}"}, "ValueError: no such weights: {'token_map'}"),
-        ({"status": 3}, "it ended with status 3: bad luck"),
-        ({"kill": True}, "it was killed, most likely because memory ran out"),
+        ("raise ValueError('no such\\n  weights: {}')", "ValueError: no such weights: {}"),
+        ("print('bad luck', file=sys.stderr, flush=True); os._exit(3)", "it ended with status 3: bad luck"),
+        ("os.kill(os.getpid(), 9)", "it was killed, most likely because memory ran out"),
     ],
 )
-def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], plan: dict[str, Any], reason: str) -> None:
-    status, out, _ = serve(agreeing | plan)
+def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], code: str, reason: str) -> None:
+    status, out, _ = serve(agreeing | {"code": code})
     line = f"error   vllm      engine-refuses: vLLM 9.9 serves the model, but not with this head: {reason}"
     assert status == 1 and line in out.splitlines() and "Draftless |" not in out
-    if "raise" in plan:
-        out = serve(agreeing | plan | {"always": True})[1]
-        assert f"engine-fails: vLLM does not serve the model, with this head or without it: {reason}" in out
+
+
+def test_why_the_model_is_not_served(serve: Serve, agreeing: dict[str, Any]) -> None:
+    out = serve(agreeing | {"code": "raise ValueError('no')", "always": True})[1]
+    assert "engine-fails: vLLM does not serve the model, with this head or without it: ValueError: no" in out
 
 
 @pytest.mark.slow
 def test_nothing_goes_on_after_a_timeout(
     serve: Serve, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "TIMEOUT", 6)
-    assert "it did not answer within 0.1 minutes" in serve(agreeing | {"sleep": True})[1]
+    monkeypatch.setattr(serving, "TIMEOUT", 6)
+    assert "it did not answer within 0.1 minutes" in serve(agreeing | {"code": SLEEP})[1]
     ends = monotonic() + 10  # a killed process may take a moment to end
     while not all(map(has_ended, json.loads((tmp_path / "plan.json.pids").read_text()))):
         assert monotonic() < ends
@@ -222,11 +206,20 @@ def test_pretrained_heads_in_the_real_engine(kind: str, tmp_path: Path) -> None:
     """In the Python that DRAFTLESS_ENGINE_PYTHON names, or in this one."""
     python = os.environ.get("DRAFTLESS_ENGINE_PYTHON", sys.executable)
     try:
-        engine.check_engine(python)
+        serving.check_engine(python)
     except ValueError:
         pytest.skip("no vLLM here; DRAFTLESS_ENGINE_PYTHON names a Python that has one")
     options = ["--export", str(tmp_path / "wide")] if kind == "medusa" else []
-    command = [sys.executable, check.__file__, str(PRETRAINED / kind), "--serve", "--engine-python", python, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.check",
+        str(PRETRAINED / kind),
+        "--serve",
+        "--engine-python",
+        python,
+        *options,
+    ]
     run = subprocess.run([*command, "--no-decode", "--json"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr + run.stdout
     served = json.loads(run.stdout)["served"]

@@ -1,20 +1,28 @@
-"""How many draft tokens of a head are accepted: here compared with its calibration, and in vLLM compared with here."""
+"""A head served in vLLM, compared with Draftless: the same prompts, and chains of as many draft tokens.
+
+vLLM runs in a Python of its own, because it needs other versions than Draftless.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import eq
 from pathlib import Path
+from typing import Any
 
-from decode import Stats, Target, generate, stream
+from decode import Stats, Target, stream
 from decode.models.user_cache import print_notice
 from heads.checkpoint import load_head
-from proposers import HEAD_PROPOSERS, HeadProposer
-from proposers.calibration import FILE
+from proposers import HEAD_PROPOSERS
 from scripts.benchmark.tables import to_markdown
-from scripts.checking.engine import Answers, EngineFailure, ask_engine
 from scripts.checking.rules import Finding, error, warning
 
 PROMPTS = (
@@ -23,41 +31,32 @@ PROMPTS = (
     "A farmer has 12 hens. Each hen lays 5 eggs a week. How many eggs are that in 4 weeks?",
     "Write a Python function that reverses a list.",
 )
-TRIAL_TOKENS, SERVED_TOKENS = 48, 96  # of each answer
-NODES = 16
-USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
-EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
-SERVED_SHARE = 0.8  # least share of the draft tokens accepted in Draftless
+NEW_TOKENS = 96  # of each answer
+LEAST_SHARE = 0.8  # of the draft tokens accepted in Draftless
+PROGRAM = Path(__file__).with_name("vllm_program.py")
+FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
+TIMEOUT = 1800  # seconds for loading and a few prompts; a small model on two cores takes one or two minutes
+ISOLATED = {"PYTHONSAFEPATH": "1"}  # folders of a script and of the user hide no module of vLLM's
+SHOWN = 500  # characters of a reason
+
+
+class EngineFailure(Exception):
+    """vLLM gave no answers. The message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
-class TrialResult:
-    """tau, the mean acceptance length, in trees of `NODES` nodes; and the tau that the calibration expects, if any."""
+class Answers:
+    """A program's answers, and what it accepted."""
 
-    tau: float
-    expected: float | None
-    tokens: int
+    tokens: list[list[int]]  # of each answer, stop token included
+    drafts: int
+    accepted: list[int]  # [i]: drafts whose token i was accepted
+    versions: dict[str, str] = field(default_factory=dict)
 
-    def describe(self) -> str:
-        expected = "no expected tau" if self.expected is None else f"an expected tau of {self.expected:.2f}"
-        return f"tau {self.tau:.2f} over {self.tokens} tokens, greedy, {NODES} nodes; {FILE} states {expected}"
-
-    def check(self) -> Iterator[Finding]:
-        """What is wrong with this tau."""
-        if self.tau < USELESS_TAU:
-            text = f"tau is {self.tau:.2f}: little training, other layers, another target's head or chat template?"
-            yield error("draftless", "accepts-nothing", text)
-        elif self.expected is not None and self.tau < EXPECTED_SHARE * self.expected:
-            text = f"tau is {self.tau:.2f}, {FILE} states {self.expected:.2f}: did head, target or template change?"
-            yield warning("draftless", "accepts-less-than-card", text)
-
-
-def run_trial(target: Target, proposer: HeadProposer) -> TrialResult:
-    """Answer `PROMPTS` greedily with trees of `NODES` nodes."""
-    answers = generate(target, PROMPTS, proposer, max_new_tokens=TRIAL_TOKENS, nodes=NODES)
-    tokens, steps = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "steps"))
-    expected = proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
-    return TrialResult(tokens / steps, expected, tokens)
+    @property
+    def tokens_per_draft(self) -> float:
+        """The bonus token included; the prefill, which has no draft, is not counted."""
+        return 1 + sum(self.accepted) / max(self.drafts, 1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class ServedResult:
             text = f"{texts - equal} of {texts} texts differ from vLLM's without the head; near-ties can do that"
             yield warning("vllm", "served-text-differs", text)
         ours, theirs = self.draftless.tokens_per_draft, self.vllm.tokens_per_draft
-        if theirs - 1 < SERVED_SHARE * (ours - 1):
+        if theirs - 1 < LEAST_SHARE * (ours - 1):
             text = f"{theirs:.2f} tokens per draft, but {ours:.2f} in Draftless: vLLM drafts something else"
             yield error("vllm", "served-accepts-less", text)
 
@@ -109,7 +108,7 @@ def serve_head(
     prompts, ours = draft_chains(folder, target, draft_tokens)
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
     request = {"model": model, "dtype": dtype, "prompts": prompts, "stop_ids": sorted(target.stop_ids)}
-    request |= {"max_new_tokens": SERVED_TOKENS, "draft_tokens": draft_tokens, "head": None, "method": None}
+    request |= {"max_new_tokens": NEW_TOKENS, "draft_tokens": draft_tokens, "head": None, "method": None}
     name, fault = "engine-fails", "vLLM does not serve the model, with this head or without it"
     try:
         print_notice(f"vLLM answers {len(prompts)} prompts without the head")
@@ -132,12 +131,48 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
     head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
     proposer = HEAD_PROPOSERS[head.kind](head, depth=count, width=1, nodes=count + 1)
     made, stats, answers = Counter[int](), Stats(accepted_by_depth=[0] * count), {}
-    for chunk in stream(target, PROMPTS, proposer, max_new_tokens=SERVED_TOKENS + count, text=False):
-        if 0 < made[chunk.request_id] < SERVED_TOKENS:  # the prefill has no draft
+    for chunk in stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS + count, text=False):
+        if 0 < made[chunk.request_id] < NEW_TOKENS:  # the prefill has no draft
             stats.add(chunk.stats)
         made[chunk.request_id] += len(chunk.tokens)
         if chunk.answer is not None:
             answers[chunk.request_id] = chunk.answer
     ordered = [answers[place] for place in range(len(PROMPTS))]
-    tokens = [answer.tokens[:SERVED_TOKENS] for answer in ordered]
+    tokens = [answer.tokens[:NEW_TOKENS] for answer in ordered]
     return [answer.prompt for answer in ordered], Answers(tokens, stats.steps, list(stats.accepted_by_depth))
+
+
+def check_engine(python: str) -> None:
+    """Raise ValueError if this Python cannot import vLLM."""
+    try:
+        run = subprocess.run([python, "-c", FIND], capture_output=True, env=os.environ | ISOLATED)
+    except OSError as error:
+        raise ValueError(f"--engine-python {python} does not run: {error.strerror}") from error
+    if run.returncode:
+        raise ValueError(f"--serve needs vLLM, and {python} has none; name a Python with vLLM by --engine-python")
+
+
+def ask_engine(python: str, request: Mapping[str, Any]) -> Answers:
+    """The answers of vLLM to a request. Raises EngineFailure if there are none."""
+    settings: dict[str, Any] = {"text": True, "env": os.environ | ISOLATED, "start_new_session": True}
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        with subprocess.Popen([python, str(PROGRAM)], **streams, **settings) as process:
+            try:
+                out, _ = process.communicate(json.dumps(request), TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise EngineFailure(f"it did not answer within {TIMEOUT / 60:g} minutes") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with all processes that vLLM started
+        if process.returncode == -signal.SIGKILL:
+            raise EngineFailure("it was killed, most likely because memory ran out")
+        try:
+            result: dict[str, Any] = json.loads(out)
+        except ValueError:
+            log.seek(0)
+            last = (log.read().strip().splitlines() or ["it printed nothing"])[-1]
+            raise EngineFailure(f"it ended with status {process.returncode}: {last[:SHOWN]}") from None
+    if "error" in result:
+        raise EngineFailure(result["error"][:SHOWN])
+    return Answers(**result)
