@@ -47,7 +47,7 @@ def make_proposer(kind: str) -> Proposer | None:
 @pytest.mark.filterwarnings("ignore:request .* no token can be chosen:RuntimeWarning")
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [2, 6])  # with refills in plain decoding
-@pytest.mark.parametrize("kind", ["plain", "ngram", "chain", "merged", "sampled chain", "sampled tree"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "merged", "sampled chain", "sampled tree"])
 def test_the_others_go_on(kind: str, batch_size: int, sampling: Sampling) -> None:
     options = {**SETTINGS, "batch_size": batch_size, "sampling": sampling}
     expected = generate(make_target(False), PROMPTS, make_proposer(kind), **options)
@@ -100,6 +100,49 @@ def test_scores_that_allow_nothing(kind: str, temperature: float, value: float) 
     assert answer.finish == "error" and len(answer.tokens) == 5
 
 
+def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Put a value among the last row's logits in the sixth forward pass."""
+    forward, calls = target.model.forward, [0]
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if calls[0] == 5:
+            output.logits[-1, 0, 17] = value
+        calls[0] += 1
+        return output
+
+    monkeypatch.setattr(target.model, "forward", spoilt)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("most", [8, 4096])  # how many tokens top-p sorts
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "lossy"])
+def test_one_logit_that_is_no_number_ends_its_request(
+    kind: str, settings: dict[str, float], most: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.cpu.fast_top_p.TOP", most)
+    target, prompts = make_target(False), [PROMPTS[0], PROMPTS[2]]
+    options = {**SETTINGS, "sampling": Sampling(seed=2, **settings), "lossy_typical_acceptance": kind == "lossy"}
+    proposer = None if kind == "lossy" else make_proposer(kind)
+    expected = generate(target, prompts, proposer, **options)
+    spoil_logits(target, monkeypatch, value)
+    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen: the model's logits") as warned:
+        first, second = generate(target, prompts, proposer, **options)
+    assert len(warned) == 1 and str(warned[0].message) == second.error
+    assert first.tokens == expected[0].tokens and first.finish == "length" and first.error is None
+    assert second.finish == "error" and 5 <= len(second.tokens) < 18
+    assert second.tokens == expected[1].tokens[: len(second.tokens)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_forbidden_token_is_no_fault(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target(False)
+    spoil_logits(target, monkeypatch, -torch.inf)
+    answers = generate(target, PROMPTS[:1], None, sampling=Sampling(temperature=temperature), **SETTINGS)
+    assert [len(answer.tokens) for answer in answers] == [18]
+
+
 def test_an_end_before_it_is_an_end() -> None:
     """The draft holds the end token, after which logits may be anything."""
     chunks = stream(make_target(True), [LONG], make_proposer("chain"), **{**SETTINGS, "stop_ids": range(96)})
@@ -110,7 +153,7 @@ def test_an_end_before_it_is_an_end() -> None:
 def test_sampled_trees_are_judged_alike_on_a_gpu(chains: bool) -> None:
     """A node without probabilities is a leaf, and the walk through the others is that of a tree cut there."""
     failed = 0
-    for seed in range(150):
+    for seed in range(60):
         tree = draft_tree(seed, seed % 2 == 0, chains)
         assert tree.q is not None
         torch.manual_seed(seed)
@@ -126,4 +169,4 @@ def test_sampled_trees_are_judged_alike_on_a_gpu(chains: bool) -> None:
             broken = [bool(logits[row, node].isnan().any()) for node in path]
             assert not any(broken[:-1]) and broken[-1] == (expected.bonus[row] == NO_TOKEN)
             failed += broken[-1]
-    assert failed > 50
+    assert failed > 20

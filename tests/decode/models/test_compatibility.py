@@ -1,7 +1,8 @@
-"""Models in a wrapper of torch.compile or peft, and arguments that are no models. Architectures: test_architectures."""
+"""Models in a wrapper of torch.compile or peft, and what can be no target. Architectures: test_architectures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from decode import Target, generate
 from proposers import NGramProposer
-from tests.support.models import tiny
+from tests.support.models import WINDOW, tiny
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
 
@@ -45,9 +46,6 @@ class PeftStandIn(nn.Module):
                 layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
         self.eval()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model.model(*args, **kwargs)
-
     def get_base_model(self) -> Any:
         return self.base_model.model
 
@@ -72,30 +70,36 @@ def test_a_peft_model_decodes_with_its_adapters(accelerate: str) -> None:
         wrapped.get_base_model().generate(torch.tensor([prompt]), max_new_tokens=12)[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
-    assert answers(Target(wrapped, accelerate=accelerate)) == expected != plain
+    assert answers(Target(torch.compile(wrapped), accelerate=accelerate)) == expected != plain
     assert isinstance(wrapped.get_base_model().model.layers[0].self_attn.q_proj.base_layer, nn.Linear)
 
 
-def test_a_peft_model_within_torch_compile_is_unwrapped() -> None:
-    wrapped = PeftStandIn(tiny("llama"))
-    assert Target(torch.compile(wrapped)).model is wrapped.get_base_model()
+def with_flash_attention() -> PreTrainedModel:
+    model = tiny("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    return model
 
 
-def test_prompt_learning_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt-learning adapter, which adds virtual tokens"):
-        Target(PeftStandIn(tiny("llama"), is_prompt_learning=True))
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "prompt learning": (lambda: PeftStandIn(tiny("llama"), is_prompt_learning=True), "adds virtual tokens"),
+    "training mode": (lambda: torch.compile(tiny("llama").train()), "training mode"),
+    "a name": (lambda: "some/folder", r"call Target\.load\('some/folder'\)"),
+    "another module": (lambda: nn.Linear(2, 2), "not a Linear"),
+    "no language head": (lambda: tiny("llama").model, "LlamaModel is no decoder-only language model"),
+    "no tree masks": (with_flash_attention, "'flash_attention_2' takes no tree mask"),
+    "a window that is ignored": (
+        lambda: tiny("llama", sliding_window=WINDOW),
+        "llama has no windows, but its configuration has sliding_window=8; set",
+    ),
+    "different windows": (
+        lambda: tiny("mistral", sliding_window=None, per_layer_config={0: {"sliding_window": WINDOW}}),
+        "mistral has layers with different windows",
+    ),
+}
 
 
-def test_training_mode_is_refused_within_a_wrapper() -> None:
-    with pytest.raises(ValueError, match="training mode"):
-        Target(torch.compile(tiny("llama").train()))
-
-
-def test_a_name_is_referred_to_load() -> None:
-    with pytest.raises(ValueError, match=r"call Target\.load\('some/folder'\)"):
-        Target("some/folder")
-
-
-def test_other_objects_are_refused_by_type() -> None:
-    with pytest.raises(ValueError, match="not a Linear"):
-        Target(nn.Linear(2, 2))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_be_no_target_is_refused_with_its_reason(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        Target(make())

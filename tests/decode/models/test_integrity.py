@@ -1,4 +1,4 @@
-"""Refused by name: wrong roots and windows, proposers in two streams, row-coupled models. Logits that are no numbers"""
+"""Refused by name: wrong roots and windows, proposers in two streams, row-coupled models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from decode import Chunk, Sampling, Step, Target, Tree, generate, stream
+from decode import Chunk, Step, Target, Tree, generate, stream
 from decode.masks import tree_masks
 from decode.models import self_test, stock_model
 from decode.models.attention_windows import AttentionWindow, attention_windows
-from proposers import DraftProposer, NGramProposer
+from proposers import NGramProposer
 from tests.support.models import tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10]]
@@ -39,53 +40,6 @@ def test_a_tree_with_another_root_is_refused(target: Target) -> None:
         generate(target, PROMPTS, WrongRoot())
 
 
-def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
-    """Put a value among the last row's logits in one forward pass."""
-    forward, calls = target.model.forward, [0]
-
-    def spoilt(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if calls[0] == step:
-            output.logits[-1, 0, 17] = value
-        calls[0] += 1
-        return output
-
-    monkeypatch.setattr(target.model, "forward", spoilt)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
-@pytest.mark.parametrize("draft", ["none", "ngram", "sampled", "lossy"])
-def test_logits_that_are_no_numbers_end_their_request_alone(
-    target: Target, monkeypatch: pytest.MonkeyPatch, draft: str, settings: dict[str, float], value: float
-) -> None:
-    proposers = {
-        "ngram": NGramProposer(length=4),
-        "sampled": DraftProposer(Target(tiny("llama")), sampled=True, length=4),
-    }
-    options: dict[str, Any] = {"stop_ids": [], "max_new_tokens": 60, "lossy_typical_acceptance": draft == "lossy"}
-    options |= {"sampling": Sampling(seed=2, **settings)}
-    expected = generate(target, PROMPTS, proposers.get(draft), **options)
-    spoil_logits(target, monkeypatch, step=5, value=value)
-    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen: the model's logits") as warned:
-        first, second = generate(target, PROMPTS, proposers.get(draft), **options)
-    assert len(warned) == 1 and str(warned[0].message) == second.error
-    assert first.tokens == expected[0].tokens and first.finish == "length" and first.error is None
-    assert second.finish == "error" and 5 <= len(second.tokens) < 60
-    assert second.tokens == expected[1].tokens[: len(second.tokens)]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_they_end_it_where_only_the_most_likely_tokens_are_sorted(
-    target: Target, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    monkeypatch.setattr("decode.cpu.fast_top_p.TOP", 8)
-    spoil_logits(target, monkeypatch, step=5, value=value)
-    with pytest.warns(RuntimeWarning, match="request 1: no token can be chosen"):
-        answers = generate(target, PROMPTS, None, sampling=Sampling(temperature=0.8, top_p=0.9), stop_ids=[])
-    assert [answer.finish for answer in answers] == ["context", "error"] and len(answers[1].tokens) == 5
-
-
 def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
     """The second thread is refused while the first drafts, and the first one's text stays the same."""
     drafting, refused = threading.Event(), threading.Event()
@@ -108,15 +62,6 @@ def test_a_proposer_in_two_threads_is_refused(target: Target) -> None:
     assert [answer.tokens for answer in found] == [
         answer.tokens for answer in generate(target, PROMPTS, None, **settings)
     ]
-
-
-def test_a_forbidden_token_is_no_fault(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_logits(target, monkeypatch, step=5, value=-float("inf"))
-    for temperature in (0.0, 0.8):
-        answers = generate(
-            target, PROMPTS, None, sampling=Sampling(temperature=temperature), max_new_tokens=12, stop_ids=[]
-        )
-        assert [len(answer.tokens) for answer in answers] == [12, 12]
 
 
 def test_a_proposer_in_two_streams_is_refused(target: Target) -> None:
@@ -153,26 +98,28 @@ def couple_columns(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor
     return torch.nn.functional.linear(torch.where(exact, states, (states / scale).round() * scale), module.weight)
 
 
+def scale_rows(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
+    scale = args[0].abs().amax(dim=-1, keepdim=True) / 127
+    return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
+
+
+def make_quantised(quantise: Any, dtype: torch.dtype) -> PreTrainedModel:
+    model = tiny("llama", dtype=dtype)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(quantise)
+    return model
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("couple", [couple_rows, couple_columns])
 def test_row_coupled_quantisation_is_refused(couple: Any, dtype: torch.dtype) -> None:
     """By its name, even where a small tree's logits are wrong because of it."""
-    model = tiny("llama", dtype=dtype)
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(couple)
     with pytest.raises(ValueError, match="llama is row-coupled"):
-        Target(model)
+        Target(make_quantised(couple, dtype))
 
 
 def test_quantisation_of_each_row_is_not_row_coupled() -> None:
-    def quantise(module: torch.nn.Linear, args: Any, output: Tensor) -> Tensor:
-        scale = args[0].abs().amax(dim=-1, keepdim=True) / 127
-        return torch.nn.functional.linear((args[0] / scale).round() * scale, module.weight)
-
-    model = tiny("llama", dtype=torch.float32)
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(quantise)
-    Target(model)
+    Target(make_quantised(scale_rows, torch.float32))
 
 
 LONG = 100  # tokens of a window that the self-test tries with a made-up text
