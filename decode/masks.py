@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.gpu.fusion import fused
-from decode.models.attention_windows import AttentionWindow
+from decode.models.compatibility import AttentionWindow
 
 
 @fused

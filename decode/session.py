@@ -17,8 +17,7 @@ from decode.gpu.check import check_on_device
 from decode.gpu.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
-from decode.models.features import capture_features
-from decode.models.stock_model import StockModel
+from decode.models.stock_model import StockModel, capture_features
 from decode.tree import Tree
 
 CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from decode import Step
-from decode.models.fixed_cost import LEVEL_TIME
+from decode.models.cost_curve import LEVEL_TIME
 
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-import decode.models.curve_cache
+import decode.models.timed_model
 from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.native_ops import load_native_ops
@@ -93,7 +93,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep cost curves until the end of the run, and not in the user's folder."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.models.curve_cache, "user_cache", lambda: folder)
+        patch.setattr(decode.models.timed_model, "user_cache", lambda: folder)
         yield
 
 

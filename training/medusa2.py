@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode import Target
-from decode.models.features import find_decoder
+from decode.models.stock_model import find_decoder
 from decode.models.user_cache import scratch
 from training.objectives import Loss, MedusaObjective
 from training.teacher import Batch, Teacher, run_target

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
-from decode.models.features import capture_features
+from decode.models.stock_model import capture_features
 from heads.vocabulary import top_tokens
 from training.data import Example
 

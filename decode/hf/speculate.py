@@ -31,8 +31,7 @@ from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts
 from decode.hf.session import PromptTarget, Recording
 from decode.loop import stream
-from decode.models.attention_windows import attention_windows
-from decode.models.compatibility import refuse_unsupported
+from decode.models.compatibility import attention_windows, refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.sampling import copy_processor

@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
-from decode.models.attention_windows import AttentionWindow
-from decode.models.features import find_decoder
-from decode.models.stock_model import StockModel
+from decode.models.compatibility import AttentionWindow
+from decode.models.stock_model import StockModel, find_decoder
 from decode.session import Session
 from decode.tree import Tree
 

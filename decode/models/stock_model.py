@@ -1,17 +1,20 @@
-"""A stock transformers model, and what a session and a head need to know about it."""
+"""A stock transformers model: what a session and a head need to know about it, and its hidden states as features."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from decode.models.attention_windows import attention_windows
-from decode.models.compatibility import find_cache_name
+from decode.models.compatibility import attention_windows, find_cache_name
 
 MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
 
@@ -88,3 +91,59 @@ def _input_device(model: PreTrainedModel) -> torch.device:
     embeddings = model.get_input_embeddings()
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
     return embeddings.weight.device if device is None else torch.device(device)
+
+
+@contextmanager
+def capture_features(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """A dict that gets the hidden states [B, N, H] of these layers, by layer, in each forward pass of this thread.
+
+    Layers are numbered as transformers' `hidden_states`: i is the input of decoder layer i (0: the embeddings), the
+    last one, also -1, is the output of the final norm.
+
+    Raises ValueError if a layer does not exist and, in a pass, if it has several states for each token.
+    """
+    captured: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(_hook_layer(model, layer, captured).remove)
+        yield captured
+
+
+def _hook_layer(model: PreTrainedModel, layer: int, captured: dict[int, Tensor]) -> RemovableHandle:
+    decoder, stack = find_decoder(model)
+    index = layer + len(stack) + 1 if layer < 0 else layer
+    if not 0 <= index <= len(stack):
+        raise ValueError(f"layer {layer} does not exist; features can be read from layers 0 to {len(stack)}")
+    thread = get_ident()
+
+    def read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if get_ident() != thread:
+            return
+        states = args[0] if args else kwargs["hidden_states"]
+        if states.ndim != 3:
+            name = type(model).__name__
+            raise ValueError(f"layer {layer} of {name} works on several states at once; only layer -1 can be read")
+        captured[layer] = states
+
+    def read_output(module: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() == thread:
+            captured[layer] = output[0]
+
+    if index == len(stack):
+        return decoder.register_forward_hook(read_output)
+    return stack[index].register_forward_pre_hook(read_input, with_kwargs=True)
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The part of a model that ends with the final norm, and the list of its layers.
+
+    Raises ValueError if there is no such list.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    # For some models (Llama 4, ModernBERT) transformers returns the whole model or the output layer as the decoder.
+    named = model.get_decoder()
+    for decoder in (*model.children(),) if named is model else (named, *model.children()):
+        for module in decoder.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return decoder, module
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers that features could be read from")

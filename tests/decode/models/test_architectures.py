@@ -15,7 +15,7 @@ from torch import Tensor
 import decode.session
 from decode import Proposer, Session, Step, Target, Tree, generate
 from decode.masks import tree_masks
-from decode.models.attention_windows import AttentionWindow
+from decode.models.compatibility import AttentionWindow
 from decode.models.stock_model import StockModel
 from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.support.drafting import make_head, tree_of_paths

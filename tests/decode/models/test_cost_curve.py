@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import decode.models.curve_cache
+import decode.models.timed_model
 from decode import Target, Tree, generate
 from decode.models import cost_curve, timed_model
 from decode.models.cost_curve import SIZES, CostCurve, measured_batches
@@ -30,7 +30,7 @@ def make_curve(rows: int, context: int) -> CostCurve:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Curves are kept where only one test sees them."""
-    monkeypatch.setattr(decode.models.curve_cache, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(decode.models.timed_model, "user_cache", lambda: tmp_path)
     return tmp_path / "curves"
 
 
@@ -198,7 +198,7 @@ def test_other_threads_and_other_sources_are_measured_anew(measured: Measured, m
     assert len(measured) == 2
     for name, value in {"_digest_package": "edited", "environment": ("2.0", "another CPU")}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(decode.models.curve_cache, name, lambda value=value: value)
+            patch.setattr(decode.models.timed_model, name, lambda value=value: value)
             Target(tiny("llama")).warm_up()
     assert len(measured) == 4
     Target(tiny("llama")).warm_up()
@@ -206,8 +206,8 @@ def test_other_threads_and_other_sources_are_measured_anew(measured: Measured, m
 
 
 def test_the_sources_are_those_of_python_and_of_the_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.models.curve_cache, "PACKAGE", tmp_path)
-    digest = decode.models.curve_cache._digest_package.__wrapped__
+    monkeypatch.setattr(decode.models.timed_model, "PACKAGE", tmp_path)
+    digest = decode.models.timed_model._digest_package.__wrapped__
     digests = [digest()]
     for name in ("loop.py", "cpu/linear.cpp", "cpu/vectors.h"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -271,7 +271,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         patch.setattr(Path, "replace", raising(OSError("no space left")))
         Target(tiny("llama")).warm_up()
     assert len(measured) == 3 and list(folder.iterdir()) == []
-    monkeypatch.setattr(decode.models.curve_cache, "user_cache", lambda: Path.home())
+    monkeypatch.setattr(decode.models.timed_model, "user_cache", lambda: Path.home())
     monkeypatch.setattr(Path, "home", raising(RuntimeError("no home folder")))
     Target(tiny("llama")).warm_up()
     assert len(measured) == 4

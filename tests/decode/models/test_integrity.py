@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from decode import Chunk, Step, Target, Tree, generate, stream
 from decode.masks import tree_masks
 from decode.models import self_test, stock_model
-from decode.models.attention_windows import AttentionWindow, attention_windows
+from decode.models.compatibility import AttentionWindow, attention_windows
 from proposers import NGramProposer
 from tests.support.models import tiny
 
