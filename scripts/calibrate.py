@@ -12,10 +12,10 @@ from heads.checkpoint import find_folder
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.load import load_draft_head
+from scripts.benchmark.tables import to_markdown
 from scripts.calibration.measure_head import Trials, calibrate, try_head
-from scripts.shared.command import Parser, at_least, check_plot, failing_clearly
+from scripts.shared.command import Parser, at_least, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
-from scripts.shared.plot import COLOURS, save_figure
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
 from training.rendering import Renderer
 
@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         model = ModelOptions.from_args(args)
         find_folder(args.head)
-        check_plot(args.plot)
         conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
@@ -49,9 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration = calibrate(measure(target, proposer, prompts, args.max_new_tokens))
         print(describe(calibration))
         calibration.save(args.head)
-        if args.plot is not None:
-            name = head.config.target_name
-            draw_calibration(calibration, f"{head.kind} head" + (f" for {name}" if name else ""), args.plot)
 
 
 def make_parser() -> Parser:
@@ -61,7 +57,6 @@ def make_parser() -> Parser:
     add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)
     add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
-    add("--plot", type=Path, metavar="FILE", help="draw the result: a .png or .svg file")
     add_template_option(parser)
     add_model_options(parser)
     return parser
@@ -82,37 +77,16 @@ def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]]
 
 def describe(calibration: Calibration) -> str:
     """Tables of the acceptance by head and rank, and of the expected tau by tree size."""
-    ranks = range(len(calibration.acceptance[0]))
-    lines = [
-        "| head | positions |" + "".join(f" rank {rank} |" for rank in ranks),
-        "|-----:|----------:|" + "-------:|" * len(ranks),
-    ]
-    for number, (row, positions) in enumerate(zip(calibration.acceptance, calibration.positions, strict=True), start=1):
-        lines.append(f"| {number:4} | {positions:9} |" + "".join(f" {share:6.1%} |" for share in row))
+    measured = zip(calibration.positions, calibration.acceptance, strict=True)
+    heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
+    for number, (positions, row) in enumerate(measured, start=1):
+        heads.append([str(number), str(positions), *(f"{share:.1%}" for share in row)])
+    trees = [["nodes", "expected tau", "deepest"]]
     taus = calibration.expect_tau(max(SHOWN))
-    lines += ["", "| nodes | expected tau | deepest |", "|------:|-------------:|--------:|"]
     for nodes in (size for size in SHOWN if size <= len(taus)):
         deepest = max(map(len, calibration.best_tree(nodes)))
-        lines.append(f"| {nodes:5} | {taus[nodes - 1]:12.2f} | {deepest:7} |")
-    return "\n".join(lines)
-
-
-def draw_calibration(calibration: Calibration, title: str, path: Path) -> None:
-    """Draw the acceptance by head and rank, and the expected tau by tree size."""
-    with save_figure(path, 8, 3.4, font_size=9.5) as figure:
-        left, right = figure.subplots(ncols=2)
-        for number, row in enumerate(calibration.acceptance):
-            left.plot(row, "o-", color=COLOURS[number % len(COLOURS)], markersize=4, label=f"{number + 2} tokens ahead")
-        left.set(xlabel="rank of the draft token", ylabel="accepted, if its ancestors are", ylim=(0, None))
-        left.legend(frameon=False)
-        taus = calibration.expect_tau(max(SHOWN))
-        right.plot(range(1, len(taus) + 1), taus, color=COLOURS[1])
-        right.set(xlabel="nodes of the best tree", ylabel="expected tau", xlim=(1, None), ylim=(1, None))
-        for axes in (left, right):
-            axes.grid(color="#DDDDDD", linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        trees.append([str(nodes), f"{taus[nodes - 1]:.2f}", str(deepest)])
+    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import decode.models.timed_model
 from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.native_ops import load_native_ops
+from tests.support.commands import Run
 from tests.support.models import VOCABULARY, tiny
 
 END = 2
@@ -118,16 +119,16 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
-    """Runs a command's `main` in this process. Returns its exit status, stdout and stderr."""
+def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """Runs a command's `main` in this process."""
 
-    def run(main: Callable[[list[str]], None], *arguments: str | Path) -> tuple[Any, str, str]:
+    def run(main: Callable[[list[str]], None], *arguments: str | Path) -> Run:
         capsys.readouterr()
         status: Any = 0
         try:
             main([*map(str, arguments)])
         except SystemExit as end:
             status = end.code
-        return status, *capsys.readouterr()
+        return Run(status, *capsys.readouterr())
 
     return run

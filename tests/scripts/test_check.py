@@ -21,6 +21,7 @@ from scripts.checking.report import USELESS_TAU, judge_tau
 from scripts.checking.rules import find_faults
 from tests.heads.test_eagle_layouts import READ
 from tests.heads.test_head_layouts import write
+from tests.support.commands import Run
 from tests.support.drafting import make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
 
@@ -35,7 +36,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {},
 }
 GONE = object()  # in place of a value: the key or tensor is removed
-Call = Callable[..., tuple[Any, str, str]]
+Call = Callable[..., Run]
 Spoil = Callable[..., Path]
 
 
@@ -264,13 +265,12 @@ def test_what_does_not_load_is_reported_in_one_line(call: Call, spoil: Spoil) ->
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     assert_refused(call(folder), "model.safetensors is damaged or cut short")
-    status, out, err = call(folder / "nowhere")
-    assert (status, out) == (2, "") and "there is no local folder" in err and err.count("\n") == 1
-    status, _, err = call(spoil("eagle3"), "--export", folder / "wide")
-    assert status == 2 and "--export is for Medusa heads" in err and not (folder / "wide").exists()
+    call(folder / "nowhere").refused("there is no local folder")
+    call(spoil("eagle3"), "--export", folder / "wide").refused("--export is for Medusa heads")
+    assert not (folder / "wide").exists()
 
 
-def assert_refused(run: tuple[Any, str, str], text: str) -> None:
+def assert_refused(run: Run, text: str) -> None:
     status, out, err = run
     assert (status, err) == (1, "") and out.startswith("error   draftless does-not-load: ") and text in out
     assert out.count("\n") == 1

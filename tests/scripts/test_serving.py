@@ -19,6 +19,7 @@ from heads import PRETRAINED, save_head
 from scripts import check
 from scripts.checking import serving
 from scripts.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
+from tests.support.commands import Run
 from tests.support.drafting import make_head
 
 LAYERS, CHAIN = 12, 3
@@ -54,7 +55,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 json.dump([os.getpid(), child.pid], open(PLACE + ".pids", "w"))
 time.sleep(600)
 """
-Serve = Callable[..., tuple[Any, str, str]]
+Serve = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def serve(model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(library))
     monkeypatch.setenv("PLAN", str(plan_file))
 
-    def run(plan: dict[str, Any], *arguments: str | Path, folder: Path = head) -> tuple[Any, str, str]:
+    def run(plan: dict[str, Any], *arguments: str | Path, folder: Path = head) -> Run:
         plan_file.write_text(json.dumps(plan))
         options = ["--model", model, "--dtype", "float32", "--no-decode", "--serve"]
         return run_main(check.main, folder, *options, *arguments)
@@ -181,13 +182,11 @@ def test_what_cannot_be_served_is_refused(
     serve: Serve, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_head(make_head("hydra", target), tmp_path / "hydra")
-    status, _, err = serve({}, folder=tmp_path / "hydra")
-    assert status == 2 and "not for hydra heads" in err
+    serve({}, folder=tmp_path / "hydra").refused("not for hydra heads")
     monkeypatch.setattr(check, "load_target", None)  # it is not called without vLLM
     shutil.rmtree(tmp_path / "library" / "vllm")
-    status, _, err = serve({})
-    assert status == 2 and f"--serve needs vLLM, and {sys.executable} has none; name a Python" in err
-    assert "does not run: No such file" in serve({}, "--engine-python", tmp_path / "nowhere")[2]
+    serve({}).refused(f"--serve needs vLLM, and {sys.executable} has none; name a Python")
+    serve({}, "--engine-python", tmp_path / "nowhere").refused("does not run: No such file")
 
 
 def test_an_exported_medusa_head_is_served_as_a_copy(

@@ -97,8 +97,6 @@ def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp
 
 
 def test_a_plot_is_drawn(call: Call, trained: Path, tmp_path: Path) -> None:
-    run = call(*SHORT, "--plot", str(tmp_path / "new.png"))
-    assert run.status == 0 and (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")
     run = call(*SHORT, "--resume", "--plot", str(tmp_path / "old.svg"), out=trained)
     assert run.status == 0 and "<svg" in (tmp_path / "old.svg").read_text()
 
@@ -136,7 +134,7 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     call(*SHORT, "--resume", out=tmp_path / "more").refused(f"init was '{trained}', now None")
 
 
-@pytest.mark.parametrize("output", ["own", "shared", "target"])
+@pytest.mark.parametrize("output", ["own", "target"])
 def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
     options = ["--kind", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
     assert call(*SHORT, *options).status == 0
@@ -149,22 +147,15 @@ def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
     [
         (["--data", "nowhere.jsonl"], "--data nowhere.jsonl: there is no such file"),
         (["--lr", "0"], "lr is 0.0; it must be a positive number"),
-        (["--lr", "nan"], "lr is nan"),
-        (["--epochs", "0"], "--epochs: '0' is not a whole number from 1 on"),
-        (["--loss", "magic"], "invalid choice: 'magic'"),
-        (["--device", "abacus"], "invalid choice: 'abacus'"),
         (["--cache-gib", "nan"], "--cache-gib is nan; it must be a number from 0 on"),
         (["--prefix"], "--prefix is for a new hydra head"),
         (["--kind", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
-        (["--kind", "eagle", "--output", "own"], "--output is not for eagle heads; leave it out"),
         (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
         (["--seed", "-1"], "seed is -1; it must be between 0 and"),
         (["--kind", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
-        (["--ttt-steps", "2"], "--ttt-steps is not for medusa heads; leave it out"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
         (["--kind", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
-        (["--plot", "nowhere/loss.png"], "--plot nowhere/loss.png cannot be written"),
         (["--model", "nowhere/at/all"], "there is no such folder"),
         (["--init", "nowhere"], "cannot load a head from 'nowhere': there is no such local folder"),
     ],
@@ -205,8 +196,6 @@ def test_a_tokenizer_of_another_model_is_refused(call: Call, place: Path, save_m
     ("config", "options", "message"),
     [
         (MedusaConfig(48, 96, heads=3), [], "whose hidden size is 48; this target's is 32"),
-        (MedusaConfig(32, 60, heads=3), [], "whose vocabulary size is 60; this target's is 96"),
-        (MedusaConfig(32, 96, heads=3, target_layers=7), [], "whose number of layers is 7; this target's is 1"),
         (MedusaConfig(32, 96, heads=4), [], "--heads is 3, and the head of --init {} has 4"),
         (MedusaConfig(32, 96, heads=3), ["--output", "own"], "--output is own, and the head of --init {} has shared"),
         (MedusaConfig(32, 96, heads=3, layers=2), ["--draft-vocab", "9"], "--draft-vocab is 9, and the head"),
@@ -221,14 +210,6 @@ def test_a_head_for_something_else_is_refused(
     if config.layers == 1:
         options = ["--layers", "1", *options]
     call("--init", str(head), *options).refused("--init", message.format(head))
-
-
-def test_a_truncated_head_is_refused(call: Call, trained: Path, tmp_path: Path) -> None:
-    head = tmp_path / "head"
-    head.mkdir()
-    (head / "config.json").write_bytes((trained / "config.json").read_bytes())
-    (head / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:-100])
-    call("--init", str(head)).refused(f"cannot load a head from '{head}': model.safetensors is damaged or cut short")
 
 
 def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
@@ -303,14 +284,13 @@ def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: P
     assert run.status == 0 and "answers.jsonl has answers of another model: its weights changed; heads are" in run.err
 
 
-@pytest.mark.parametrize("size", [0, 40, -1000, None])
+@pytest.mark.parametrize("size", [0, -1000, None])
 def test_a_damaged_checkpoint_is_named(call: Call, trained: Path, tmp_path: Path, size: int | None) -> None:
-    whole = (trained / CHECKPOINT).read_bytes()
     (tmp_path / "out").mkdir()
     if size is None:
         torch.save([1, 2, 3], tmp_path / "out" / CHECKPOINT)
     else:
-        (tmp_path / "out" / CHECKPOINT).write_bytes(whole[:size])
+        (tmp_path / "out" / CHECKPOINT).write_bytes((trained / CHECKPOINT).read_bytes()[:size])
     call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / CHECKPOINT} is damaged, or no checkpoint of a training")
 
 
@@ -321,7 +301,7 @@ def test_damaged_metrics_are_named(call: Call, trained: Path, tmp_path: Path) ->
     call(*SHORT, "--resume").refused(f"{tmp_path / 'out' / METRICS} is damaged")
 
 
-@pytest.mark.parametrize("damage", [float("nan"), float("inf"), 1e4])
+@pytest.mark.parametrize("damage", [float("nan"), 1e4])
 def test_an_exploding_loss_ends_the_training(
     call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: float
 ) -> None:

@@ -1,0 +1,17 @@
+"""What a command that ran in a test's process printed, see the fixture `run_main`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+
+class Run(NamedTuple):
+    status: Any
+    out: str
+    err: str
+
+    def refused(self, *messages: str) -> None:
+        """It ended in one clear line on stderr, with nothing on stdout."""
+        assert (self.status, self.out, self.err.count("\n")) == (2, "", 1), self
+        assert re.match(r"[\w. ]+: error: ", self.err) and all(message in self.err for message in messages), self.err
