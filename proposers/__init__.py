@@ -5,21 +5,17 @@ from proposers.draft import DraftProposer
 from proposers.draft_budget import DraftBudget
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.hydra import HydraProposer
 from proposers.load import EAGLES, HEAD_PROPOSERS, PROPOSERS, check_options, load_draft_head, load_proposer
-from proposers.lookahead import LookaheadProposer
-from proposers.medusa import MedusaProposer
+from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
 from proposers.sources.levels import DraftSource, HeadSource
-from proposers.trees.fixed import PUBLISHED
 
 __all__ = [
     "EAGLES",
     "HEAD_PROPOSERS",
     "PROPOSERS",
-    "PUBLISHED",
     "AnswerStore",
     "Calibration",
     "Continuation",
@@ -30,7 +26,6 @@ __all__ = [
     "HeadProposer",
     "HeadSource",
     "HydraProposer",
-    "LookaheadProposer",
     "MedusaProposer",
     "MergedProposer",
     "NGramProposer",

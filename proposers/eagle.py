@@ -14,10 +14,11 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import LayerCache
+from proposers.fast_heads import Inputs, pad_tokens
 from proposers.feature_history import CHUNK, expand_last
-from proposers.gpu.draft_graphs import Inputs, pad_tokens
-from proposers.gpu.fixed_eagle import FixedEagleDrafter
+from proposers.fixed_eagle import FixedEagleDrafter
 from proposers.head_proposer import HeadProposer
+from proposers.trees.fixed import EAGLE_TREE
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -30,7 +31,7 @@ class EagleProposer(HeadProposer):
     15% of acceptance (vLLM, #14649).
     """
 
-    static = "eagle_25"
+    static = EAGLE_TREE
     levels, width, ranks = DEPTH, WIDTH, WIDTH
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from decode import Step
 from decode.gpu.fixed_cache import MOST_KEPT
 from decode.gpu.transfer import Upload, copy_packed
+from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
-from proposers.packed_head import attend_like_target
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 
@@ -114,6 +114,11 @@ def numbers_of(step: Step) -> Upload:
     """The step's numbers on the device, which the loop gives to every proposer that names layers."""
     assert step.upload is not None
     return step.upload
+
+
+def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """`heads.layer_cache.attend` as the target computes it. The mask is in the queries' dtype."""
+    return attend_grouped(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
 
 
 def pick_last(states: Tensor, counts: Tensor) -> Tensor:

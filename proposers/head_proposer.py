@@ -25,13 +25,14 @@ from decode.cpu.acceleration import has_graphs
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
+from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
 from proposers.feature_history import FeatureHistory, numbers_of
-from proposers.gpu.draft_graphs import DraftGraphs, Inputs
-from proposers.packed_head import PackedOutput, pack_head
 from proposers.trees.candidates import BestTree, Candidates
-from proposers.trees.fixed import PUBLISHED, FixedTree, Ranks, check_tree, cut_tree
+from proposers.trees.fixed import MEDUSA_TREE, FixedTree, Ranks, check_tree, cut_tree
 from proposers.trees.sampled import SampledTokens, find_seeds, renumber
 from proposers.trees.search import RANKS, Drafter, ScoredDrafter, fill_tree, search
+
+TREES = ("dynamic", "calibrated", "static")
 
 
 class HeadProposer(ABC):
@@ -40,7 +41,7 @@ class HeadProposer(ABC):
     depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
     tree at most, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
-    head was measured; "static" the method's published tree. Or a name in `trees.fixed.PUBLISHED`, or paths of ranks.
+    head was measured; "static" the method's published tree. Or the paths of a tree (`trees.fixed`).
     nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
     to no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
@@ -51,7 +52,7 @@ class HeadProposer(ABC):
     head that was trained for another target.
     """
 
-    static: ClassVar[str] = "mc_sim_7b_63"  # its name in `PUBLISHED`
+    static: ClassVar[tuple[Ranks, ...]] = MEDUSA_TREE  # the method's published tree
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
     width: int  # paths followed at each level of a dynamic tree, at most
     ranks = RANKS  # next tokens of each path that become candidates
@@ -114,7 +115,7 @@ class HeadProposer(ABC):
         return fresh
 
     def prepare(self, target: Target) -> Self:
-        """Bind to the target, and draft with a faster copy of the head (`proposers.packed_head`). Returns itself."""
+        """Bind to the target, and draft with a faster copy of the head (`proposers.fast_heads`). Returns itself."""
         self.bind(target)
         if not isinstance(self.head.logits, PackedOutput):
             self.head, self._graphs = pack_head(self.head), DraftGraphs()
@@ -243,16 +244,16 @@ class HeadProposer(ABC):
         return None
 
 
-def choose_paths(tree: str | Sequence[Ranks], calibration: Calibration | None, static: str) -> tuple[Ranks, ...] | None:
-    """The paths of a fixed tree, or None for a dynamic one. static: the name of the method's published tree."""
+def choose_paths(
+    tree: str | Sequence[Ranks], calibration: Calibration | None, static: tuple[Ranks, ...]
+) -> tuple[Ranks, ...] | None:
+    """The paths of a fixed tree; None for a dynamic one. static: the method's published tree."""
     if not isinstance(tree, str):
         return check_tree(tree)
+    if tree not in TREES:
+        raise ValueError(f"there is no tree {tree!r}; choose from {', '.join(TREES)}, or give paths of ranks")
+    if tree == "calibrated" and calibration is None:
+        raise ValueError("the head was not calibrated; run `draftless calibrate`, or choose another tree")
     if tree == "dynamic":
         return None
-    if tree == "calibrated":
-        if calibration is None:
-            raise ValueError("the head was not calibrated; run `draftless calibrate`, or choose another tree")
-        return calibration.best_tree(LARGEST)
-    if tree != "static" and tree not in PUBLISHED:
-        raise ValueError(f"there is no tree {tree!r}; choose from dynamic, calibrated, static, {', '.join(PUBLISHED)}")
-    return PUBLISHED[static if tree == "static" else tree]
+    return calibration.best_tree(LARGEST) if calibration is not None and tree == "calibrated" else static

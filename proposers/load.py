@@ -26,44 +26,32 @@ from proposers.calibration import load_calibration
 from proposers.draft import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.hydra import HydraProposer
-from proposers.lookahead import LookaheadProposer
-from proposers.medusa import MedusaProposer
+from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
 from proposers.sources.levels import HeadSource
 from proposers.trees.fixed import Ranks
 
+_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "tree", "nodes", "sampled"), ("depth", "width")
+_TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and options of `load_proposer`
+    "none": (PlainProposer, ()),
+    "ngram": (NGramProposer, ()),
+    "suffix": (SuffixProposer, ("store", "nodes")),
+    "recycling": (RecyclingProposer, ("nodes",)),
+    "merged": (MergedProposer, _MERGED),
+    "draft": (DraftProposer, ("draft_model", "sampled", *_SHAPE)),
+    "medusa": (MedusaProposer, _TRAINED),
+    "hydra": (HydraProposer, _TRAINED),
+    "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
+    "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
+}
+PROPOSERS = {name: make for name, (make, _) in _TABLE.items()}
+OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
-    "medusa": MedusaProposer,
-    "hydra": HydraProposer,
-    "eagle": EagleProposer,
-    "eagle3": EagleProposer,
+    name: make for name, make in PROPOSERS.items() if isinstance(make, type) and issubclass(make, HeadProposer)
 }
-EAGLES = tuple(kind for kind, proposer in HEAD_PROPOSERS.items() if proposer is EagleProposer)
-PROPOSERS: dict[str, Callable[..., Proposer]] = {
-    "none": PlainProposer,
-    "ngram": NGramProposer,
-    "suffix": SuffixProposer,
-    "recycling": RecyclingProposer,
-    "lookahead": LookaheadProposer,
-    "merged": MergedProposer,
-    "draft": DraftProposer,
-    **HEAD_PROPOSERS,
-}
-_TRAINED, _SHAPE, _MERGED = ("head", "tree", "nodes", "sampled"), ("depth", "width"), ("head", "store", "nodes")
-OPTIONS: dict[str, tuple[str, ...]] = {  # of `load_proposer`, by the proposer's name
-    "none": (),
-    "ngram": (),
-    "suffix": ("store", "nodes"),
-    "recycling": ("nodes",),
-    "lookahead": (),
-    "merged": _MERGED,
-    "draft": ("draft_model", "sampled", *_SHAPE),
-    **{kind: (*_TRAINED, *(_SHAPE if kind in EAGLES else ())) for kind in HEAD_PROPOSERS},
-    "auto": _MERGED,
-}
+EAGLES = tuple(name for name, make in HEAD_PROPOSERS.items() if make is EagleProposer)
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
 OWN_CLASS = re.compile(r"(.+\.py):(\w+)")

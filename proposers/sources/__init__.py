@@ -3,8 +3,6 @@
 from collections.abc import Callable
 
 from proposers.sources.answer_store import AnswerStore
-from proposers.sources.lookahead import LookaheadSource
-from proposers.sources.proposed import ProposerSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
 from proposers.sources.stored import StoredSource
@@ -20,9 +18,7 @@ __all__ = [
     "SOURCES",
     "AnswerStore",
     "Continuation",
-    "LookaheadSource",
     "Place",
-    "ProposerSource",
     "RecyclingSource",
     "Source",
     "StoredSource",

@@ -6,12 +6,10 @@ most likely one. Shapes: W paths followed further, C nodes of a level, M nodes w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -19,13 +17,20 @@ from torch import Tensor
 
 Ranks: TypeAlias = tuple[int, ...]  # a node, by the ranks of the tokens that lead to it
 
-# The file names each tree's source and licence. A tree is a line of paths, a path is a digit per rank.
-_SOURCES = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
-PUBLISHED: dict[str, tuple[Ranks, ...]] = {
-    name: tuple(tuple(map(int, path)) for path in paths.split())
-    for source in _SOURCES
-    for name, paths in source["trees"].items()
-}
+
+def read_paths(text: str) -> tuple[Ranks, ...]:
+    """The paths that a line of words stands for: a word is a path, and each of its digits a rank."""
+    return tuple(tuple(map(int, path)) for path in text.split())
+
+
+# `mc_sim_7b_63` of github.com/FasterDecoding/Medusa, medusa/model/medusa_choices.py, under Apache-2.0. It was measured
+# on the heads of Vicuna.
+MEDUSA_TREE = read_paths(
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 "
+    "011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+)
+# The tree of EAGLE-1 in github.com/SafeAILab/EAGLE, model/choices.py, under Apache-2.0. It was made by hand.
+EAGLE_TREE = read_paths("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001")
 
 
 def check_tree(paths: Iterable[Sequence[int]]) -> tuple[Ranks, ...]:

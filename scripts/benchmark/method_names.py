@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from proposers import HEAD_PROPOSERS, PROPOSERS
+from proposers.head_proposer import TREES
 from proposers.load import EAGLES
 from proposers.sources import SOURCES
-from scripts.shared.options import TREES, ProposerOptions
+from scripts.shared.options import ProposerOptions
 
 LOOKUP = "prompt-lookup"
 LOOKUP_LENGTH = 10  # draft tokens, as in transformers
 KINDS = (*PROPOSERS, LOOKUP, "auto")
 GROWN = ("suffix", "recycling", "merged")
-FIXED = ("ngram", "lookahead", LOOKUP)  # proposers whose sizes are no options of `load_proposer`
-SIZED = (*FIXED[:2], *GROWN)
+FIXED = ("ngram", LOOKUP)  # proposers whose sizes are no options of `load_proposer`
+SIZED = ("ngram", *GROWN)
 HEADS, CHAINS = ", ".join(HEAD_PROPOSERS), ", ".join(EAGLES)
 METHODS_HELP = f"""comma-separated, of {", ".join(KINDS)}; none is always added. {", ".join(SIZED)} and
 heads take a number of nodes, root included: merged-16. {HEADS} take a tree: hydra-static-64, and sampled draft tokens:

@@ -19,7 +19,6 @@ from proposers import (
     AnswerStore,
     DraftProposer,
     HeadProposer,
-    LookaheadProposer,
     MergedProposer,
     NGramProposer,
 )
@@ -94,10 +93,6 @@ def _load_proposer(method: NamedMethod, options: BenchOptions, target: Target) -
 
 def _make_fixed(kind: str, nodes: int) -> Proposer:
     """A proposer of `FIXED` whose trees have so many nodes, root included."""
-    if kind == "lookahead":
-        branches = max((nodes - 1) // (LookaheadProposer().size - 1), 2)
-        half = -(-branches // 2)
-        return LookaheadProposer(window=half, continuations=half)
     if kind == "ngram":
         return NGramProposer(length=nodes - 1)
     return NGramProposer(max_size=2, length=nodes - 1, first=True)

@@ -70,7 +70,7 @@ class BenchOptions(Options):
         model, heads = ModelOptions.from_args(args), dict(args.head)
         drafts = {"draft", "hf-assistant"} if args.draft_model is not None else set()
         pretrained = {kind for kind in HEAD_PROPOSERS if model.model is None and (PRETRAINED / kind).is_dir()}
-        possible = {"none", "ngram", "lookahead", *GROWN, "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
+        possible = {"none", "ngram", *GROWN, "hf", "hf-prompt-lookup", *heads, *pretrained, *drafts}
         methods = _split(args.methods, [name for name in PROPOSERS if name in possible])
         peers = _split(args.peers, [name for name in PEERS if name in possible and args.batch_size == 1])
         for name in peers:

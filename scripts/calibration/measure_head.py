@@ -16,10 +16,9 @@ from heads import LayerCache
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration, log_odds
 from proposers.eagle import EagleDrafter, EagleProposer
+from proposers.feature_history import attend_like_target
 from proposers.head_proposer import HeadProposer
-from proposers.hydra import HydraDrafter, HydraProposer
-from proposers.medusa import MedusaDrafter
-from proposers.packed_head import attend_like_target
+from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter
 from proposers.trees.search import RANKS, Drafter
 
 PRIOR = 3.0  # outcomes that the head's own probabilities count for

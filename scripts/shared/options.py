@@ -17,11 +17,10 @@ from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
 from proposers.eagle import DEPTH, WIDTH
+from proposers.head_proposer import TREES
 from proposers.load import EAGLES, OPTIONS
-from proposers.trees.fixed import PUBLISHED
 from scripts.shared.command import at_least
 
-TREES = ("dynamic", "calibrated", "static", *PUBLISHED)
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
 compiled makes steps run fused kernels, graphs also makes them CUDA graphs (both untimed). off changes nothing (default:
@@ -35,8 +34,8 @@ NODES_HELP = """for heads, suffix, recycling, merged: trees of N nodes (default:
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "a smaller model with the same vocabulary, folder or hub id"
-TREE_HELP = f"""for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
-head was calibrated; static, the method's published tree, or another one: {", ".join(PUBLISHED)}"""
+TREE_HELP = """for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
+head was calibrated; static, the method's published tree"""
 SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
 distribution, but a seed gives another text than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every

@@ -19,7 +19,7 @@ from decode import Proposer, Sampling, Step, Target, Tree, generate
 from decode.lossy import accept_typically
 from decode.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HeadSource, HydraProposer, MergedProposer
-from proposers.sources import ProposerSource, RecyclingSource
+from proposers.sources import Continuation, Place, RecyclingSource, Source
 from proposers.sources.levels import DraftSource
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -126,14 +126,13 @@ def test_the_draft_budget_survives(target: Target) -> None:
     assert isfinite(proposer.draft_budget.rate) and isfinite(proposer.draft_budget.acceptance_ratio)
 
 
-class BadChain:
-    """Drafts a token after which the target's logits are NaN."""
+class BadSource(Source):
+    """Names a token after which the target's logits are NaN."""
 
-    layers: Sequence[int] = ()
     token = 90
 
-    def propose(self, step: Step, budget: int) -> Tree:
-        return Tree.chain([[root, self.token] for root in step.bonus])
+    def continuations(self, state: Place) -> list[Continuation]:
+        return [] if state.draft else [Continuation(self.token, 0.9)]
 
 
 def test_rejected_nodes_with_nan_logits_teach_nothing() -> None:
@@ -143,12 +142,12 @@ def test_rejected_nodes_with_nan_logits_teach_nothing() -> None:
     def spoiled(input_ids: Tensor, **kwargs: Any) -> Any:
         output = forward(input_ids=input_ids, **kwargs)
         after = input_ids[:, -output.logits.shape[1] :, None]
-        return SimpleNamespace(logits=torch.where(after == BadChain.token, NAN, output.logits))
+        return SimpleNamespace(logits=torch.where(after == BadSource.token, NAN, output.logits))
 
     plain = decode(target, None)
     target.model.forward = spoiled
-    assert not any(BadChain.token in tokens for tokens in plain)
-    assert decode(target, MergedProposer([ProposerSource(BadChain), RecyclingSource()], nodes=8)) == plain
+    assert not any(BadSource.token in tokens for tokens in plain)
+    assert decode(target, MergedProposer([BadSource(), RecyclingSource()], nodes=8)) == plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -20,7 +20,6 @@ from proposers import (
     HeadProposer,
     HeadSource,
     HydraProposer,
-    LookaheadProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
@@ -29,13 +28,11 @@ from proposers import (
 )
 from proposers.sources import (
     Continuation,
-    LookaheadSource,
     Place,
-    ProposerSource,
     RecyclingSource,
     Source,
-    SuffixSource,
 )
+from proposers.trees.fixed import EAGLE_TREE
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 from tests.support.trees import tree_of_rows
@@ -71,13 +68,8 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
         "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
         "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
-        "merged pool": lambda: MergedProposer([LookaheadSource(), SuffixSource()], nodes=9),
-        "merged proposers": lambda: MergedProposer(
-            [ProposerSource(NGramProposer), ProposerSource(LookaheadProposer)], nodes=12
-        ),
         "merged draft": lambda: MergedProposer(head=DraftSource(DraftProposer(draft, width=3, length=3)), nodes=12),
         "merged itself": lambda: MergedProposer([], DraftSource(DraftProposer(target))),
-        "lookahead": LookaheadProposer,
         "draft": lambda: DraftProposer(draft),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(target, length=4),
@@ -85,7 +77,7 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "medusa": lambda: MedusaProposer(make_head("medusa", target, output="target")),
         "medusa static": lambda: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
         "hydra": lambda: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
-        "hydra static": lambda: HydraProposer(make_head("hydra", target), tree="eagle_25", nodes=9),
+        "hydra static": lambda: HydraProposer(make_head("hydra", target), tree=EAGLE_TREE, nodes=9),
         "hydra++": lambda: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
         "eagle chain": lambda: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
         "eagle static": lambda: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
@@ -272,9 +264,6 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
         lambda width: HydraProposer(prefix, tree="static", nodes=9),
         lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
         lambda width: MergedProposer([HostileSource(width)], DraftSource(DraftProposer(target, width=width))),
-        lambda width: MergedProposer(
-            [HostileSource(width), LookaheadSource(), ProposerSource(lambda: Adversary(width))]
-        ),
         lambda width: MergedProposer([HostileSource(width)], HeadSource(HydraProposer(hydra)), nodes=3 * width),
         *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
     ]

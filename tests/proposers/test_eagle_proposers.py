@@ -14,7 +14,7 @@ from decode.models.cost_curve import CostCurve
 from heads import save_head
 from proposers import EagleProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
-from proposers.trees.fixed import PUBLISHED
+from proposers.trees.fixed import EAGLE_TREE
 from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
@@ -129,7 +129,7 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
 @pytest.mark.parametrize("kind", MAIN)
 @torch.no_grad()
 def test_fixed_trees(target: Target, kind: str) -> None:
-    for tree, paths in (("static", PUBLISHED["eagle_25"]), (((0,), (0, 1), (2,), (2, 0), (2, 0, 1)),) * 2):
+    for tree, paths in (("static", EAGLE_TREE), (((0,), (0, 1), (2,), (2, 0), (2, 0, 1)),) * 2):
         proposer = make(kind, target, tree=tree, nodes=26)
         drafted = record(proposer, target, max_new_tokens=40).drafted
         whole = [text for text, found in drafted.items() if len(found) == len(paths)]
@@ -261,10 +261,10 @@ def test_trees_respect_depth_width_and_budget(target: Target, kind: str) -> None
         ({"depth": 3, "width": 30, "nodes": 64}, 40, 40),
         ({"nodes": 7}, 64, 7),
         ({"nodes": 64}, 1, 1),
-        ({"tree": "eagle_25", "nodes": 64}, 64, 26),
+        ({"tree": EAGLE_TREE, "nodes": 64}, 64, 26),
         ({"tree": "static", "depth": 2, "nodes": 64}, 64, 13),
     ):
-        trees = record(make(kind, target, **settings), target, nodes=budget, max_new_tokens=80).trees
+        trees = record(make(kind, target, **settings), target, nodes=budget, max_new_tokens=12).trees
         assert trees[0].width == expected, settings
         assert max(int(tree.depth.max()) for tree in trees) <= settings.get("depth", 6)
 

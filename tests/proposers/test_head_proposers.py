@@ -15,9 +15,9 @@ from decode.models.cost_curve import CostCurve
 from heads.layer_cache import attend, hide
 from proposers import HydraProposer, MedusaProposer, feature_history
 from proposers.draft_budget import DraftBudget
-from proposers.packed_head import attend_like_target
+from proposers.feature_history import attend_like_target
 from proposers.trees.candidates import Candidates
-from proposers.trees.fixed import PUBLISHED, check_tree, cut_tree
+from proposers.trees.fixed import EAGLE_TREE, MEDUSA_TREE, check_tree, cut_tree
 from proposers.trees.search import RANKS, ScoredDrafter, expect_right, search
 from tests.support.drafting import Paths, Recorder, fix_cost, list_paths, make_head
 from tests.support.models import tiny
@@ -290,14 +290,13 @@ def test_a_prefix_layer_reads_long_prompts_in_parts(monkeypatch: pytest.MonkeyPa
 # ---- how many nodes ----
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "static", "eagle_25"])
+@pytest.mark.parametrize(("tree", "most"), [("dynamic", 64), ("static", 62), (EAGLE_TREE, 21)])  # cut to depth 3
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_trees_have_the_requested_number_of_nodes(target: Target, kind: str, tree: str) -> None:
-    for nodes, budget, expected in ((5, 64, 5), (64, 9, 9), (1, 64, 1), (2, 64, 2), (64, 1, 1), (7, 2, 2)):
-        trees = record(make(kind, target, tree=tree, nodes=nodes), target, nodes=budget).trees
-        assert trees[0].width == expected
-    most = {"dynamic": 64, "static": 62, "eagle_25": 21}[tree]  # the published trees, cut to depth 3
-    assert record(make(kind, target, tree=tree, nodes=200), target, nodes=64, max_new_tokens=200).trees[0].width == most
+def test_trees_have_the_requested_number_of_nodes(target: Target, kind: str, tree: Any, most: int) -> None:
+    sizes = ((5, 64, 5), (64, 9, 9), (1, 64, 1), (2, 64, 2), (64, 1, 1), (7, 2, 2), (200, 64, most))
+    for nodes, budget, expected in sizes:
+        recorder = record(make(kind, target, tree=tree, nodes=nodes), target, nodes=budget, max_new_tokens=9)
+        assert recorder.trees[0].width == min(expected, 64)
 
 
 def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
@@ -391,10 +390,9 @@ def test_a_borrowed_matrix_is_that_of_the_current_target() -> None:
 
 
 def test_published_trees_are_trees() -> None:
-    assert [len(PUBLISHED[name]) for name in PUBLISHED] == [63] * 8 + [25]
-    for paths in PUBLISHED.values():
-        assert check_tree(paths) == paths  # in this order already, each path after its beginning
-    assert PUBLISHED["mc_sim_7b_63"][:6] == ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0))
+    for paths, count in ((MEDUSA_TREE, 63), (EAGLE_TREE, 25)):
+        assert check_tree(paths) == paths and len(paths) == count  # in this order already
+    assert MEDUSA_TREE[:6] == ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0))
 
 
 def test_trees_are_ordered_and_cut() -> None:
@@ -408,8 +406,8 @@ def test_trees_are_ordered_and_cut() -> None:
         ({"tree": ((0,), (1, 0))}, r"the tree has the path \(1, 0\) but not \(1,\)"),
         ({"tree": ((0,), ())}, "one rank or more"),
         ({"tree": ((-1,),)}, "a whole number from 0 on"),
-        ({"tree": "oak"}, "no tree 'oak'; choose from dynamic, calibrated, static, mc_sim_7b_63"),
-        ({"tree": "calibrated"}, r"was not calibrated; run scripts/calibrate\.py"),
+        ({"tree": "oak"}, "no tree 'oak'; choose from dynamic, calibrated, static, or give paths"),
+        ({"tree": "calibrated"}, "was not calibrated; run `draftless calibrate`"),
         ({"nodes": 0}, "nodes is 0"),
         ({"depth": 10}, "depth is 10; this head drafts 3 levels"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from decode import PlainProposer, Target, generate
 from decode.models.fingerprint import fingerprint_weights
 from heads.checkpoint import save_head
-from proposers import LookaheadProposer, MergedProposer, NGramProposer, check_options, load, load_proposer
+from proposers import MergedProposer, NGramProposer, check_options, load, load_proposer
 from proposers.calibration import Calibration, load_calibration
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -74,7 +74,6 @@ def head_of(proposer: Any) -> str | None:
 def test_a_name_gives_its_proposer(target: Target, heads: Path) -> None:
     assert type(load_proposer("none", target)) is PlainProposer
     assert type(load_proposer("ngram", target)) is NGramProposer
-    assert type(load_proposer("lookahead", target)) is LookaheadProposer
     for kind in ("medusa", "hydra", "eagle3"):
         proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
         assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)

@@ -19,7 +19,7 @@ from scripts.benchmark.tables import format_tables
 from tests.support.bench_runs import hurry_bench, make_bench
 from training.data import count_before_loop
 
-SIZED = ("ngram-8", "suffix-8", "recycling-8", "lookahead-8", "merged-8", "merged-without-suffix-8", "lookahead-32")
+SIZED = ("ngram-8", "suffix-8", "recycling-8", "merged-8", "merged-without-suffix-8")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,8 @@ def all_turns(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_root_is_one_of_the_nodes_everywhere(report: dict[str, Any]) -> None:
     rows = overall(report)
-    for name in SIZED[:-1]:
+    for name in SIZED:
         assert 1 < rows[name]["nodes_per_step"] <= 8 - 1, name  # without the root
-    assert 8 < rows["lookahead-32"]["nodes_per_step"] <= 32 - 1
     assert rows["prompt-lookup-5"]["nodes_per_step"] <= 5
     assert {row["identical"] for row in rows.values()} == {1.0}
 
@@ -136,7 +135,7 @@ def test_an_answer_is_cut_where_its_loop_repeats_the_first_token() -> None:
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_methods_with_several_sizes_are_drawn_by_nodes(report: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     families = {name: [*rows] for name, rows in find_families(report).items()}
-    assert families == {"lookahead": [8, 32], "prompt-lookup": [6, 11]}
+    assert families == {"prompt-lookup": [6, 11]}
     pytest.importorskip("matplotlib")
     (tmp_path / "report.json").write_text(json.dumps(report))
     picture = tmp_path / f"nodes{suffix}"
@@ -188,7 +187,6 @@ def test_a_run_with_kept_answers_cannot_continue(
         ("ngram-16", "ngram", 16, None, False),
         ("prompt-lookup", "prompt-lookup", 11, None, False),
         ("prompt-lookup-5", "prompt-lookup", 6, None, False),
-        ("lookahead-16", "lookahead", 16, None, False),
         ("suffix-8", "suffix", 8, None, False),
         ("merged-warm", "merged", None, None, True),
         ("merged-without-recycling-8", "merged", 8, "recycling", False),
@@ -216,7 +214,6 @@ def test_names_of_methods(name: str, kind: str, nodes: int | None, without: str 
         "merged-without",
         "merged-without-hydra",
         "merged-hydra-static-16",
-        "lookahead-warm-3",
         "prompt-lookup-0",
         "hydra-chain-5",
         "merged-warm-warm",

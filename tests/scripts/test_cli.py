@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
-DRAFTERS = {"none": [], "ngram": [], "lookahead": [], "auto": [], "draft": ["--draft-model", "draft"]}
+DRAFTERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
 SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
 
 

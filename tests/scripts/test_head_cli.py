@@ -67,7 +67,7 @@ def read_tokens(run: Run) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in run.out.splitlines()]
 
 
-TREES = [[], ["--nodes", "9"], ["--tree", "static"], ["--tree", "zephyr_stage2"]]
+TREES = [[], ["--nodes", "9"], ["--tree", "static"]]
 CHAIN = ["--depth", "3", "--width", "1", "--nodes", "4"]
 
 

@@ -1,18 +1,21 @@
-"""Drafting as a CUDA graph: what a head does in a step, on tensors that stay where they are.
+"""Heads made fast: packed layers on a CPU; merged layers, and drafts as CUDA graphs, on a GPU.
 
 Shapes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
 from weakref import ref
 
 from torch import Tensor, nn
 
+from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
 from decode.gpu.fixed_cache import round_up
 from decode.gpu.graph import Captured, GraphPool, make_pool
+from heads.vocabulary import VocabularyHead
 from proposers.trees.candidates import BestTree
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
@@ -20,8 +23,34 @@ BY_TOKEN = ("features", "following")  # inputs [B, T, ...], whose tokens are pad
 FEWEST = 8  # tokens of an input; fewer take as long
 
 
+def pack_head(head: VocabularyHead) -> Any:
+    """A copy of the head for inference, with packed or merged layers. It shares all other tensors with the head."""
+    tensors = [*head.parameters(), *head.buffers()]
+    packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
+    packed.logits = PackedOutput(head, packed.normalise)
+    for name in ("lm_head", "lm_heads"):
+        if hasattr(packed, name):
+            delattr(packed, name)  # the packed output layer replaces it
+    merge_layers(packed, lambda layer: type(layer) is nn.Linear and layer.weight.device.type == "cuda")
+    pack_layers(packed)
+    return packed
+
+
+class PackedOutput:
+    """A head's `logits`, with output layers that are packed where there is a kernel for it."""
+
+    def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
+        self.normalise, self.device = normalise, next(head.parameters()).device
+        count = head.config.heads if head.output == "own" else 1
+        layers = [make_linear(*head.output_layer(index)) for index in range(count)]
+        self.layers = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
+
+    def __call__(self, states: Tensor, index: int = 0) -> Tensor:
+        return self.layers[index % len(self.layers)](self.normalise(states))
+
+
 class DraftGraphs:
-    """A graph for each shape of inputs and each kind of draft.
+    """Runs a head's drafts as CUDA graphs: one graph for each kind of draft and each shape of its inputs.
 
     They are valid for one model, one number of rows and one KV cache of the head.
     """
@@ -56,12 +85,12 @@ class DraftGraphs:
 
 
 def pad_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
-    """An input's shape, with padding."""
+    """The shape of an input's buffer: the input's own, with padded tokens."""
     if name not in BY_TOKEN:
         return tuple(tensor.shape)
     return len(tensor), pad_tokens(tensor.shape[1]), *tensor.shape[2:]
 
 
 def pad_tokens(count: int) -> int:
-    """So many tokens and their padding."""
+    """The number of tokens, padding included."""
     return round_up(max(count, FEWEST))

@@ -131,5 +131,5 @@ def extend_paths(
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`proposers.packed_head.attend_like_target` on a GPU."""
+    """`proposers.feature_history.attend_like_target` on a GPU."""
     return attend_stacked(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
