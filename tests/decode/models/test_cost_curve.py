@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import decode.models.timed_model
 from decode import Target, Tree, generate
 from decode.models import cost_curve, timed_model
 from decode.models.cost_curve import SIZES, CostCurve, measured_batches
@@ -30,7 +29,7 @@ def make_curve(rows: int, context: int) -> CostCurve:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Curves are kept where only one test sees them."""
-    monkeypatch.setattr(decode.models.timed_model, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(timed_model, "user_cache", lambda: tmp_path)
     return tmp_path / "curves"
 
 
@@ -145,17 +144,9 @@ def test_a_stream_asks_for_the_curve_of_its_longest_row(measured: Measured, monk
     monkeypatch.setattr(target, "cost_curve", lambda *key: asked.append(key) or find(*key))
     proposer = MedusaProposer(make_head("medusa", target))
     generate(target, [[5, 9] * 128, [5, 9, 5]], proposer, max_new_tokens=20, stop_ids=())
+    assert proposer.draft_budget.cost is find(*asked[-1])
     contexts = [context for rows, context in asked if rows == 2]
     assert contexts == sorted(contexts) and contexts[0] == 257 < contexts[-1] and measured == []
-
-
-def test_a_draft_budget_counts_by_the_curve_of_its_context(measured: Measured) -> None:
-    target = long_target()
-    proposer = MedusaProposer(make_head("medusa", target))
-    generate(target, [[5, 9] * 1100], proposer, max_new_tokens=2, stop_ids=())
-    assert proposer.draft_budget.cost is target.cost_curve(1, 2201)
-    generate(target, [[5, 9]], proposer, max_new_tokens=2, stop_ids=())
-    assert proposer.draft_budget.cost is target.cost_curve()
 
 
 def test_later_starts_measure_nothing(measured: Measured, folder: Path) -> None:
@@ -168,46 +159,40 @@ def test_later_starts_measure_nothing(measured: Measured, folder: Path) -> None:
     assert len(measured) == 4 and again.cost_curve(4, 4096).seconds == make_curve(4, 4096).seconds
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": 3},
-        {"hidden_act": "relu"},
-        {"dtype": torch.float32},
-        {"attn_implementation": "eager"},
-    ],
-    ids=str,
-)
-def test_another_model_is_measured_anew(measured: Measured, change: dict[str, Any]) -> None:
+CHANGES: dict[str, dict[str, Any]] = {  # of the model, or a function that the curve's file depends on
+    "layers": {"num_hidden_layers": 3},
+    "activation": {"hidden_act": "relu"},
+    "dtype": {"dtype": torch.float64},
+    "attention": {"attn_implementation": "eager"},
+    "packed layers": {"accelerate": "packed"},
+    "threads": {"torch.get_num_threads": 99},
+    "sources": {"decode.models.timed_model._digest_package": "edited"},
+    "machine": {"decode.models.timed_model.environment": ("2.0", "another CPU")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_the_cost_is_measured_anew(
+    measured: Measured, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(accelerate: str = "off", **changes: Any) -> None:
+        Target(tiny("llama", **{"dtype": torch.float32, **changes}), accelerate=accelerate).warm_up()
+
+    (name, value), *_ = CHANGES[change].items()
     for _ in range(2):
-        Target(tiny("llama")).warm_up()
-        Target(tiny("llama", **change)).warm_up()
-    assert len(measured) == 2
-
-
-def test_an_accelerated_model_is_measured_anew(measured: Measured) -> None:
-    for mode in ("off", "packed") * 2:
-        Target(tiny("llama", dtype=torch.float32, attn_implementation="eager"), accelerate=mode).warm_up()
-    assert len(measured) == 2
-
-
-def test_other_threads_and_other_sources_are_measured_anew(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    Target(tiny("llama")).warm_up()
-    torch.set_num_threads(2)
-    Target(tiny("llama")).warm_up()
-    assert len(measured) == 2
-    for name, value in {"_digest_package": "edited", "environment": ("2.0", "another CPU")}.items():
+        start()
         with monkeypatch.context() as patch:
-            patch.setattr(decode.models.timed_model, name, lambda value=value: value)
-            Target(tiny("llama")).warm_up()
-    assert len(measured) == 4
-    Target(tiny("llama")).warm_up()
-    assert len(measured) == 4
+            if "." in name:
+                patch.setattr(name, lambda: value)
+                start()
+            else:
+                start(**CHANGES[change])
+    assert len(measured) == 2
 
 
 def test_the_sources_are_those_of_python_and_of_the_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.models.timed_model, "PACKAGE", tmp_path)
-    digest = decode.models.timed_model._digest_package.__wrapped__
+    monkeypatch.setattr(timed_model, "PACKAGE", tmp_path)
+    digest = timed_model._digest_package.__wrapped__
     digests = [digest()]
     for name in ("loop.py", "cpu/linear.cpp", "cpu/vectors.h"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -224,38 +209,18 @@ def test_models_on_several_devices_keep_no_curves(measured: Measured, folder: Pa
     assert len(measured) == 2 and not folder.exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff",
-        b"[1.0, 2.0]",
-        b"{}",
-        *(
-            json.dumps({"seconds": seconds}).encode()
-            for seconds in (
-                None,
-                2.0,
-                ["x"],
-                [None, 2.0],
-                [],
-                [1.0],
-                [1.0, -1.0],
-                [1.0, float("nan")],
-                [1.0, float("inf")],
-                [1.0] * 99,
-            )
-        ),
-    ],
-)
+SECONDS: list[Any] = [None, 2.0, ["x"], [], [1.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0] * 99]
+DAMAGED = [b"", b"\xff", b"[1.0, 2.0]", b"{}", *(json.dumps({"seconds": each}).encode() for each in SECONDS)]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_file_is_measured_again(measured: Measured, folder: Path, content: bytes) -> None:
     Target(tiny("llama")).warm_up()
     (file,) = folder.iterdir()
     file.write_bytes(content)
-    Target(tiny("llama")).warm_up()
-    assert len(measured) == 2
-    target = Target(tiny("llama"))
-    target.warm_up()
+    for _ in range(2):
+        target = Target(tiny("llama"))
+        target.warm_up()
     assert len(measured) == 2 and target.cost_curve().seconds == make_curve(1, 256).seconds
 
 
@@ -271,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         patch.setattr(Path, "replace", raising(OSError("no space left")))
         Target(tiny("llama")).warm_up()
     assert len(measured) == 3 and list(folder.iterdir()) == []
-    monkeypatch.setattr(decode.models.timed_model, "user_cache", lambda: Path.home())
+    monkeypatch.setattr(timed_model, "user_cache", lambda: Path.home())
     monkeypatch.setattr(Path, "home", raising(RuntimeError("no home folder")))
     Target(tiny("llama")).warm_up()
     assert len(measured) == 4

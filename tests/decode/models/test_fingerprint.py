@@ -11,10 +11,6 @@ from decode.models.fingerprint import fingerprint_template, fingerprint_vocabula
 from tests.support.models import tiny
 
 
-def make_tokenizer(**words: int) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")))
-
-
 def test_weights_count_and_their_dtype_does_not() -> None:
     model = tiny("llama", dtype=torch.float32)
     before = fingerprint_weights(model)
@@ -23,16 +19,14 @@ def test_weights_count_and_their_dtype_does_not() -> None:
     assert fingerprint_weights(model.to(torch.bfloat16)) == before
 
 
-def test_the_ids_of_tokens_count() -> None:
-    before = fingerprint_vocabulary(make_tokenizer(a=0, b=1))
-    assert fingerprint_vocabulary(make_tokenizer(b=1, a=0)) == before
-    assert fingerprint_vocabulary(make_tokenizer(a=1, b=0)) != before
+def test_the_ids_of_tokens_and_the_template_count() -> None:
+    def read(template: str | None, **words: int) -> tuple[str, str | None]:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")))
+        tokenizer.chat_template = template
+        return fingerprint_vocabulary(tokenizer), fingerprint_template(tokenizer)
 
-
-def test_the_template_counts() -> None:
-    tokenizer = make_tokenizer(a=0)
-    assert fingerprint_template(tokenizer) is None
-    tokenizer.chat_template = "one"
-    before = fingerprint_template(tokenizer)
-    tokenizer.chat_template = "two"
-    assert before != fingerprint_template(tokenizer) is not None
+    before = read("one", a=0, b=1)
+    assert read("one", b=1, a=0) == before
+    assert read("one", a=1, b=0)[0] != before[0]
+    assert before[1] != read("two", a=0, b=1)[1] is not None
+    assert read(None, a=0, b=1) == (before[0], None)

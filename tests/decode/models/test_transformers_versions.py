@@ -31,32 +31,19 @@ def model() -> PreTrainedModel:
     return tiny("llama")
 
 
-def with_new_argument(name: str, default: Any = None) -> Callable[..., Any]:
-    """Llama's forward pass with another argument. It does nothing."""
+def with_argument(name: str, default: Any = None, is_cache: bool = False) -> Callable[..., Any]:
+    """Llama's forward pass with another argument, which does nothing or is the KV cache under a new name."""
     stock = LlamaForCausalLM.forward
-    parameters = [*inspect.signature(stock).parameters.values()]
-    parameters.insert(-1, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
 
     @functools.wraps(stock)
     def forward(self: PreTrainedModel, *args: Any, **inputs: Any) -> Any:
-        inputs.pop(name, None)
-        return stock(self, *args, **inputs)
+        value = inputs.pop(name, None)
+        return stock(self, *args, **inputs, **({CACHE: value} if is_cache else {}))
 
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return forward
-
-
-def other_name(name: str) -> Callable[..., Any]:
-    """Llama's forward pass, whose KV cache has another name."""
-    stock = LlamaForCausalLM.forward
-
-    def forward(self: PreTrainedModel, input_ids: Tensor | None = None, position_ids: Any = None, **inputs: Any) -> Any:
-        if name in inputs:
-            inputs[CACHE] = inputs.pop(name)
-        return stock(self, input_ids=input_ids, position_ids=position_ids, **inputs)
-
-    parameters = [*inspect.signature(forward).parameters.values()]
-    parameters.insert(-1, inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None))
+    parameters = [
+        each for each in inspect.signature(stock).parameters.values() if not (is_cache and each.name == CACHE)
+    ]
+    parameters.insert(-1, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return forward
 
@@ -67,14 +54,14 @@ def test_the_forward_says_what_it_calls_the_cache(
 ) -> None:
     prompts = [[5, 9, 5, 9, 5]]
     expected = generate(Target(model), prompts, None, max_new_tokens=8)[0].tokens
-    forward = other_name(name)
+    forward = with_argument(name, is_cache=True)
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     assert find_cache_name(forward) == name
     assert generate(Target(model), prompts, NGramProposer(), max_new_tokens=8)[0].tokens == expected
 
 
 def test_a_cache_by_an_unknown_name_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaForCausalLM, "forward", other_name("memory"))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", with_argument("memory", is_cache=True))
     with pytest.raises(ValueError, match=r"no KV cache by a name that is known \(cache, past_key_values\)"):
         Target(model)
 
@@ -91,20 +78,25 @@ INPUTS: dict[str, tuple[Any, Any, Any, bool]] = {
 }
 
 
+def check(model: PreTrainedModel, name: str, is_taken: bool, settings: dict[str, Any], expected: Tensor) -> None:
+    """The settings change nothing, or are refused by this name."""
+    if is_taken:
+        assert torch.equal(speculating.generate(model, **settings), expected)
+    else:
+        with pytest.raises(ValueError, match=f"cannot honour {name};"):
+            speculating.generate(model, **settings)
+
+
 @pytest.mark.parametrize("case", INPUTS)
 def test_a_new_input_is_refused_if_it_carries_something(
     model: PreTrainedModel, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default, configured, value, is_taken = INPUTS[case]
     expected = speculating.generate(model)
-    monkeypatch.setattr(LlamaForCausalLM, "forward", with_new_argument("new_input", default))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", with_argument("new_input", default))
     if configured is not None:
         model.config.new_input = configured
-    if is_taken:
-        assert torch.equal(speculating.generate(model, new_input=value), expected)
-    else:
-        with pytest.raises(ValueError, match="cannot honour new_input;"):
-            speculating.generate(model, new_input=value)
+    check(model, "new_input", is_taken, {"new_input": value}, expected)
 
 
 @pytest.mark.parametrize(("value", "is_taken"), [(None, True), (3, True), (4, False)])
@@ -120,11 +112,7 @@ def test_a_new_setting_is_refused_if_it_asks_for_something(
     monkeypatch.setattr(GenerationConfig, "__init__", begin)
     expected = speculating.generate(model)
     config = GenerationConfig(max_new_tokens=speculating.NEW, new_setting=value)
-    if is_taken:
-        assert torch.equal(speculating.generate(model, generation_config=config), expected)
-    else:
-        with pytest.raises(ValueError, match="cannot honour new_setting=4;"):
-            speculating.generate(model, generation_config=config)
+    check(model, "new_setting=4", is_taken, {"generation_config": config}, expected)
 
 
 @pytest.mark.parametrize(("settings", "is_taken"), [({}, True), ({"new_way": None}, True), ({"new_way": 2}, False)])
@@ -140,11 +128,7 @@ def test_a_new_argument_of_generate_is_refused_if_it_asks_for_something(
     exec(compile(source, "generate", "exec"), names)
     expected = speculating.generate(model)
     monkeypatch.setattr(GenerationMixin, "generate", torch.no_grad()(names["generate"]))
-    if is_taken:
-        assert torch.equal(speculating.generate(model, **settings), expected)
-    else:
-        with pytest.raises(ValueError, match="cannot honour new_way;"):
-            speculating.generate(model, **settings)
+    check(model, "new_way", is_taken, settings, expected)
 
 
 def test_nothing_warns(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
