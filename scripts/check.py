@@ -17,12 +17,9 @@ from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 
 EPILOG = """\
-The result has a line for each finding: its level, its engine (draftless: loading and drafting here), its name, and what
-to do. Then come the commands that serve the model with the head, and tau, the mean acceptance length on four prompts,
-next to the one that calibration.json states. The exit status is 1 if there is an error.
-
-With --serve, vLLM answers the prompts too, without the head and with it, and a table compares the share of draft tokens
-accepted at each position with Draftless. docs/serving-and-check.md has a recipe for vLLM on a CPU."""
+Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands
+follow that serve the model with the head, and tau, the mean acceptance length on four prompts. The exit status is 1 if
+there is an error. docs/serving-and-check.md explains the findings, and how to install vLLM for --serve on a CPU."""
 EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.32
 serves (older versions were not tried), and check the copy. It drafts the same tokens and is larger"""
 

@@ -53,7 +53,6 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
         return list(check_medusa(head, config))
     found: list[Finding] = []
     if head.kind in ("eagle", "eagle3"):
-        found += check_class(head, config)
         found += check_biases(head, tensors)
         found += check_sizes(head, layer, target.context)
         found += check_embeddings(head, tensors, layer, target)
@@ -70,14 +69,6 @@ def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
     if head.token_map is not None:
         text = "vLLM 0.21 to 0.32 refuses a token_map; write a copy without one: draftless check HEAD --export DIR"
         yield error("vllm", "medusa-token-map", text)
-
-
-def check_class(head: Head, config: ConfigDict) -> Iterator[Finding]:
-    """SGLang drafts with the class that the config names, even if it is a plain model's."""
-    ending = "ForCausalLMEagle3" if head.kind == "eagle3" else "ForCausalLMEagle"
-    names = config.get("architectures") or []
-    if not any(str(name).endswith(ending) for name in names):
-        yield error("sglang", "class", f'architectures is {names}: put "Llama{ending}" first')
 
 
 def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
@@ -159,7 +150,8 @@ def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:
     for name, value in trained.items():
         if bool(config.get(name, default.get(name))) != value:
             yield error("both", "norms", f"config.json must have {name}: {str(value).lower()}, as it was trained")
-    if head.config.norm_before_residual:
-        yield error("sglang", "norms", "SGLang ignores norm_before_residual: train without it")
+    if head.config.norm_before_residual or head.config.layer.qk_norm:
+        text = "SGLang ignores norm_before_residual and norms of queries and keys: train without them"
+        yield error("sglang", "norms", text)
     if not head.config.final_norm:
         yield error("both", "norms", "it has no norm before its output matrix, and servers have one: train with it")

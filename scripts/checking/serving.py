@@ -111,10 +111,9 @@ def serve_head(
     request |= {"max_new_tokens": NEW_TOKENS, "draft_tokens": draft_tokens, "head": None, "method": None}
     name, fault = "engine-fails", "vLLM does not serve the model, with this head or without it"
     try:
-        print_notice(f"vLLM answers {len(prompts)} prompts without the head")
+        print_notice(f"vLLM answers {len(prompts)} prompts without the head, and then with it")
         plain = ask_engine(python, request)
         name, fault = "engine-refuses", f"vLLM {plain.versions['vllm']} serves the model, but not with this head"
-        print_notice("vLLM answers them with the head")
         served = ask_engine(python, request | {"head": str(folder.resolve()), "method": kind})
     except EngineFailure as reason:
         return None, [error("vllm", name, f"{fault}: {reason}")]

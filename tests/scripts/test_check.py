@@ -113,20 +113,18 @@ LAYER_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
 ]
 EAGLE_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     *LAYER_FAULTS,
-    ({"architectures": ["LlamaForCausalLM"]}, {}, {"error sglang class"}),
-    ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, {"error sglang class"}),
     ({}, {"fc.bias": ones(HIDDEN)}, {"error vllm biases"}),
     ({"bias": False}, {"fc.bias": GONE}, {"error sglang biases"}),
 ]
 EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     *LAYER_FAULTS,
-    ({"architectures": GONE}, {}, {"error sglang class"}),
     ({}, {"fc.bias": ones(HIDDEN)}, {"error both biases"}),
     ({"embed_requires_grad": True}, EMBEDDING, {"error sglang embeddings"}),
     ({"vocab_size": 200}, {}, {"error both sizes"}),  # t2d has the right one
     ({"draft_vocab_size": None}, {}, {"error both sizes"}),
     ({"draft_vocab_size": VOCABULARY}, {}, {"error both sizes"}),
     ({"norm_before_residual": True}, {}, {"error sglang norms"}),
+    ({}, {f"midlayer.self_attn.{name}_norm.weight": ones(8) for name in "qk"}, {"error sglang norms"}),
     ({}, {"input_norm.weight": ones(3 * HIDDEN)}, {"error both norms"}),
     ({}, {f"fc_norm.{place}.weight": ones(HIDDEN) for place in range(3)}, {"error both norms"}),
     ({"norm_output": True}, {}, {"error both norms"}),  # SpecForge's meaning, and not the servers'
@@ -177,9 +175,8 @@ def test_speculators_folders_are_for_vllm(saved: Path, spoil: Spoil, target: Tar
     flat = json.loads((saved / "eagle3" / "config.json").read_text())
     layer = {name: flat[name] for name in flat if name not in ("draftless", READ, "architectures", "draft_vocab_size")}
     top = {name: flat[name] for name in (READ, "draft_vocab_size")}
-    nested = dict.fromkeys(layer, GONE) | {"architectures": ["Eagle3DraftModel"], "transformer_layer_config": layer}
-    found = find(spoil("eagle3", nested | top | {"speculators_model_type": "eagle3"}), target)
-    assert found == {"error sglang class", "error sglang norms"}
+    nested = dict.fromkeys(layer, GONE) | {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    assert find(spoil("eagle3", nested | top), target) == {"error sglang norms"}
 
 
 def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -> None:
@@ -200,7 +197,7 @@ def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -
 
 
 def test_only_engines_without_an_error_get_a_command(call: Call, spoil: Spoil) -> None:
-    folder = spoil("eagle", {"architectures": ["LlamaForCausalLM"]})
+    folder = spoil("eagle", {"bias": False}, {"fc.bias": GONE})
     status, out, _ = call(folder, "--no-decode")
     assert status == 1 and "vllm: vllm serve" in out and "sglang: no command" in out
 
