@@ -10,7 +10,6 @@ from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
-from proposers.sources.levels import DraftSource, HeadSource
 
 __all__ = [
     "EAGLES",
@@ -21,10 +20,8 @@ __all__ = [
     "Continuation",
     "DraftBudget",
     "DraftProposer",
-    "DraftSource",
     "EagleProposer",
     "HeadProposer",
-    "HeadSource",
     "HydraProposer",
     "MedusaProposer",
     "MergedProposer",

@@ -30,7 +30,6 @@ from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
-from proposers.sources.levels import HeadSource
 from proposers.trees.fixed import Ranks
 
 _MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "tree", "nodes", "sampled"), ("depth", "width")
@@ -104,7 +103,7 @@ def load_proposer(
         drafter = find_pretrained(target) if name == "auto" and chosen is None else None
         if chosen is not None:
             drafter = _load_head_proposer(None, find_head(name, chosen), target)
-        return MergedProposer(head=None if drafter is None else HeadSource(drafter), **given)
+        return MergedProposer(head=drafter, **given)
     return PROPOSERS[str(name)](**given)
 
 

@@ -10,9 +10,11 @@ import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.sources import SOURCES, AnswerStore, Continuation, RecyclingSource, Source, StoredSource, SuffixSource
+from proposers.head_proposer import HeadProposer
+from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, KindCounts, Node
-from proposers.sources.levels import LevelSource
+from proposers.sources.head import HeadSource
+from proposers.sources.source import Named
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
@@ -22,7 +24,7 @@ class MergedProposer:
     """Drafts trees of the most likely continuations that any of its sources names.
 
     sources: None takes one of each of `SOURCES`, which need no training.
-    head: a trained head that continues the tree level by level, where that is worth the time (`HeadSource`).
+    head: a proposer with a trained head, which continues the tree level by level where that is worth the time.
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
@@ -34,7 +36,7 @@ class MergedProposer:
     def __init__(
         self,
         sources: Sequence[Source] | None = None,
-        head: LevelSource | None = None,
+        head: HeadProposer | None = None,
         *,
         store: AnswerStore | None = None,
         nodes: int | None = None,
@@ -46,9 +48,10 @@ class MergedProposer:
             self.sources.append(StoredSource(store))
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
-        self.fuse = getattr(head, "fuse", None)
+        self.fuse = None if head is None else head.fuse
+        self._levels = None if head is None else HeadSource(head)
         self.counts, self.draft_budget = KindCounts(), DraftBudget()
-        self._names = [source.name for source in self.sources] + ([] if head is None else [head.name])
+        self._names = [source.name for source in self.sources] + ([] if head is None else [head.head.kind])
         self.accepted_by_source = dict.fromkeys(self._names, 0)
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
@@ -78,7 +81,7 @@ class MergedProposer:
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         self._grow(trees, most)
-        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
+        levels = 0 if self._levels is None or most == 1 else self._draft_levels(self._levels, step, trees, most)
         size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
 
@@ -118,7 +121,7 @@ class MergedProposer:
             if node.path >= 0:
                 self._news = MEMORY * self._news + (1 - MEMORY) * (source == len(self.sources))
 
-    def _draft_levels(self, head: LevelSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
+    def _draft_levels(self, head: HeadSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
         begun, paths, level = perf_counter(), [[tree.root] for tree in trees], 0
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
@@ -140,7 +143,7 @@ class MergedProposer:
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
 
-    def _extend(self, head: LevelSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list[Continuation]]]:
+    def _extend(self, head: HeadSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list[Named]]]:
         """The head's continuations of the paths; rows with fewer paths are padded."""
         width = max(map(len, paths))
         rows = [[*row, *[None] * (width - len(row))] for row in paths]

@@ -18,9 +18,8 @@ from transformers import LogitsProcessor
 from decode import Proposer, Sampling, Step, Target, Tree, generate
 from decode.lossy import accept_typically
 from decode.sampling import NO_TOKEN
-from proposers import HEAD_PROPOSERS, DraftProposer, HeadSource, HydraProposer, MergedProposer
+from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
-from proposers.sources.levels import DraftSource
 from tests.support.drafting import make_head
 from tests.support.models import tiny
 
@@ -79,7 +78,7 @@ def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) 
     proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, SPOILED[spoil]), **settings)
     for sampling in (GREEDY, SAMPLED):
         assert decode(target, proposer, sampling) == decode(target, None, sampling)
-    merged = MergedProposer(head=HeadSource(proposer), nodes=12)
+    merged = MergedProposer(head=proposer, nodes=12)
     assert decode(target, merged) == decode(target, None)
 
 
@@ -88,7 +87,6 @@ def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) 
 def test_draft_models(settings: dict[str, Any], spoil: str, target: Target) -> None:
     proposer = DraftProposer(make_draft_model(SPOILED[spoil]), **settings)
     assert decode(target, proposer, SAMPLED) == decode(target, None, SAMPLED)
-    assert decode(target, MergedProposer(head=DraftSource(proposer), nodes=8)) == decode(target, None)
 
 
 def record_drafts(proposer: Any) -> list[int]:

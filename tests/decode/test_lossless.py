@@ -15,10 +15,8 @@ from decode import Proposer, Sampling, Step, Target, Tree, generate
 from proposers import (
     AnswerStore,
     DraftProposer,
-    DraftSource,
     EagleProposer,
     HeadProposer,
-    HeadSource,
     HydraProposer,
     MedusaProposer,
     MergedProposer,
@@ -68,8 +66,6 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
         "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
         "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
         "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
-        "merged draft": lambda: MergedProposer(head=DraftSource(DraftProposer(draft, width=3, length=3)), nodes=12),
-        "merged itself": lambda: MergedProposer([], DraftSource(DraftProposer(target))),
         "draft": lambda: DraftProposer(draft),
         "draft tree": lambda: DraftProposer(draft, width=3, length=3),
         "itself": lambda: DraftProposer(target, length=4),
@@ -90,7 +86,7 @@ def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Propo
 
 def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
     """All sources at once, with the head."""
-    return MergedProposer(head=HeadSource(head), store=AnswerStore(1000), nodes=nodes)
+    return MergedProposer(head=head, store=AnswerStore(1000), nodes=nodes)
 
 
 def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
@@ -263,8 +259,8 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
         lambda width: HydraProposer(hydra, nodes=2 * width),
         lambda width: HydraProposer(prefix, tree="static", nodes=9),
         lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
-        lambda width: MergedProposer([HostileSource(width)], DraftSource(DraftProposer(target, width=width))),
-        lambda width: MergedProposer([HostileSource(width)], HeadSource(HydraProposer(hydra)), nodes=3 * width),
+        lambda width: DraftProposer(target, width=width, length=3),
+        lambda width: MergedProposer([HostileSource(width)], HydraProposer(hydra), nodes=3 * width),
         *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
     ]
 

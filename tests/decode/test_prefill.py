@@ -16,7 +16,6 @@ from decode import Proposer, Step, Target, Tree, generate
 from decode import session as session_module
 from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk
 from proposers import HEAD_PROPOSERS, MergedProposer
-from proposers.sources.levels import HeadSource
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import VOCABULARY, tiny
 
@@ -87,7 +86,7 @@ class Unfused:
 def make_proposers(target: Target) -> dict[str, Any]:
     kinds = {kind: HEAD_PROPOSERS[kind](make_head(kind, target), nodes=12) for kind in HEAD_PROPOSERS}
     kinds["hydra prefix"] = HEAD_PROPOSERS["hydra"](make_head("hydra", target, prefix=True), nodes=12)
-    head = HeadSource(HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12))  # type: ignore[arg-type]
+    head = HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12)
     return {**kinds, "merged": MergedProposer(head=head, nodes=12)}
 
 

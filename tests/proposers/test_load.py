@@ -65,7 +65,7 @@ def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
 def head_of(proposer: Any) -> str | None:
     """The kind of a merged proposer's head."""
     assert type(proposer) is MergedProposer
-    return proposer.head and proposer.head.name
+    return proposer.head and proposer.head.head.kind
 
 
 # ---- from a name to a proposer ----
@@ -125,7 +125,7 @@ def test_auto_takes_the_pretrained_head_of_the_same_weights(
 def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     monkeypatch.setattr(load, "FASTEST", {fingerprint_weights(target.model): "hydra"})
     same = Target(target.model)
-    first, second = (load_proposer("auto", same).head.proposer for _ in range(2))  # type: ignore[attr-defined]
+    first, second = (load_proposer("auto", same).head for _ in range(2))  # type: ignore[attr-defined]
     assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
     prompts = [[1, 2, 3, 1, 2], [5, 6]]
     expected = [answer.tokens for answer in generate(same, prompts, None, max_new_tokens=8)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from decode import Sampling, Target, generate
+from docs.measure.profile_sources import read_text, replay
 from proposers import (
     AnswerStore,
     Continuation,
-    HeadSource,
     HydraProposer,
     MergedProposer,
     Place,
@@ -178,7 +178,7 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
     """With the target's own next tokens as the table, the head's continuations come after them too."""
     head = HydraProposer(make_head("hydra", target))
     table = {(): dict.fromkeys(range(3, 8), 0.9)}
-    recorder = Recorder(MergedProposer([TableSource(table)], HeadSource(head), nodes=24))
+    recorder = Recorder(MergedProposer([TableSource(table)], head, nodes=24))
     generate(target, [[5, 6, 7]], recorder, max_new_tokens=6, stop_ids=())
     paths = list_paths(recorder.trees[0], 0)
     assert {path[0] for path in paths} >= set(range(3, 8))
@@ -188,7 +188,7 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_accepted_tokens_are_counted_by_source(target: Target, temperature: float) -> None:
     """All of them, those of each request's last tree too, wherever it ends."""
-    head = HeadSource(HydraProposer(make_head("hydra", target, output="target")))
+    head = HydraProposer(make_head("hydra", target, output="target"))
     proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
     assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
     accepted = 0
@@ -210,13 +210,20 @@ def test_sources_are_known_by_name(target: Target) -> None:
 
 
 def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:
-    proposer = MergedProposer(head=HeadSource(HydraProposer(make_head("hydra", target))), nodes=8)
+    proposer = MergedProposer(head=HydraProposer(make_head("hydra", target)), nodes=8)
     record = Recorder(proposer)
     generate(target, [[5, 6, 7, 5, 6]], record, max_new_tokens=20, stop_ids=())
     records = [Recorder(proposer.renew()) for _ in range(2)]
     for recorder in records:
         generate(target, [[5, 6, 7, 5, 6]], recorder, max_new_tokens=20, stop_ids=())
     assert records[0].drafted == records[1].drafted == record.drafted
+
+
+def test_sources_can_be_profiled_without_a_model() -> None:
+    proposer = MergedProposer(nodes=16)
+    seconds = list(replay(read_text(), 2000, proposer, steps=40))
+    assert len(seconds) == 40 and min(seconds) > 0
+    assert sum(proposer.accepted_by_source.values()) > 0
 
 
 def test_random_trees_are_best_first() -> None:

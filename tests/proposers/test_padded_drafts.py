@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from decode import Sampling, Target, Tree, generate
-from proposers import DraftProposer, MergedProposer
-from proposers.sources import SuffixSource
-from proposers.sources.levels import DraftSource
+from proposers import DraftProposer
 from tests.support.models import VOCABULARY, tiny
 from tests.support.speculating import make_tokenizer
 
@@ -21,9 +19,6 @@ PROPOSERS: dict[str, Any] = {
     "chain": lambda draft: DraftProposer(draft, length=3),
     "tree": lambda draft: DraftProposer(draft, width=3, length=3),
     "sampled": lambda draft: DraftProposer(draft, length=3, sampled=True),
-    "merged": lambda draft: MergedProposer(
-        [SuffixSource()], DraftSource(DraftProposer(draft, width=2, length=3)), nodes=9
-    ),
 }
 
 

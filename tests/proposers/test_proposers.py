@@ -152,6 +152,18 @@ def test_a_draft_model_is_right_about_itself(target: Target) -> None:
     assert tree.tokens == answer.tokens and tree.stats.tau > 3  # the most likely path is not always the greedy one
 
 
+def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes: the prompt and its bonus token; then the token of the deepest level and the bonus token."""
+    draft = Target(tiny("llama"))
+    widths, forward = [], draft.model.forward
+    monkeypatch.setattr(
+        draft.model, "forward", lambda **inputs: widths.append(inputs["input_ids"].shape[1]) or forward(**inputs)
+    )
+    generate(target, [[5, 6, 7]], DraftProposer(draft, length=4), max_new_tokens=30, stop_ids=[])
+    first = [width for width in widths if width > 1]
+    assert first == [4, *[2] * (len(first) - 1)] and len(first) >= 5
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_draft_model_stays_right_when_another_row_ends(target: Target, width: int) -> None:
     """Its KV cache keeps each row's own tokens."""

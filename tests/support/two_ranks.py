@@ -22,7 +22,6 @@ from torch import distributed
 from decode import Proposer, Target, generate, speculate
 from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer
-from proposers.sources.levels import HeadSource
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
 
@@ -35,7 +34,7 @@ PROPOSERS: dict[str, Callable[[Target], Proposer]] = {
     "merged": lambda target: MergedProposer(),
     "eagle3": lambda target: HEAD_PROPOSERS["eagle3"](make_head("eagle3", target)),
     "hydra": lambda target: HEAD_PROPOSERS["hydra"](make_head("hydra", target)),
-    "merged eagle3": lambda target: MergedProposer(head=HeadSource(PROPOSERS["eagle3"](target))),
+    "merged eagle3": lambda target: MergedProposer(head=PROPOSERS["eagle3"](target)),
     "draft": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1, dtype=torch.float32))),
 }
 
