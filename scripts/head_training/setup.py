@@ -116,10 +116,7 @@ def _begin_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
         if given not in (None, value):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
-    try:
-        head.check_target(target.config.hidden_size, *sizes)
-    except ValueError as error:
-        raise ValueError(f"--init {options.init}: {error}") from error
+    head.check_target(target.config.hidden_size, *sizes)
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     return head

@@ -241,21 +241,9 @@ def test_a_low_tau_is_a_finding(tau: float, expected: float | None, names: list[
     assert [each.name for each in judge_tau(tau, expected)] == names
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"hidden_size": 48}, "whose hidden size is 48"),
-        ({"num_hidden_layers": 9}, "whose number of layers is 9"),
-        ({"vocab_size": 99}, "whose vocabulary size is 99"),
-    ],
-)
-def test_a_head_of_another_target_is_refused(call: Call, tmp_path: Path, changes: dict[str, int], text: str) -> None:
-    other = Target(tiny("llama", **{"num_hidden_layers": LAYERS, **changes}))
-    save_head(make_head("medusa", other), tmp_path)
-    assert_refused(call(tmp_path), text)
-
-
-def test_what_does_not_load_is_reported_in_one_line(call: Call, spoil: Spoil) -> None:
+def test_what_does_not_load_is_reported_in_one_line(call: Call, spoil: Spoil, tmp_path: Path) -> None:
+    save_head(make_head("medusa", Target(tiny("llama", num_hidden_layers=9))), tmp_path / "deep")
+    assert_refused(call(tmp_path / "deep"), "whose number of layers is 9")
     assert_refused(call(spoil("eagle3", {}, {"d2t": torch.arange(40)})), "i + d2t[i] must be the tokens that t2d marks")
     assert_refused(call(spoil("eagle", {"num_hidden_layers": "one"})), "it must be a positive number")
     folder = spoil("eagle3")

@@ -200,7 +200,7 @@ def test_a_head_for_something_else_is_refused(
     save_head(MedusaHead(config), head)
     if config.layers == 1:
         options = ["--layers", "1", *options]
-    refuse(call("--init", str(head), *options), "--init", message.format(head))
+    refuse(call("--init", str(head), *options), message.format(head))
 
 
 def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
