@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs as a file, installed or not
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,9 +14,9 @@ from decode.models.default_model import default_model
 from decode.text import encode
 from proposers import load_proposer
 from scripts.benchmark.methods import NODES, Ask, Measured, ask_loop, ask_peer
-from scripts.shared.command import Parser, check_writable, failing_clearly
+from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
-from scripts.shared.terminal import Piece, colour_pieces, draw_terminal, format_chunk, has_colour
+from scripts.shared.terminal import format_chunk, has_colour
 
 MAX_NEW_TOKENS = 64
 ROUNDS = 2  # the methods take turns; the median counts
@@ -43,28 +37,22 @@ training. auto: merged, and a head that was trained for this model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="demo.py", description=__doc__)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write answer and table as an SVG picture")
-    args = parser.parse_args(argv)
+    parser = Parser(prog="draftless demo", description=__doc__)
+    parser.parse_args(argv)
     with failing_clearly(parser):
-        check_writable(args.svg, "--svg")
         print("loading the model", file=sys.stderr)
         target = load_target(ModelOptions())
         target.warm_up()
         proposers = {name: load_proposer(name, target) for name in METHODS}
         print(f"\n> {PROMPTS[0]}\n")
-        pieces: list[Piece] = [(f"> {PROMPTS[0]}\n\n", None)]
         for chunk in stream(target, PROMPTS[:1], proposers[METHODS[-1]], max_new_tokens=MAX_NEW_TOKENS):
             print(format_chunk(chunk, has_colour(sys.stdout)), end="", flush=True)
-            pieces += colour_pieces(chunk)
         caption = f"(coloured: draft tokens of {METHODS[-1]}, accepted by the model)\n"
         print("\n" + caption * has_colour(sys.stdout))
         print("comparing with Hugging Face's generate", file=sys.stderr)
         stock = AutoModelForCausalLM.from_pretrained(str(default_model()), dtype=target.dtype).to(target.device)
         table = compare(target, stock, proposers)
         print(f"{table}\n\n{NOTES}")
-        if args.svg is not None:
-            draw_terminal([*pieces, (f"\n\n{caption}\n{table}", None)], args.svg)
 
 
 def compare(target: Target, stock: PreTrainedModel, proposers: Mapping[str, Proposer]) -> str:

@@ -1,1 +1,1 @@
-"""The parts of bench.py: questions, conversations, methods, rows, files and the picture."""
+"""The parts of `draftless bench`: methods, questions, measuring, rows, tables, files and the picture."""

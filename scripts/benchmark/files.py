@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -16,13 +17,10 @@ import torch
 import transformers
 
 from heads.atomic_write import write_aside
-from scripts.benchmark.pass_report import sum_up_passes
 from scripts.benchmark.rows import make_rows
-from scripts.benchmark.tables import format_starts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SHOWN = {"settings": ("model", "temperature", "batch_size"), "machine": ("cpu", "gpu", "threads", "dtype")}  # in plots
-SHOWN_PASSES = {"settings": ("model",), "machine": ("cpu", "gpu", "threads")}
+SHOWN = {"settings": ("model", "commit"), "machine": ("cpu", "gpu", "threads")}
 
 
 class Records:
@@ -80,28 +78,20 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report, with its rows computed again from its records, or its medians from its samples.
-
-    Reports of earlier versions have no intervals in their rows, and other settings. Raises ValueError for a file that
-    is not a report.
-    """
+    """A report, with its rows computed again from its records. Raises ValueError for a file that is not a report."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        shown, computed = SHOWN, {}
-        if "passes" in report:
-            shown, computed = SHOWN_PASSES, {"passes": sum_up_passes(report["passes"])}
-        elif "starts" in report:
-            shown = SHOWN_PASSES
-            format_starts(report)  # fails for a damaged one
-        else:
-            methods = [*report["settings"]["methods"], *report["settings"]["peers"]]
-            computed = {"rows": make_rows(report["records"], report["differences"], methods)}
-        missing = [key for part, keys in shown.items() for key in keys if key not in report[part]]
+        missing = [key for part, keys in SHOWN.items() for key in keys if key not in report[part]]
+        if "passes" not in report:
+            methods = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
+            report["rows"] = make_rows(report["records"], report["differences"], methods)
+        elif any(len(entry["nodes"]) != len([*map(median, entry["samples_ms"])]) for entry in report["passes"]):
+            raise ValueError("each number of nodes needs its samples")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a report of bench.py ({error!r})") from error
+        raise ValueError(f"{path} is not a report of draftless bench ({error!r})") from error
     if missing:
-        raise ValueError(f"{path} is not a report of bench.py: it lacks {', '.join(missing)}")
-    return {**report, **computed}
+        raise ValueError(f"{path} is not a report of draftless bench: it lacks {', '.join(missing)}")
+    return dict(report)
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -29,14 +29,14 @@ def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Ta
     target.warm_up(len(group))
     _, prompts = encode_turn(open_conversations(group), 0, target, Renderer(target.tokenizer))
     for method in methods.values():
-        method()(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
+        method(True)(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
 
 
 def measure_group(
     methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: BenchOptions
 ) -> dict[str, Any]:
     """The record of group `number` (see `rows`), with its `differences` from plain decoding's answers."""
-    asks = [{name: method() for name, method in methods.items()} for _ in range(options.repeats)]
+    asks = [{name: method(False) for name, method in methods.items()} for _ in range(options.repeats)]
     conversations, renderer = open_conversations(group), Renderer(target.tokenizer)
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []

@@ -1,11 +1,12 @@
-"""The compared methods: the project's loop with a proposer, and Hugging Face's `generate`."""
+"""The compared methods: the project's loop with any proposer, and Hugging Face's `generate`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise, repeat
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -15,18 +16,73 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
 from decode.stats import PARTS
-from proposers import (
-    AnswerStore,
-    DraftProposer,
-    HeadProposer,
-    MergedProposer,
-    NGramProposer,
-)
-from scripts.benchmark.method_names import FIXED, NamedMethod, parse_method
-from scripts.benchmark.options import PEERS, BenchOptions
-from scripts.shared.options import load_model_only, make_proposer
+from proposers import AnswerStore, MergedProposer, load_proposer
+from proposers.load import check_options
+from scripts.shared.options import ModelOptions, load_model_only, load_target
 
 NODES = 64  # largest draft tree
+PEERS: dict[str, dict[str, Any]] = {  # transformers' own methods, and their arguments of `generate`
+    "hf": {},
+    "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10},
+    "hf-assistant": {},
+}
+METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
+merged:nodes=16,head=hydra; a class of your own: FILE.py:CLASS; transformers' {", ".join(PEERS)}, with arguments of
+generate as options. warm=true keeps answers between questions. none is always added (default: %(default)s)"""
+SPEC = re.compile(r"(?P<name>.+?)(?::(?P<options>\w+=.*))?")
+OPTION = re.compile(r"\w+=")
+
+
+@dataclass(frozen=True)
+class NamedMethod:
+    """A method as it is given on the command line. text: the row's name."""
+
+    text: str
+    name: str
+    options: Mapping[str, Any]
+    warm: bool
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name in PEERS
+
+    def check(self, model: ModelOptions) -> None:
+        """Raise ValueError, before anything is loaded, for what the method does not have."""
+        if not self.is_peer:
+            check_options(self.name, self.options, pretrained=model.model is None)
+            if self.warm and self.name not in ("merged", "auto"):
+                raise ValueError(f"{self.text}: warm is for merged and auto, which draft from earlier answers")
+        elif self.warm or (self.name == "hf-assistant") != ("draft_model" in self.options):
+            raise ValueError(f"{self.text}: draft_model=MODEL is for hf-assistant, which needs it; no peer is warm")
+
+
+def parse_methods(text: str) -> list[NamedMethod]:
+    """The methods of a list such as "none,merged:nodes=16,head=hydra,my.py:Mine"; plain decoding is the first one.
+
+    A part that begins with NAME= is an option of the method before it. Raises ValueError for other forms.
+    """
+    specs: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if OPTION.match(part) and not specs:
+            raise ValueError(f"--methods begins with the option {part!r}; name a method first")
+        if OPTION.match(part):
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return [_parse_method(spec) for spec in dict.fromkeys(("none", *specs))]
+
+
+def _parse_method(text: str) -> NamedMethod:
+    found = SPEC.fullmatch(text)
+    assert found is not None
+    pairs = (pair.partition("=") for pair in (found["options"] or "").split(",") if pair)
+    options = {name: _read_value(value) for name, _, value in pairs}
+    return NamedMethod(text, found["name"], options, bool(options.pop("warm", False)))
+
+
+def _read_value(text: str) -> Any:
+    """A whole number, true or false, or else text."""
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
 
 
 @dataclass(frozen=True)
@@ -48,92 +104,58 @@ class Measured:
 
 
 Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]  # takes token ids, seed and `max_new_tokens`
-Method: TypeAlias = Callable[[], Ask]  # begins a conversation with nothing learned from others
+# Begins a conversation with nothing learned from others; True: of the warm-up, of which warm methods keep nothing.
+Method: TypeAlias = Callable[[bool], Ask]
 
 
-def make_methods(options: BenchOptions, target: Target) -> dict[str, Method]:
-    """The methods of the options, with their draft models, heads and peers loaded."""
-    loops = {name: _make_loop(name, options, target) for name in options.methods}
-    return {**loops, **(_make_peers(options, target) if options.peers else {})}
+def make_methods(
+    named: Sequence[NamedMethod], target: Target, model: ModelOptions, temperature: float
+) -> dict[str, Method]:
+    """The methods by their texts, with their draft models, heads and peers loaded."""
+    loops = {each.text: _make_loop(each, target, model, temperature) for each in named if not each.is_peer}
+    peers = [each for each in named if each.is_peer]
+    made = loops | (_make_peers(peers, target, model, temperature) if peers else {})
+    return {each.text: made[each.text] for each in named}
 
 
-def _make_loop(name: str, options: BenchOptions, target: Target) -> Method:
+def _make_loop(named: NamedMethod, target: Target, model: ModelOptions, temperature: float) -> Method:
     """The project's loop. Each conversation has a proposer that has learned nothing yet and shares the models."""
-    method = parse_method(name)
+    options = dict(named.options)
+    if "draft_model" in options:
+        options["draft_model"] = load_target(replace(model, model=options["draft_model"]))
+    load = partial(load_proposer, named.name, target, **options)
+    cold = load()
+    kept = load(store=AnswerStore()) if named.warm else cold
 
-    def bind(proposer: Proposer) -> Ask:
-        return partial(ask_loop, target, proposer, options.temperature, method.nodes or NODES)
+    def begin(is_warm_up: bool) -> Ask:
+        used = cold if is_warm_up else kept
+        proposer = used.renew() if hasattr(used, "renew") else load()
+        return partial(ask_loop, target, proposer, temperature, NODES)
 
-    if method.kind in FIXED and method.nodes is not None:
-        make = partial(_make_fixed, method.kind, method.nodes)
-        return lambda: bind(make())
-    proposer = _load_proposer(method, options, target)
-    renew: Callable[[], Proposer] = type(proposer)
-    if isinstance(proposer, MergedProposer):
-        sources = [source for source in proposer.sources if source.name != method.without]
-        proposer = MergedProposer(sources, proposer.head, nodes=proposer.nodes)
-        if method.keeps_answers:
-            return _keep_answers(bind, proposer)
-    if isinstance(proposer, HeadProposer | MergedProposer):
-        renew = proposer.renew
-    elif isinstance(proposer, DraftProposer):
-        renew = partial(DraftProposer, proposer.draft)
-    return lambda: bind(renew())
+    return begin
 
 
-def _load_proposer(method: NamedMethod, options: BenchOptions, target: Target) -> Proposer:
-    """The method's proposer, with its draft model or head."""
-    drafting, kind = method.options, method.options.head or method.kind
-    if kind == "draft":
-        drafting = replace(drafting, draft_model=options.draft_model)
-    elif kind in options.heads:
-        drafting = replace(drafting, head=options.heads[kind])
-    return make_proposer(drafting, target, options.model)
-
-
-def _make_fixed(kind: str, nodes: int) -> Proposer:
-    """A proposer of `FIXED` whose trees have so many nodes, root included."""
-    if kind == "ngram":
-        return NGramProposer(length=nodes - 1)
-    return NGramProposer(max_size=2, length=nodes - 1, first=True)
-
-
-def _keep_answers(bind: Callable[[Proposer], Ask], proposer: MergedProposer) -> Method:
-    """A method whose conversations share a store of answers alone. The first one, which warms up, has no store."""
-    keeping = MergedProposer(proposer.renew().sources, proposer.head, store=AnswerStore(), nodes=proposer.nodes)
-    openings = chain([proposer], repeat(keeping))
-
-    def open_conversation() -> Ask:
-        opened = next(openings).renew()
-        ask = bind(opened)
-
-        def ask_and_keep(prompts: Sequence[list[int]], seed: int, max_new_tokens: int) -> Measured:
-            measured = ask(prompts, seed, max_new_tokens)
-            opened.keep_answers()
-            return measured
-
-        return ask_and_keep
-
-    return open_conversation
-
-
-def _make_peers(options: BenchOptions, target: Target) -> dict[str, Method]:
+def _make_peers(
+    named: Sequence[NamedMethod], target: Target, options: ModelOptions, temperature: float
+) -> dict[str, Method]:
     """Hugging Face's `generate` in each way, all on one unaccelerated copy of the model.
 
     Of the model's generation config only the end tokens are kept: penalties or top-k would give peers another
     distribution than the project's loop.
     """
-    model, tokenizer = load_model_only(options.model, "off")
+    model, tokenizer = load_model_only(options, "off")
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
-    sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0} if options.temperature else {}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad, **sampling)
-    peers = {name: dict(PEERS[name]) for name in options.peers}
-    if "hf-assistant" in peers:
-        assistant, _ = load_model_only(replace(options.model, model=options.draft_model), "off")
-        peers["hf-assistant"]["assistant_model"] = assistant
-    # A conversation with a peer has no state, so opening one only binds the arguments.
-    return {name: partial(partial, ask_peer, model, settings) for name, settings in peers.items()}
+    peers: dict[str, Method] = {}
+    for each in named:
+        settings = PEERS[each.name] | each.options
+        if assistant := settings.pop("draft_model", None):
+            settings["assistant_model"], _ = load_model_only(replace(options, model=assistant), "off")
+        ask = partial(ask_peer, model, settings)
+        peers[each.text] = lambda _, ask=ask: ask  # a peer keeps nothing between calls
+    return peers
 
 
 def ask_loop(
@@ -149,6 +171,8 @@ def ask_loop(
     settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens, "nodes": nodes}
     before = count_accepted(proposer)
     chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
+    if isinstance(proposer, MergedProposer):
+        proposer.keep_answers()
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
     ordered = [answers[row] for row in range(len(prompts))]
     if failed := [answer.error for answer in ordered if answer.error is not None]:

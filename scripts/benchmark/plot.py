@@ -1,110 +1,86 @@
-"""A report as a picture: the speed of each method relative to plain decoding, with 95 % intervals."""
+"""The picture of a report: methods by speed, with 95 % intervals, or passes by their number of nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmark.questions import SECOND_TURNS, task_of
+from scripts.benchmark.passes import OURS, find_medians, split_engines
+from scripts.benchmark.questions import ALL
 from scripts.shared.plot import COLOURS, GREYS, INK, save_figure
 
-TASKS = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "Math", "rag": "RAG"}  # others: capitalized
 LABELS = {
-    "none": "Draftless, plain decoding",
-    "ngram": "Draftless, n-grams",
-    "suffix": "Draftless, suffix automaton",
-    "recycling": "Draftless, recycled predictions",
-    "lookahead": "Draftless, lookahead",
-    "merged": "Draftless, merged",
-    "auto": "Draftless, merged with a head",
-    "eagle": "Draftless, EAGLE head",
-    "eagle3": "Draftless, EAGLE-3 head",
-    "draft": "Draftless, draft model",
-    "medusa": "Draftless, Medusa head",
-    "hydra": "Draftless, Hydra head",
-    "hf": "Hugging Face generate",
-    "hf-prompt-lookup": "Hugging Face prompt lookup",
-    "hf-prompt-lookup-5": "Hugging Face prompt lookup, 5",
-    "prompt-lookup": "prompt lookup in Draftless",
-    "hf-assistant": "Hugging Face assistant",
+    "hf": "transformers' generate",
+    "hf-prompt-lookup": "transformers' prompt lookup",
+    "hf-assistant": "transformers' assistant",
+    "none": "Draftless without drafting",
+    "merged": "Draftless without training",
+    "auto": "Draftless with a trained head",
 }
-BEST = 2  # proposers that are shown by task; all are shown over all questions
 
 
-def draw_plot(report: Mapping[str, Any], path: Path) -> None:
-    """Draw all methods over all questions, and below them peers and best proposers by task."""
-    rows = {(row["category"], row["method"]): row for row in report["rows"]}
-    methods = [row["method"] for row in report["rows"] if row["category"] == "all"]
-    methods.sort(key=lambda name: not name.startswith("hf"))
-    peers = [name for name in methods if name.startswith("hf")]
-    proposers = [name for name in methods if name not in ("none", *peers)]
-    colours = {
-        "none": INK,
-        **dict(zip(peers, cycle(GREYS), strict=False)),
-        **dict(zip(proposers, cycle(COLOURS), strict=False)),
-    }
-    best = sorted(proposers, key=lambda name: -rows["all", name]["speedup_vs_none"])[:BEST]
-    by_task = [name for name in methods if name in (*peers, *best)]
-    count = next(row["questions"] for row in report["rows"] if row["category"] == "all")
-    tasks = [
-        task for task in dict.fromkeys(task_of(category) for category, _ in rows) if task not in (SECOND_TURNS, "all")
-    ]
-    heights = [0.34 * len(methods) + 0.2, (0.13 * len(by_task) + 0.13) * len(tasks)]
-    panels = 1 + (len(tasks) > 1 and bool(by_task))
-    with save_figure(path, 7.2, sum(heights[:panels]) + 1.0, font_size=12) as figure:
-        panes = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=heights[:panels])[:, 0]
-        draw_bars(panes[0], [rows["all", name] for name in methods], colours, range(len(methods)), 0.72, numbered=True)
-        panes[0].set_yticks(range(len(methods)), list(map(name_method, methods)))
-        if panels > 1:
-            for place, name in enumerate(by_task):
-                shift = (place - (len(by_task) - 1) / 2) * 0.8 / len(by_task)
-                places = [task + shift for task in range(len(tasks))]
-                draw_bars(panes[1], [rows[task, name] for task in tasks], colours, places, 0.8 / len(by_task))
-            panes[1].set_yticks(range(len(tasks)), [TASKS.get(task, task.capitalize()) for task in tasks])
-        for pane, questions in zip(panes, (f"all {count} questions", "by task"), strict=False):
-            dress(pane, questions)
-        label = "speed relative to Draftless' plain decoding; black lines: 95 % intervals"
+def draw_report(report: Mapping[str, Any], path: Path) -> None:
+    """Draw the report's first table into a .png or .svg file."""
+    if "passes" in report:
+        draw_passes(report, path)
+    else:
+        draw_methods(report, path)
+
+
+def draw_methods(report: Mapping[str, Any], path: Path) -> None:
+    """A bar for each method over all questions: peers are grey, plain decoding is black, all others are blue."""
+    rows = [row for row in report["rows"] if row["category"] == ALL]
+    rows.sort(key=lambda row: (not row["method"].startswith("hf"), row["method"] != "none"))
+    base = "hf" if any(row["method"] == "hf" for row in rows) else "none"
+    with save_figure(path, 7.2, 0.42 * len(rows) + 1.0, font_size=12) as figure:
+        pane = figure.subplots()
+        for place, row in enumerate(rows):
+            name, speed = row["method"], row[f"speedup_vs_{base}"]
+            low, high = row[f"speedup_vs_{base}_interval"] or (speed, speed)
+            colour = GREYS[1] if name.startswith("hf") else INK if name == "none" else COLOURS[0]
+            pane.barh(place, speed, 0.72, color=colour, zorder=2)
+            if low < high:
+                for line, width in (("white", 3), (INK, 1.5)):
+                    pane.plot([low, high], [place, place], color=line, linewidth=width, solid_capstyle="butt", zorder=4)
+            text = {"textcoords": "offset points", "va": "center", "fontweight": "bold"}
+            pane.annotate(f"{speed:.2f}x", (max(high, speed), place), (5, 0), **text)
+        pane.set_yticks(range(len(rows)), [LABELS.get(row["method"], row["method"]) for row in rows])
+        pane.invert_yaxis()
+        pane.margins(x=0.12, y=0.02)
+        dress(pane, "x")
+        label = f"speed relative to {LABELS[base]}; lines: 95 % intervals over {rows[0]['questions']} questions"
         figure.supxlabel(f"{label}\n{describe(report)}", fontsize=11)
 
 
-def draw_bars(
-    pane: Any,
-    rows: Sequence[Mapping[str, Any]],
-    colours: Mapping[str, str],
-    places: Sequence[float],
-    thickness: float,
-    numbered: bool = False,
-) -> None:
-    """A horizontal bar for each row, with its interval and, if `numbered`, its speed as text."""
-    for row, place in zip(rows, places, strict=True):
-        speed, interval = row["speedup_vs_none"], row["speedup_vs_none_interval"]
-        pane.barh(place, speed, thickness, color=colours[row["method"]], edgecolor="white", linewidth=0.6, zorder=2)
-        low, high = interval or (speed, speed)
-        if low < high:
-            for colour, width in (("white", 3), (INK, 1.5)):
-                pane.plot([low, high], [place, place], color=colour, linewidth=width, solid_capstyle="butt", zorder=4)
-        if numbered:
-            text = {"textcoords": "offset points", "va": "center", "fontweight": "bold"}
-            pane.annotate(f"{speed:.2f}x", (max(high, speed), place), (5, 0), zorder=5, **text)
+def draw_passes(report: Mapping[str, Any], path: Path) -> None:
+    """A panel for each dtype: batch 1 after the shortest context, a line for each engine."""
+    ours, peers = split_engines(report)
+    context = min(entry["context"] for entry in ours)
+    panels = [entry for entry in ours if entry["context"] == context and entry["batch"] == 1]
+    with save_figure(path, 7.2, 4.0, font_size=12) as figure:
+        panes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for pane, entry in zip(panes, panels, strict=True):
+            for line in (entry, *(peers[dtype] for dtype in peers if dtype == entry["dtype"])):
+                colour, dashes = (COLOURS[0], "-") if line["engine"] == OURS else (COLOURS[4], (0, (4, 2)))
+                style = {"color": colour, "linestyle": dashes, "linewidth": 2, "marker": ".", "label": line["engine"]}
+                pane.plot(line["nodes"], find_medians(line), **style)
+            pane.set_xscale("log", base=2)
+            pane.set_xticks(entry["nodes"], list(map(str, entry["nodes"])))
+            pane.set_title(entry["dtype"], loc="left", fontsize=12, fontweight="bold")
+            dress(pane, "y")
+        panes[0].set_ylim(bottom=0)
+        panes[0].set_ylabel("milliseconds of a pass")
+        panes[0].legend(frameon=False)
+        where = f"{report['settings']['model']} after {context} tokens, {name_processor(report['machine'])}"
+        figure.supxlabel(f"nodes of a forward pass\n{where}", fontsize=11)
 
 
-def dress(pane: Any, caption: str) -> None:
-    """First row on top, a caption at the lower right, a line at plain decoding's speed, no frame."""
-    pane.invert_yaxis()
-    pane.margins(y=0.02)
-    pane.locator_params(axis="x", steps=[5, 10], nbins=6)
-    pane.annotate(caption, (1, 0), (-4, 6), "axes fraction", "offset points", ha="right", fontstyle="italic")
-    pane.axvline(1, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
-    pane.grid(axis="x", color="#DDDDDD", linewidth=0.8, zorder=0)
+def dress(pane: Any, axis: str) -> None:
+    """A grid along one axis, no frame."""
+    pane.grid(axis=axis, color="#DDDDDD", linewidth=0.8, zorder=0)
     pane.tick_params(length=0)
     pane.spines[["top", "right", "bottom"]].set_visible(False)
-
-
-def name_method(name: str) -> str:
-    """A method as a reader knows it."""
-    return LABELS.get(name, f"Draftless, {name}")
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -14,8 +14,7 @@ from training.conversations import check_prompt
 from training.json_lines import read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-SECOND_TURNS = "second_turns"
-GROUPS = ("mt_bench", SECOND_TURNS, "all")  # names of rows that sum several categories
+ALL = "all"  # the row that sums all tasks
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ def _make_question(fields: dict[str, Any], place: str) -> Question:
     number, category, turns = fields["question_id"], fields["category"], fields["turns"]
     if isinstance(number, bool) or not isinstance(number, int | str):
         raise ValueError(f"{place}: question_id is a number or a name")
-    if not isinstance(category, str) or category in ("", *GROUPS):
-        raise ValueError(f"{place}: category is a name, and none of {', '.join(GROUPS)}")
+    if not isinstance(category, str) or category in ("", ALL):
+        raise ValueError(f"{place}: category is a name, and not {ALL!r}")
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{place}: turns is a list of at least one text")
     return Question(number, category, tuple(check_prompt(turn, place) for turn in turns))

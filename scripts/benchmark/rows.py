@@ -1,11 +1,10 @@
-"""From the records of single questions to rows: one for each method and category.
+"""From the records of single questions to rows: one for each method and task, and for all tasks.
 
 A record is the measurement of one group of questions (one question unless they are batched): `category`, `questions`
 (ids) and `turns`. A turn has `questions` (ids), `prompt_tokens` and `methods`, by name: `tokens`, `steps`, `trimmed`,
 `nodes`, `loops` and `same` with a value for each question, `seconds` with one for each repeat, `parts`, the seconds of
 each part of the loop over all repeats, and `accepted`, the accepted draft tokens by source. `trimmed` are tokens and
-steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are null if unknown. Records of earlier
-versions have no `trimmed` and `accepted`.
+steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are null if unknown.
 """
 
 from __future__ import annotations
@@ -17,43 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.benchmark.questions import MT_BENCH, SECOND_TURNS
+from scripts.benchmark.questions import ALL, task_of
 
 RESAMPLES = 2000
+BASES = ("none", "hf")
 
 
 def make_rows(
     records: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row for each method in each category, in MT-bench as a whole, in the second turns, and in all."""
+    """A row for each method in each task, and in all."""
     rows = []
-    for label, chosen in _group(records).items():
+    tasks = [*dict.fromkeys(task_of(record["category"]) for record in records), ALL]
+    for task in tasks:
+        chosen = [record for record in records if task in (ALL, task_of(record["category"]))]
         ids = {question for record in chosen for turn in record["turns"] for question in turn["questions"]}
-        met = [entry for entry in differences if entry["question_id"] in ids]
-        if label == SECOND_TURNS:
-            met = [entry for entry in met if entry["turn"] == 1]
         found = {method: _sum_up(chosen, method) for method in methods}
         samples = _resample(chosen, methods)
         for method, row in found.items():
-            gaps = [entry["gap"] for entry in met if entry["method"] == method]
-            row = {"method": method, "category": label, "questions": len(ids), **row}
-            for base in ("none", "hf"):
-                for kind, speed in (("", "tokens_per_second"), ("mean_", "mean_of_speeds")):
-                    row[f"{kind}speedup_vs_{base}"] = _divide(row[speed], found[base][speed]) if base in found else None
+            row = {"method": method, "category": task, "questions": len(ids), **row}
+            for base in BASES:
+                speeds = [row["tokens_per_second"], found.get(base, {}).get("tokens_per_second")]
+                row[f"speedup_vs_{base}"] = _divide(*speeds)
                 row[f"speedup_vs_{base}_interval"] = _find_interval(samples, method, base)
-            rows.append({**row, "largest_gap": max(gaps, default=None)})
+            met = [entry for entry in differences if entry["method"] == method and entry["question_id"] in ids]
+            rows.append({**row, "largest_gap": max((entry["gap"] for entry in met), default=None)})
     return rows
-
-
-def _group(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The records of each category, of MT-bench, of the second turns, which they have alone, and of all."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        groups.setdefault(record["category"], []).append(record)
-    mt_bench = [record for record in records if record["category"] in MT_BENCH]
-    second = [{**record, "turns": record["turns"][1:2]} for record in records if len(record["turns"]) > 1]
-    sums = {"mt_bench": mt_bench, SECOND_TURNS: second, "all": [*records]}
-    return groups | {label: chosen for label, chosen in sums.items() if chosen}
 
 
 def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
@@ -62,11 +50,9 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
     measured = [_count_tokens(record, method) for record in records]
     tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
     steps, loops, same = ([value for turn in turns for value in turn[key] or []] for key in ("steps", "loops", "same"))
-    counts = [count for turn in turns for count in turn["tokens"]]
-    straight = [pair for *pair, loop in zip(counts, steps, loops, strict=True) if not loop]
     trimmed = [pair for turn in turns for pair in turn.get("trimmed") or []]
     accepted = [turn["accepted"] for turn in turns if turn.get("accepted")]
-    sources = dict.fromkeys(name for entry in accepted for name in entry)  # a continued run may take another head
+    sources = dict.fromkeys(name for entry in accepted for name in entry)
     nodes = [sum(turn["nodes"]) for turn in turns if turn["nodes"] is not None]
     parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
     total = sum(sum(part.values()) for part in parts)
@@ -76,12 +62,10 @@ def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]
         "steps": sum(steps),
         "seconds": seconds,
         "tau": _divide(tokens, sum(steps)),
-        "tau_without_loops": _divide(sum(count for count, _ in straight), sum(step for _, step in straight)),
         "tau_trimmed": _divide(sum(count for count, _ in trimmed), sum(step for _, step in trimmed)),
         "loops": fmean(loops),
         "nodes_per_step": _divide(sum(nodes), sum(steps)) if nodes else None,
         "tokens_per_second": _divide(tokens, seconds),
-        "mean_of_speeds": fmean(count / time for count, time in measured),
         "parts": {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None,
         "accepted": {name: sum(entry.get(name, 0) for entry in accepted) for name in sources} or None,
         "identical": fmean(same) if same else None,
@@ -118,5 +102,5 @@ def _find_interval(samples: Mapping[str, Tensor], method: str, base: str) -> lis
     return [*(samples[method] / samples[base]).quantile(ends).tolist()]
 
 
-def _divide(upper: float, lower: float) -> float | None:
+def _divide(upper: float, lower: float | None) -> float | None:
     return upper / lower if lower else None

@@ -1,22 +1,19 @@
-"""Markdown tables of a benchmark's rows and of starts."""
+"""Markdown tables of a benchmark's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
-from scripts.benchmark.questions import MT_BENCH, SECOND_TURNS
-
-SAMPLE = ("loaded", "ready", "peak", "private")  # of a start, see `starts`
+from scripts.benchmark.questions import ALL
 
 
 def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by category.
+    """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by task.
 
     If answers looped, also of tau without the loops, and if methods draft from several sources, of these.
     """
-    overall = [row for row in rows if row["category"] == "all"]
+    overall = [row for row in rows if row["category"] == ALL]
     timed = [row for row in overall if row.get("parts") is not None]
     methods = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
     for row in overall:
@@ -31,10 +28,10 @@ def format_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     if mixed := [row for row in overall if len(row["accepted"] or ()) > 1]:
         tables.append(_list_sources(mixed))
     if len(overall) > 1:
-        tables.append(_list_categories(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
-        tables.append(_list_categories(rows, "tau", lambda row: f"{row['tau']:.2f}"))
+        tables.append(_list_tasks(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
+        tables.append(_list_tasks(rows, "tau", lambda row: f"{row['tau']:.2f}"))
         if any(row["loops"] and row["tau_trimmed"] for row in overall):
-            tables.append(_list_categories(rows, "tau, loops trimmed", lambda row: f"{row['tau_trimmed']:.2f}"))
+            tables.append(_list_tasks(rows, "tau, loops trimmed", lambda row: f"{row['tau_trimmed']:.2f}"))
     return "\n\n".join(map(to_markdown, tables))
 
 
@@ -49,29 +46,17 @@ def _list_sources(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def format_starts(report: Mapping[str, Any]) -> str:
-    """A table of the medians of a report of `starts`."""
-    weights = report["machine"]["weights"]
-    lines = [["start", "loaded (s)", "ready (s)", "peak (MB)", "peak / weights", "private (MB)", "private / weights"]]
-    for entry in report["starts"]:
-        loaded, ready, peak, private = (median(sample[name] for sample in entry["samples"]) for name in SAMPLE)
-        memory = [text for size in (peak, private) for text in (f"{size / 1e6:.0f}", f"{size / weights:.2f}x")]
-        lines.append([entry["kind"], f"{loaded:.1f}", f"{ready:.1f}", *memory])
-    return to_markdown(lines)
-
-
-def _list_categories(
+def _list_tasks(
     rows: Sequence[Mapping[str, Any]], title: str, show: Callable[[Mapping[str, Any]], str]
 ) -> list[list[str]]:
-    """A line for each category: MT-bench's, its sum, second turns, others, all. A column for each method but none."""
+    """A line for each task, all of them last. A column for each method but none."""
     found = {(row["category"], row["method"]): row for row in rows}
-    names = [name for name in dict.fromkeys(row["method"] for row in rows) if name != "none"]
-    categories = dict.fromkeys(row["category"] for row in rows)
+    tasks, methods = (list(dict.fromkeys(key)) for key in zip(*found, strict=True))
+    names = [name for name in methods if name != "none"]
     lines = [[title, "questions", *names]]
-    places = {"mt_bench": 1, SECOND_TURNS: 2, "all": 4}
-    for category in sorted(categories, key=lambda name: places.get(name, 0 if name in MT_BENCH else 3)):
-        questions = str(found[category, "none"]["questions"])
-        lines.append([category, questions, *(show(found[category, name]) for name in names)])
+    for task in tasks:
+        cells = (show(found[task, name]) for name in names)
+        lines.append([task, str(found[task, "none"]["questions"]), *cells])
     return lines
 
 

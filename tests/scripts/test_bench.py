@@ -1,4 +1,4 @@
-"""bench.py: measuring questions, rows with intervals, and continuing an interrupted run."""
+"""`draftless bench`: methods and their names, questions, rows with intervals, and continuing an interrupted run."""
 
 from __future__ import annotations
 
@@ -6,53 +6,69 @@ import importlib.util
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 from decode import Target, generate
-from proposers import HEAD_PROPOSERS, PROPOSERS
+from decode.models import cost_curve
 from scripts import bench
 from scripts.benchmark import files
 from scripts.benchmark.files import find_commit
+from scripts.benchmark.measurement import trim_loop
+from scripts.benchmark.methods import parse_methods
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
 from scripts.shared.prompts import ask
-from tests.support.bench_runs import QUESTIONS, hurry_bench, make_bench
-from training.data import has_looped
+from training.data import count_before_loop
 from training.rendering import Renderer
 
-DEFAULT_PEERS = ("hf", "hf-prompt-lookup", "hf-assistant")
-ROW = (
-    *("method", "category", "questions", "answers", "tokens", "steps", "seconds", "tau", "tau_without_loops"),
-    *("tau_trimmed", "loops", "accepted"),
-    *("nodes_per_step", "tokens_per_second", "mean_of_speeds", "parts", "identical", "largest_gap"),
-    *("speedup_vs_none", "speedup_vs_hf", "mean_speedup_vs_none", "mean_speedup_vs_hf"),
-    *("speedup_vs_none_interval", "speedup_vs_hf_interval"),
-)
+OWN = str(Path(__file__).parents[2] / "examples" / "own_proposer.py") + ":BigramProposer"
+METHODS = ("none", "hf", "hf-prompt-lookup", "ngram", "merged:nodes=8", "auto:warm=true", OWN)
+QUESTIONS: list[dict[str, Any]] = [
+    {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "again"], "reference": ["x"]},
+    {"question_id": 111, "category": "math", "turns": ["1+1=", "why?"]},
+    {"question_id": 321, "category": "qa", "turns": ["Where is it? Where is"]},
+    {"question_id": 322, "category": "qa", "turns": ["Who?"]},
+]
 
 
 @pytest.fixture(scope="module")
-def run(
-    save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any] | None]:
-    return make_bench(save_model, tmp_path_factory.mktemp("questions"))
+def run(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Runs the command on the questions with a tiny model, and returns what `--json` wrote, if given."""
+    target, questions = save_model(), tmp_path_factory.mktemp("questions") / "few.jsonl"
+    questions.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+
+    def call(*options: str, json_file: Path | None = None) -> dict[str, Any] | None:
+        command = ["--questions", questions, "--model", target, "--dtype", "float64", "--device", "cpu"]
+        command += ["--max-new-tokens", "20", "--threads", "1", *options]
+        bench.main([*map(str, command), *(["--json", str(json_file)] if json_file else [])])
+        return json.loads(json_file.read_text()) if json_file else None
+
+    return call
 
 
 @pytest.fixture(autouse=True, scope="module")
 def hurry() -> Iterator[None]:
-    with hurry_bench():
+    """One thread is fastest for tiny models, and costs are measured in one round: no test depends on them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_curve, "PATIENCE", 0.0)
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def folder(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the report of one run with all methods."""
+    """The folder with the report of one run with several methods."""
     folder = tmp_path_factory.mktemp("report")
-    run("--repeats", "2", json_file=folder / "all.json")
+    run("--methods", ",".join(METHODS), "--repeats", "1", json_file=folder / "all.json")
     return folder
 
 
@@ -62,63 +78,40 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_report_has_a_row_for_each_method_and_category(report: dict[str, Any]) -> None:
+def test_a_row_for_each_method_and_task_sums_up_its_records(report: dict[str, Any]) -> None:
     assert list(report) == ["settings", "machine", "rows", "differences", "records"]
-    untrained = [name for name in PROPOSERS if name not in HEAD_PROPOSERS]  # no head was given
-    methods, categories = [*untrained, *DEFAULT_PEERS], ["writing", "math", "mt_bench", "second_turns", "qa", "all"]
-    rows = report["rows"]
-    assert {(row["method"], row["category"]) for row in rows} == {(m, c) for m in methods for c in categories}
-    assert len(rows) == len(methods) * len(categories)
-    assert all(set(row) == set(ROW) for row in rows)
-    counts = {row["category"]: (row["questions"], row["answers"]) for row in rows}
-    assert counts == {
-        "writing": (1, 2),
-        "math": (1, 2),
-        "qa": (2, 2),
-        "mt_bench": (2, 4),
-        "second_turns": (2, 2),
-        "all": (4, 6),
-    }
+    tasks = {"mt_bench": (2, 4), "qa": (2, 2), "all": (4, 6)}
+    rows = {(row["method"], row["category"]): row for row in report["rows"]}
+    assert set(rows) == set(product(METHODS, tasks)) and len(report["rows"]) == len(rows)
+    for (method, task), row in rows.items():
+        assert (row["questions"], row["answers"]) == tasks[task]
+        chosen = [each for each in report["records"] if task == "all" or (each["category"] == "qa") == (task == "qa")]
+        turns = [[turn["methods"][method] for turn in record["turns"]] for record in chosen]
+        tokens = sum(turn["tokens"][0] for question in turns for turn in question)
+        seconds = sum(median(turn["seconds"]) for question in turns for turn in question)
+        assert row["tau"] == tokens / sum(turn["steps"][0] for question in turns for turn in question)
+        assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
+        for base in ("none", "hf"):
+            ratio = row["tokens_per_second"] / rows[base, task]["tokens_per_second"]
+            assert row[f"speedup_vs_{base}"] == pytest.approx(ratio)
 
 
 def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -> None:
-    assert {row["identical"] for row in report["rows"]} == {1.0}
-    assert report["differences"] == []
-    assert {row["largest_gap"] for row in report["rows"]} == {None}
-
-
-def test_rows_sum_up_the_records(report: dict[str, Any]) -> None:
-    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
-    for method, row in rows.items():
-        turns = [[turn["methods"][method] for turn in record["turns"]] for record in report["records"]]
-        tokens = [sum(sum(turn["tokens"]) for turn in question) for question in turns]
-        seconds = [sum(median(turn["seconds"]) for turn in question) for question in turns]
-        assert row["tau"] == sum(tokens) / sum(turn["steps"][0] for question in turns for turn in question)
-        assert row["tokens_per_second"] == pytest.approx(sum(tokens) / sum(seconds))
-        assert row["mean_of_speeds"] == pytest.approx(fmean(t / s for t, s in zip(tokens, seconds, strict=True)))
-        for base in ("none", "hf"):
-            ratio = row["tokens_per_second"] / rows[base]["tokens_per_second"]
-            assert row[f"speedup_vs_{base}"] == pytest.approx(ratio)
-            ratio = row["mean_of_speeds"] / rows[base]["mean_of_speeds"]
-            assert row[f"mean_speedup_vs_{base}"] == pytest.approx(ratio)
-        assert all(len(turn["seconds"]) == 2 for question in turns for turn in question)
-
-
-def test_forward_passes_are_counted_the_same_way(report: dict[str, Any]) -> None:
+    assert {(row["identical"], row["largest_gap"]) for row in report["rows"]} == {(1.0, None)}
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     assert rows["none"]["tau"] == rows["hf"]["tau"] == 1.0  # the prompt's pass is a step for both
-    assert rows["hf-prompt-lookup"]["tau"] > 1
-    assert rows["hf-assistant"]["tau"] >= 1
-    assert rows["none"]["nodes_per_step"] == 0 < rows["draft"]["nodes_per_step"]
-    assert list(rows["ngram"]["parts"]) == ["proposer", "target", "accept", "rest"]
-    assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1)
-    assert rows["hf"]["parts"] is None
+    assert min(rows[name]["tau"] for name in METHODS[2:]) > 1
+    assert rows["none"]["nodes_per_step"] == 0 < rows[OWN]["nodes_per_step"] <= rows["merged:nodes=8"]["nodes_per_step"]
+    assert rows["merged:nodes=8"]["nodes_per_step"] < 8  # the root is one of the nodes
+    assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1) and rows["hf"]["parts"] is None
+    assert set(rows["merged:nodes=8"]["accepted"]) == {"suffix", "recycling"}
+    assert rows["auto:warm=true"]["accepted"]["stored"] >= 0
 
 
 def test_conversations_continue_with_the_answers_of_plain_decoding(
     report: dict[str, Any], run: Any, save_model: Callable[..., Path]
 ) -> None:
-    target = Target.load(str(save_model(num_hidden_layers=3)), dtype="float64", device="cpu")
+    target = Target.load(str(save_model()), dtype="float64", device="cpu")
     for fields, record in zip(QUESTIONS, report["records"], strict=True):
         conversation = ask(fields["turns"], "here")
         for turn in record["turns"]:
@@ -132,7 +125,7 @@ def test_conversations_continue_with_the_answers_of_plain_decoding(
 
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
-    assert "/" not in json.dumps({**report["settings"], "os": None})
+    assert "/" not in json.dumps({**report["settings"], "methods": None})
     known = {
         "cpu",
         "cores",
@@ -157,19 +150,7 @@ def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pyt
     bench.main(["--from", str(folder / "all.json")])
     shown = capsys.readouterr().out
     assert shown.strip() == format_tables(report["rows"])
-    assert "| none " in shown and "| mt_bench " in shown
-
-
-def test_a_report_of_an_earlier_version_is_shown_with_intervals(
-    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = json.loads(json.dumps(report))
-    old["settings"] = {key: value for key, value in old["settings"].items() if key not in ("commit", "accelerate")}
-    old["settings"] |= {"prepare": True, "compile": None}
-    old["rows"] = [{key: row[key] for key in row if not key.endswith("_interval")} for row in old["rows"]]
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    bench.main(["--from", str(tmp_path / "old.json")])
-    assert capsys.readouterr().out.strip() == format_tables(report["rows"])
+    assert "| none " in shown and "| mt_bench " in shown and f"| {OWN} " in shown
 
 
 def test_the_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -216,7 +197,7 @@ def test_an_interrupted_run_continues(
         return measure(methods, group, *rest)
 
     monkeypatch.setattr(bench, "measure_group", count)
-    options = ["--methods", "ngram", "--peers", "", "--repeats", "1"]
+    options = ["--methods", "ngram", "--repeats", "1"]
     with pytest.raises(SystemExit) as ended:
         run(*options, json_file=tmp_path / "out.json")
     assert ended.value.code == 130
@@ -239,22 +220,15 @@ def test_an_interrupted_run_continues(
 def test_a_damaged_partial_file_is_refused(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out.json.partial.jsonl").write_text('[1]\n{"category')
     with pytest.raises(SystemExit):
-        run("--peers", "", json_file=tmp_path / "out.json")
+        run("--methods", "none", json_file=tmp_path / "out.json")
     assert "out.json.partial.jsonl is damaged" in capsys.readouterr().err
 
 
 def test_sampled_batches(run: Any, tmp_path: Path) -> None:
-    options = ["--methods", "none,ngram,draft", "--batch-size", "2", "--repeats", "1", "--accelerate", "off"]
+    options = ["--methods", "none,ngram,merged", "--batch-size", "2", "--repeats", "1", "--accelerate", "off"]
     report = run(*options, "--temperature", "0.8", json_file=tmp_path / "out.json")
     assert [record["questions"] for record in report["records"]] == [[81], [111], [321, 322]]
     assert {row["identical"] for row in report["rows"]} == {1.0}  # same seed, same text
-
-
-def test_sampling_peers_are_compared_in_speed_only(run: Any, tmp_path: Path) -> None:
-    options = ["--methods", "none", "--peers", "hf-prompt-lookup", "--limit", "1", "--repeats", "1"]
-    report = run(*options, "--temperature", "1", json_file=tmp_path / "out.json")
-    found = {row["method"]: row["identical"] for row in report["rows"]}
-    assert found == {"none": 1.0, "hf": None, "hf-prompt-lookup": None}
 
 
 def test_differences_are_reported_with_their_gap(
@@ -263,8 +237,8 @@ def test_differences_are_reported_with_their_gap(
     original = bench.measure_group
 
     def spoil(methods: dict[str, Any], *rest: Any) -> Any:
-        def open_spoiled() -> Any:
-            ask = methods["ngram"]()
+        def open_spoiled(is_warm_up: bool) -> Any:
+            ask = methods["ngram"](is_warm_up)
 
             def wrong(*inputs: Any) -> Any:
                 measured = ask(*inputs)
@@ -276,7 +250,7 @@ def test_differences_are_reported_with_their_gap(
         return original({**methods, "ngram": open_spoiled}, *rest)
 
     monkeypatch.setattr(bench, "measure_group", spoil)
-    options = ["--methods", "ngram", "--peers", "", "--limit", "2", "--repeats", "1"]
+    options = ["--methods", "ngram", "--limit", "2", "--repeats", "1"]
     report = run(*options, json_file=tmp_path / "out.json")
     found = [(entry["question_id"], entry["turn"], entry["position"]) for entry in report["differences"]]
     assert found == [(81, 0, 3), (81, 1, 3), (321, 0, 3)]
@@ -287,16 +261,6 @@ def test_differences_are_reported_with_their_gap(
     assert rows["ngram", "all"]["largest_gap"] == max(gaps) > 0
     assert rows["ngram", "qa"]["largest_gap"] == gaps[2]
     assert "0% (gap " in capsys.readouterr().out
-
-
-def test_repetition_is_recognised() -> None:
-    varied = list(range(60))
-    assert not has_looped(varied)
-    assert not has_looped([7] * 59)
-    assert has_looped([*varied, *[7] * 60])
-    assert has_looped([*varied, *list(range(19)) * 4])
-    assert not has_looped(list(range(20)) * 4)
-    assert not has_looped([*[7] * 80, 8])
 
 
 def test_rows_take_medians_over_repeats() -> None:
@@ -316,21 +280,14 @@ def test_rows_take_medians_over_repeats() -> None:
     ]
     gap = {"question_id": 1, "turn": 1, "method": "none", "position": 4, "gap": 0.25}
     rows = {row["category"]: row for row in make_rows(records, [gap], ["none"])}
-    assert list(rows) == ["stem", "rag", "mt_bench", "second_turns", "all"]
+    assert list(rows) == ["mt_bench", "rag", "all"]
     row = rows["all"]
-    assert (row["tokens"], row["seconds"], row["tau"], row["tau_without_loops"]) == (60, 6.0, 3.0, 4.0)
+    assert (row["tokens"], row["seconds"], row["tau"], row["tokens_per_second"]) == (60, 6.0, 3.0, 10.0)
     assert row["tau_trimmed"] == (10 + 8 + 30) / (5 + 6 + 5)
-    second = rows["second_turns"]
-    assert (second["questions"], second["answers"], second["seconds"], second["tau"]) == (1, 1, 3.0, 2.0)
-    assert (row["tokens_per_second"], row["mean_of_speeds"]) == (10.0, (30 / 5 + 30 / 1) / 2)
     assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
-    assert row["nodes_per_step"] == 24 / 20 and row["parts"] == {
-        "proposer": 0.1,
-        "target": 0.6,
-        "accept": 0.2,
-        "rest": 0.1,
-    }
-    assert [rows[category]["largest_gap"] for category in rows] == [0.25, None, 0.25, 0.25, 0.25]
+    assert row["nodes_per_step"] == 24 / 20
+    assert row["parts"] == {"proposer": 0.1, "target": 0.6, "accept": 0.2, "rest": 0.1}
+    assert [rows[task]["largest_gap"] for task in rows] == [0.25, None, 0.25]
     assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
 
 
@@ -343,14 +300,6 @@ def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
         turns = [{"questions": [number], "methods": methods}]
         records.append({"category": "qa", "questions": [number], "turns": turns})
     return records
-
-
-def test_accepted_tokens_are_summed_over_different_sources() -> None:
-    """A run that was continued may have chosen another head."""
-    records = make_records({"none": [1.0, 1.0]})
-    for record, accepted in zip(records, ({"suffix": 3, "eagle": 2}, {"suffix": 4, "hydra": 1}), strict=True):
-        record["turns"][0]["methods"]["none"]["accepted"] = accepted
-    assert make_rows(records, [], ["none"])[-1]["accepted"] == {"suffix": 7, "eagle": 2, "hydra": 1}
 
 
 def test_intervals_are_bootstrapped_over_questions() -> None:
@@ -368,11 +317,6 @@ def test_intervals_are_bootstrapped_over_questions() -> None:
     assert "1.60x [1." in format_tables(list(make_rows(records, [], list(rows))))
 
 
-def test_one_question_has_no_interval() -> None:
-    rows = make_rows(make_records({"none": [1.0], "fast": [0.5]}), [], ["none", "fast"])
-    assert {row["speedup_vs_none_interval"] for row in rows} == {None}
-
-
 def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
     counts = {"writing": 5, "roleplay": 5, "stem": 5, "translation": 9, "qa": 1}
     questions = [Question(f"{name} {n}", name, ("?",)) for name, count in counts.items() for n in range(count)]
@@ -384,15 +328,40 @@ def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
     assert all(len({question.category for question in group}) == 1 for group in groups)
 
 
-def test_without_a_chat_template_texts_are_separated_by_empty_lines(save_model: Callable[..., Path]) -> None:
-    target = Target.load(str(save_model(num_hidden_layers=3)), device="cpu")
-    assert target.tokenizer is not None
-    target.tokenizer.chat_template = None
-    conversation = ask(["Who?", "Why?"], "here")
-    conversation.add("They.")
-    assert (
-        target.tokenizer.decode(Renderer(target.tokenizer).encode(conversation)) == "Who?They.Why?"
-    )  # it has no line breaks
+def test_an_answer_is_cut_where_its_loop_repeats_the_first_token() -> None:
+    loop = [*range(100, 110), *[7, 8, 9] * 20]
+    assert count_before_loop(loop) == count_before_loop([*loop, 5, 6]) == 13
+    assert count_before_loop(loop[:-1]) == 69  # too short for a loop
+    assert trim_loop(loop, [1, 5, 5, 5, *[9] * 6]) == (13, 4)
+    assert trim_loop(loop, [1, 5, 7, 3, *[9] * 6]) == (13, 3)
+    assert trim_loop([4, 5], [1, 1]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ngram", [("none", "none", {}, False), ("ngram", "ngram", {}, False)]),
+        ("none, none,", [("none", "none", {}, False)]),
+        (
+            "merged:nodes=16,head=hydra,my/file.py:Mine",
+            [
+                ("none", "none", {}, False),
+                ("merged:nodes=16,head=hydra", "merged", {"nodes": 16, "head": "hydra"}, False),
+                ("my/file.py:Mine", "my/file.py:Mine", {}, False),
+            ],
+        ),
+        (
+            "auto:warm=true,nodes=8,eagle:sampled=true",
+            [
+                ("none", "none", {}, False),
+                ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
+                ("eagle:sampled=true", "eagle", {"sampled": True}, False),
+            ],
+        ),
+    ],
+)
+def test_names_of_methods(text: str, expected: list[Any]) -> None:
+    assert [(each.text, each.name, each.options, each.warm) for each in parse_methods(text)] == expected
 
 
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
@@ -406,10 +375,7 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id and category missing"),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
-        (
-            '{"question_id": 1, "category": "all", "turns": ["?"]}',
-            "category is a name, and none of mt_bench, second_turns, all",
-        ),
+        ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and not 'all'"),
         ('{"question_id": 1, "category": "qa", "turns": []}', "turns is a list of at least one text"),
         ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
         (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
@@ -426,14 +392,16 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "ngram,telepathy"], "unknown method 'telepathy'; choose from none, ngram"),
-        (
-            ["--peers", "vllm"],
-            "unknown peer 'vllm'; choose from hf, hf-prompt-lookup, hf-prompt-lookup-5, hf-assistant",
-        ),
-        (["--peers", "hf", "--batch-size", "2"], "hf answers one question at a time"),
-        (["--model", "other", "--methods", "draft"], "draft needs --draft-model"),
-        (["--model", "other", "--peers", "hf-assistant"], "hf-assistant needs --draft-model"),
+        (["--methods", "ngram,telepathy"], "unknown proposer 'telepathy'; choose from none, ngram"),
+        (["--methods", "nodes=8"], "--methods begins with the option 'nodes=8'"),
+        (["--methods", "ngram:width=2"], "ngram has no option width"),
+        (["--methods", "no.py:Mine"], "cannot load 'no.py:Mine': there is no such file"),
+        (["--methods", "draft"], "draft needs draft_model"),
+        (["--methods", "hf-assistant"], "hf-assistant, which needs it"),
+        (["--methods", "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
+        (["--methods", "merged:warm=true"], "give --repeats 1"),
+        (["--methods", "hf", "--batch-size", "2"], "hf answers one question at a time"),
+        (["--gguf", "float32=x"], "--gguf is for --passes"),
         (["--limit", "0"], "--limit"),
         (["--repeats", "0"], "--repeats"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
@@ -494,5 +462,5 @@ def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         bench.main(options)
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith("bench.py: error: ") and message.count("\n") == 1
+    assert message.startswith("draftless bench: error: ") and message.count("\n") == 1
     return message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -13,7 +12,6 @@ from heads import save_head
 from proposers import load, load_proposer
 from scripts import demo
 from scripts.benchmark.methods import Measured
-from scripts.shared.terminal import COLUMNS, draw_terminal
 from tests.support.drafting import make_head
 
 
@@ -42,15 +40,3 @@ def test_different_texts_are_not_called_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(demo, "ask_peer", lambda *inputs: Measured([[1]], [[1]], 1.0))
     rows = demo.compare(target, target.model, {"none": PlainProposer()}).splitlines()[1:3]
     assert [row.split()[-1] for row in rows] == ["yes", "no"]
-
-
-def test_the_picture_has_wrapped_coloured_text(tmp_path: Path) -> None:
-    words = [("word " * 30 + "<end>\n", None), ("green", 114), ("x" * 100, 212)]
-    draw_terminal(words, tmp_path / "terminal.svg")
-    picture = ElementTree.parse(tmp_path / "terminal.svg").getroot()
-    texts = [(node.text, node.get("fill")) for node in picture if node.tag.endswith("text")]
-    assert all(len(text) <= COLUMNS for text, _ in texts)
-    assert texts[0] == (("word " * 17).strip(), texts[1][1])
-    assert texts[1][0] == ("word " * 13) + "<end>"
-    assert [texts[2], texts[3][1]] == [("green", "#87d787"), "#ff87d7"]
-    assert len(texts[3][0]) == COLUMNS - len("green") and len(texts[4][0]) == 100 - len(texts[3][0])
