@@ -20,6 +20,8 @@ DEFAULT_MODEL, DEFAULT_METHODS = "SmolLM2-135M-Instruct", "none,hf,ngram,merged,
 DEFAULT_DTYPES, ROUNDS = ("float32", "bfloat16"), 15
 METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
 PASS_OPTIONS = ("llama_bench", "gguf")
+BUILT_IN = Path(__file__).with_name("questions.jsonl")  # a first look; for a measurement take more
+QUESTIONS_HELP = "JSONL with question_id, category and turns, as Spec-Bench's (default: 12 short ones of six tasks)"
 GGUF_HELP = "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable"
 
 
@@ -29,7 +31,7 @@ class BenchOptions(Options):
 
     model: ModelOptions
     methods: Sequence[NamedMethod]
-    questions: Path = Path()
+    questions: Path = BUILT_IN
     limit: int | None = None
     repeats: int = 3
     max_new_tokens: int = 256
@@ -100,8 +102,8 @@ class PassOptions(Options):
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Add all options: what to measure, methods, passes, the report and the model."""
-    source = parser.add_mutually_exclusive_group(required=True).add_argument
-    source("--questions", type=Path, metavar="FILE", help="JSONL with question_id, category and turns")
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--questions", type=Path, default=BUILT_IN, metavar="FILE", help=QUESTIONS_HELP)
     source("--passes", action="store_true", help="time forward passes over 1 to 64 nodes instead of methods")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole = parser.add_argument, at_least(1)

@@ -21,6 +21,7 @@ from scripts.benchmark import files
 from scripts.benchmark.files import find_commit
 from scripts.benchmark.measurement import trim_loop
 from scripts.benchmark.methods import parse_methods
+from scripts.benchmark.options import BUILT_IN
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import make_rows
 from scripts.benchmark.tables import format_tables
@@ -387,6 +388,11 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
     with pytest.raises(ValueError) as caught:
         load_questions(path)
     assert message in str(caught.value)
+
+
+def test_there_are_questions_for_a_first_look() -> None:
+    questions = load_questions(BUILT_IN)
+    assert len(questions) == 12 and {len(group) for group in form_groups(questions, 8)} == {2}
 
 
 @pytest.mark.parametrize(

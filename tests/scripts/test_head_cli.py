@@ -15,9 +15,6 @@ from heads.checkpoint import save_head
 from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, load_calibration
 from scripts import bench, calibrate, generate
-from scripts.benchmark.methods import make_methods
-from scripts.benchmark.options import BenchOptions
-from scripts.shared.options import ModelOptions
 from tests.support.commands import Run
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -143,48 +140,23 @@ def test_a_store_is_kept_in_its_file(call: Call, folder: Path) -> None:
     (folder / "answers").unlink()
 
 
-METHODS = "ngram,medusa,medusa-4,hydra-static-3,eagle3-chain-2"
-
-
-def test_bench_measures_heads_by_kind(call: Call, folder: Path) -> None:
-    ask = [*BASE, "--questions", "questions.jsonl", "--peers", "", "--repeats", "1", "--max-new-tokens", "6"]
-    heads = ["--head", "medusa=medusa", "--head", "hydra=hydra", "--head", "eagle3=eagle3"]
-    status, out, _ = call(bench, *ask, *heads, "--json", "report.json", "--methods", METHODS)
+def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
+    ask = [*BASE, "--questions", "questions.jsonl", "--repeats", "1", "--max-new-tokens", "6"]
+    names = (
+        "medusa:head=medusa,hydra:head=hydra,tree=static,nodes=3,eagle3:head=eagle3,depth=2,width=1,merged:head=hydra"
+    )
+    status, out, _ = call(bench, *ask, "--json", "report.json", "--methods", names)
     report = json.loads((folder / "report.json").read_text())
-    assert status == 0 and "| medusa" in out and "| hydra" in out
-    assert [*report["settings"]["heads"]] == ["medusa", "hydra", "eagle3"] and not report["differences"]
-    assert report["settings"]["methods"] == ["none", *METHODS.split(",")]
-    for arguments, message in (
-        (["--methods", "medusa"], "medusa needs head, the folder"),
-        (["--methods", "hydra-oak-4"], "unknown method 'hydra-oak-4'; numbers of nodes are for"),
-        (["--methods", "draft-4"], "unknown method 'draft-4'"),
-        (["--methods", "medusa-chain-4"], "unknown method 'medusa-chain-4'"),
-        (["--methods", "eagle3-chain"], "unknown method 'eagle3-chain'"),
-        (["--methods", "eagle3-chain-0"], "chains for eagle, eagle3, as in eagle3-chain-5"),
-        (["--methods", "eagle3-static-chain-4"], "unknown method 'eagle3-static-chain-4'"),
-        (["--head", "medusa"], "'medusa' is not KIND=DIR"),
-        (["--head", "oak=x"], "KIND of medusa, hydra, eagle, eagle3"),
-        (["--head", "medusa=hydra"], "is of kind hydra, not medusa"),
+    assert status == 0 and "| eagle3:head=eagle3,depth=2,width=1 " in out and not report["differences"]
+    rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
+    assert rows["hydra:head=hydra,tree=static,nodes=3"]["nodes_per_step"] <= 2
+    assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "hydra"}
+    for names, message in (
+        ("medusa", "medusa needs head, the folder"),
+        ("medusa:head=hydra", "is of kind hydra, not medusa"),
+        ("eagle3:head=eagle3,width=2,tree=static", "width is for dynamic trees"),
     ):
-        call(bench, *ask, *arguments).refused(message)
-
-
-def test_a_methods_name_sets_the_proposer(folder: Path) -> None:
-    names = ["eagle3", "eagle3-9", "eagle3-static-7", "eagle3-chain-5", "eagle3-sampled-8", "eagle3-sampled-chain-2"]
-    options = BenchOptions(ModelOptions("target"), names, heads={"eagle3": str(folder / "eagle3")})
-    made = []
-    for loop in make_methods(options, Target(tiny("llama"))).values():
-        _, proposer, _, nodes = loop().args
-        shape = proposer.depth, proposer.width, proposer.nodes, proposer.paths is None, nodes
-        made.append((*shape, proposer.sampled))
-    assert made == [
-        (6, 10, None, True, 64, False),
-        (6, 10, 9, True, 9, False),
-        (6, 10, 7, False, 7, False),
-        (5, 1, 6, True, 6, False),
-        (6, 10, 8, True, 8, True),
-        (2, 1, 3, True, 3, True),
-    ]
+        call(bench, *ask, "--methods", names).refused(message)
 
 
 @pytest.mark.parametrize(
