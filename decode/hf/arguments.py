@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -62,7 +63,7 @@ REFUSED_PROCESSORS = {
 }
 INPUTS = {
     *CACHE_NAMES,
-    *("attention_mask", "position_ids", "inputs_embeds"),
+    *("attention_mask", "position_ids", "token_type_ids", "inputs_embeds"),
     *("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"),
 }
 
@@ -107,7 +108,7 @@ def make_stop_criteria(strings: str | list[str] | None) -> list[StopStringCriter
     return [StopStringCriteria(tokenizer, strings)]
 
 
-def refuse_settings(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> None:
+def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> None:
     """Raise ValueError for settings and logits processors that cannot be honoured."""
     settings = {name: getattr(config, name, None) for name in REFUSED_SETTINGS}
     refused = [f"{name}={value!r}" for name, value in settings.items() if value not in REFUSED_SETTINGS[name]]
@@ -115,9 +116,11 @@ def refuse_settings(config: GenerationConfig, processors: Sequence[LogitsProcess
     refused += _unknown_settings(config)
     if refused:
         raise ValueError(f"speculate cannot honour {refused[0]}; leave it out, or generate without speculate")
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name):
-            raise ValueError(f"speculate cannot honour {name}; run model(result.sequences, {name}=True) instead")
+    if config.output_attentions and config.return_dict_in_generate and model.config._attn_implementation != "eager":
+        raise ValueError(
+            "speculate cannot honour output_attentions: only eager attention returns its weights; "
+            "load the model with attn_implementation='eager'"
+        )
     for processor in processors:
         if type(processor) in REFUSED_PROCESSORS:
             reason = REFUSED_PROCESSORS[type(processor)]
@@ -157,6 +160,16 @@ def refuse_inputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"speculate cannot honour {', '.join(sorted(unknown))}; leave it out, or generate without speculate"
         )
+
+
+def drop_ignored(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The model's inputs without token types that its own `prepare_inputs_for_generation` drops."""
+    types = inputs.get("token_type_ids")
+    if types is None:
+        return inputs
+    ids = torch.zeros_like(types)
+    prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, use_cache=True, token_type_ids=types)
+    return {name: value for name, value in inputs.items() if name != "token_type_ids" or name in prepared}
 
 
 def split_criteria(criteria: StoppingCriteriaList, length: int) -> tuple[int, list[int], StoppingCriteriaList]:

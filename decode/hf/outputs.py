@@ -1,24 +1,31 @@
-"""What `generate` returns in addition to the tokens: scores, logits and the KV cache.
+"""What `generate` returns in addition to the tokens: scores, logits, hidden states, attentions and the KV cache.
 
-Shapes: B rows, C columns of the prompts, T new tokens of the longest row, V vocabulary.
+Shapes: B rows, C columns of the prompts, T new tokens of the longest row, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from decode.hf.kv_states import RowStates, write_cache
+from decode.hf.kv_states import RowStates, read_cache, write_cache
+from decode.hf.prompts import Prompts, extend_columns
 from decode.hf.session import PromptSession
 from decode.models.compatibility import find_cache_name
 from decode.tree import Tree
 
+PASS_OUTPUTS = ("attentions", "hidden_states")
+
 
 def make_output(
+    model: PreTrainedModel,
     session: PromptSession,
     sequences: Tensor,
     counts: Sequence[int],
@@ -30,6 +37,9 @@ def make_output(
     The cache in the prompts is filled, whether it is the user's or one that `generate` made.
     """
     prompts, new = session.prompts, max(counts)
+    names = PASS_OUTPUTS if config.return_dict_in_generate else ()
+    wanted = [name for name in names if getattr(config, f"output_{name}")]
+    before = _copy_cache(model, prompts) if wanted and prompts.past else None
     states, logits = _complete(session, sequences, counts)
     if prompts.cache is not None:
         write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
@@ -42,6 +52,10 @@ def make_output(
             # As transformers does, so that the scores are the same where processors change the logits themselves.
             output.scores = tuple(processors(sequences[:, :end], step) for end, step in zip(ends, steps, strict=True))
         output.logits = steps if config.output_logits else None
+    if wanted:
+        every, read = _run_again(model, prompts, sequences, new, before, wanted), prompts.columns - prompts.past
+        for name in wanted:
+            setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
     return output
 
 
@@ -72,3 +86,50 @@ def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) 
 
 def _cut(states: RowStates, length: int) -> RowStates:
     return [None if both is None else (both[0][:, :length], both[1][:, :length]) for both in states]
+
+
+def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
+    """The user's cache as it is now."""
+    assert prompts.cache is not None
+    copied = DynamicCache(config=model.config.get_text_config(decoder=True))
+    write_cache(copied, read_cache(prompts.cache, prompts.past, [0] * len(prompts.tokens)), 0, prompts.past)
+    return copied
+
+
+def _run_again(
+    model: PreTrainedModel, prompts: Prompts, sequences: Tensor, new: int, cache: Cache | None, wanted: Sequence[str]
+) -> dict[str, Any]:
+    """Hidden states and attentions of all columns but the last, by one more pass over the prompts and new tokens."""
+    inputs: dict[str, Any] = {
+        "attention_mask": torch.cat([prompts.real, prompts.real.new_ones(len(sequences), new - 1)], dim=1).long(),
+        "position_ids": extend_columns(prompts.positions, new - 1, step=1)[:, prompts.past :],
+    }
+    if prompts.token_types is not None:
+        inputs["token_type_ids"] = extend_columns(prompts.token_types, new - 1, step=0)[:, prompts.past :]
+    if prompts.embeddings is None:
+        inputs["input_ids"] = sequences[:, -new - prompts.columns + prompts.past : -1]
+    else:
+        made = model.get_input_embeddings()(sequences[:, -new:-1].to(model.device))
+        inputs["inputs_embeds"] = torch.cat([prompts.embeddings[:, prompts.past :].to(made.device), made], dim=1)
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    inputs |= {f"output_{name}": True for name in wanted} | {find_cache_name(type(model).forward): cache}
+    if "logits_to_keep" in signature(model.forward).parameters:
+        inputs["logits_to_keep"] = 1
+    with torch.no_grad():
+        return model(**inputs, use_cache=cache is not None)
+
+
+def _split(
+    layers: Sequence[Tensor], first: int, new: int, use_cache: bool, is_attention: bool
+) -> tuple[tuple[Tensor, ...], ...]:
+    """One tuple of layers for each new token: the first has the `first` columns that were read, the others one each.
+
+    Without a cache, transformers reads all columns for each token, and returns them.
+    """
+    before = layers[0].shape[-1] - (first + new - 1) if is_attention else 0
+
+    def cut(states: Tensor, begin: int, end: int) -> Tensor:
+        return states[..., begin:end, : before + end if is_attention else None]
+
+    bounds = [(0, first), *(((end - 1) * use_cache, end) for end in range(first + 1, first + new))]
+    return tuple(tuple(cut(states, *each) for states in layers) for each in bounds)

@@ -33,6 +33,7 @@ class Prompts:
     first: Tensor  # [B] the first column that is computed
     positions: Tensor  # [B, C]
     hidden: Tensor | None  # [B, C] bool
+    token_types: Tensor | None  # [B, C]
     embeddings: Tensor | None  # [B, C, H]
     cache: Cache | None
     past: int  # columns in the cache
@@ -43,9 +44,16 @@ class Prompts:
         return self.positions.shape[1]
 
     @property
+    def real(self) -> Tensor:
+        """Which columns are attended to, [B, C] bool."""
+        column = torch.arange(self.columns, device=self.first.device)
+        return column >= self.first[:, None] if self.hidden is None else ~self.hidden
+
+    @property
     def are_plain(self) -> bool:
         """Whether token ids, read from the first one on, say all."""
-        return self.past == 0 and self.hidden is None and self.embeddings is None
+        special = self.hidden, self.token_types, self.embeddings
+        return self.past == 0 and all(each is None for each in special)
 
     @property
     def placeholders(self) -> int:
@@ -94,7 +102,8 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
     if past >= columns:
         raise ValueError(f"the cache holds {past} tokens; the prompt of {columns} needs at least one more")
     default = (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
-    positions = _read_positions(inputs.get("position_ids"), default)
+    positions = _read_columns("position_ids", inputs, real)
+    positions = default if positions is None else positions
     moved = (positions != default) & real
     moved[:, : columns - known] &= embeddings is not None  # transformers may not know the positions of cached tokens
     is_plain = not bool((real[:, 1:] < real[:, :-1]).any()) and not bool(moved.any())
@@ -107,6 +116,7 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
         first=first,
         positions=default if is_plain else positions,
         hidden=None if is_plain else ~real,
+        token_types=_read_columns("token_type_ids", inputs, real),
         embeddings=embeddings,
         cache=cache,
         past=past,
@@ -136,12 +146,19 @@ def _read_mask(input_ids: Tensor, inputs: dict[str, Any], past: int, config: Gen
     return real
 
 
-def _read_positions(given: Tensor | None, default: Tensor) -> Tensor:
-    """The position of each column, [B, C]; zeros for columns before those that are given."""
-    if given is None:
-        return default
-    batch, columns = default.shape
-    if given.ndim != 2 or given.shape[0] not in (1, batch) or given.shape[1] > columns:
-        raise ValueError(f"position_ids has shape {tuple(given.shape)}; expected [{batch}, {columns}]")
-    missing = columns - given.shape[1]
-    return torch.nn.functional.pad(given.to(default.device), (missing, 0)).expand(batch, -1)
+def _read_columns(name: str, inputs: dict[str, Any], real: Tensor) -> Tensor | None:
+    """A model input with a value for each column, [B, C]; zeros for columns before its own."""
+    values = inputs.get(name)
+    if values is None:
+        return None
+    batch, columns = real.shape
+    if values.ndim != 2 or values.shape[0] not in (1, batch) or values.shape[1] > columns:
+        raise ValueError(f"{name} has shape {tuple(values.shape)}; expected [{batch}, {columns}]")
+    missing = columns - values.shape[1]
+    return torch.nn.functional.pad(values.to(real.device), (missing, 0)).expand(batch, -1)
+
+
+def extend_columns(values: Tensor, count: int, step: int) -> Tensor:
+    """Values for `count` more columns [B, C + count], as transformers adds them: the last one plus `step` for each."""
+    more = step * torch.arange(1, count + 1, device=values.device)
+    return torch.cat([values, values[:, -1:] + more], dim=1)

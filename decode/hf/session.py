@@ -96,7 +96,7 @@ class PromptSession(Session):
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         inputs, prompts = super()._model_inputs(tree, start, lengths), self.prompts
-        if prompts.hidden is None and prompts.embeddings is None:
+        if prompts.hidden is None and prompts.token_types is None and prompts.embeddings is None:
             return inputs
         device = lengths.device
         first = prompts.first[self.rows].to(device)[:, None]
@@ -106,6 +106,8 @@ class PromptSession(Session):
             positions = prompts.positions[self.rows].to(device).gather(1, inside) + column - inside
             inputs["position_ids"] = positions.clamp(max=self.target.context - 1)
             inputs["attention_mask"] = self._hide(inputs["attention_mask"])
+        if prompts.token_types is not None:  # new tokens get the last one, as in transformers
+            inputs["token_type_ids"] = prompts.token_types[self.rows].to(device).gather(1, inside)
         if prompts.embeddings is not None and self._tree_logits is None:
             embeddings = prompts.embeddings[self.rows].to(device)
             del inputs["input_ids"]

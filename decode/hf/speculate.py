@@ -19,6 +19,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from decode.answer import NO_NUMBERS, Chunk
 from decode.cpu.packed_linear import can_pack
 from decode.hf.arguments import (
+    drop_ignored,
     find_generate_argument,
     make_stop_criteria,
     refuse_inputs,
@@ -77,9 +78,9 @@ def speculate(
     streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
     check_proposer(proposer)
     refuse_unsupported(model)
-    refuse_settings(generation_config, logits_processor)
+    refuse_settings(model, generation_config, logits_processor)
     refuse_inputs(model, inputs)
-    prompts = read_prompts(input_ids, inputs, generation_config)
+    prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
     criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings)])
@@ -113,7 +114,7 @@ def speculate(
     )
     sequences, counts = _collect(chunks, input_ids, streamer, pad or 0)
     if recording.states:
-        output = make_output(target.session, sequences, counts, generation_config, first)
+        output = make_output(model, target.session, sequences, counts, generation_config, first)
     return output if generation_config.return_dict_in_generate else sequences
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import CompileConfig, ContinuousBatchingConfig, WatermarkingConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 HONOURED, REFUSED, UNUSED = "honoured", "refused", "no effect"
 BEAMS = "for beam search, which is refused"
@@ -37,7 +37,7 @@ def _sample(**settings: Any) -> Trial:
     return _try(HONOURED, do_sample=True, **settings)
 
 
-def _returns(name: str, note: str) -> Trial:
+def _returns(name: str, note: str = "") -> Trial:
     return _try(HONOURED, note, return_dict_in_generate=True, **{name: True})
 
 
@@ -99,10 +99,8 @@ TRIALS: dict[str, Trial] = {
         "`SynthIDTextWatermarkingConfig` keeps a state between calls and is refused",
     ),
     "num_return_sequences": _sample(num_return_sequences=3),
-    **{
-        name: _try(REFUSED, f"run `model(result.sequences, {name}=True)`", return_dict_in_generate=True, **{name: True})
-        for name in ("output_attentions", "output_hidden_states")
-    },
+    "output_attentions": _returns("output_attentions", "with eager attention, by one more pass; else refused"),
+    "output_hidden_states": _returns("output_hidden_states", "by one more pass over the finished text"),
     "output_scores": _returns("output_scores", "of the kept tokens, recorded as they are made"),
     "output_logits": _returns("output_logits", "of the kept tokens, recorded as they are made"),
     "return_dict_in_generate": _try(HONOURED, "with a cache to go on from", return_dict_in_generate=True),
@@ -141,6 +139,16 @@ TRIALS: dict[str, Trial] = {
     "transformers_version": _try(UNUSED, "says who wrote the file", transformers_version="5.0.0"),
 }
 
+# Refused values of settings that are honoured otherwise.
+REFUSED_VALUES: dict[str, Callable[[], dict[str, Any]]] = {
+    "watermarking_config": lambda: {
+        "watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2, 3]),
+        "do_sample": True,
+    },
+    "cache_implementation": lambda: {"cache_implementation": "quantized"},
+    "output_attentions": lambda: {"output_attentions": True, "return_dict_in_generate": True},
+}
+
 # The arguments of the call itself, and the model's inputs among them.
 CALL_ARGUMENTS = {
     "inputs": (HONOURED, "and `input_ids`"),
@@ -159,13 +167,14 @@ CALL_ARGUMENTS = {
     "custom_generate": (HONOURED, "`speculate`"),
     "attention_mask": (HONOURED, "padding on both sides and holes, with transformers' positions"),
     "position_ids": (HONOURED, "two dimensions"),
+    "token_type_ids": (HONOURED, "new tokens get the last one, as in transformers"),
     "inputs_embeds": (HONOURED, "the prompt; without `input_ids`, proposers see the new tokens alone"),
     "cache": (
         HONOURED,
         "a `DynamicCache` or a `StaticCache`, continued in place; heads read the cached tokens once more; named "
         "`past_key_values` before transformers 5.24",
     ),
-    "other model inputs": (REFUSED, "`token_type_ids`, `encoder_hidden_states` and so on"),
+    "other model inputs": (REFUSED, ""),
 }
 
 

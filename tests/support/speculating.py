@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decode import PlainProposer, Proposer, Target, speculate
-from proposers import DraftProposer, EagleProposer, MedusaProposer, NGramProposer
+from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 
@@ -29,8 +29,15 @@ MAKERS: dict[str, Callable[[Target], Proposer]] = {
     "itself": lambda target: DraftProposer(target, length=6),
     "sampled": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=3),
     "medusa": lambda target: MedusaProposer(make_head("medusa", target, output="target")),
+    "hydra": lambda target: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
+    "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
     "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3),
 }
+
+
+def make_proposer(name: str, model: PreTrainedModel) -> Proposer:
+    """One of `MAKERS`."""
+    return MAKERS[name](Target(model))
 
 
 def mask_of(ids: Tensor) -> Tensor:

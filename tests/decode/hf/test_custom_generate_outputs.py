@@ -1,4 +1,4 @@
-"""What `generate` returns in addition to tokens, with `speculate`: the KV cache, scores and logits."""
+"""What `generate` returns besides tokens, with `speculate`: the KV cache, scores, logits, hidden states, attentions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ from transformers.cache_utils import Cache, DynamicLayer
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
 from tests.support.models import CACHE, tiny
-from tests.support.speculating import PROMPT, RAGGED, generate, mask_of
+from tests.support.speculating import MAKERS, PROMPT, RAGGED, generate, make_proposer, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
 HALF, REST = 6, 9  # new tokens of the first call and of the second
 BATCHES = {"one": PROMPT, "ragged": RAGGED}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer:
+    return make_proposer(request.param, model)
 
 
 def stock(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Any:
@@ -58,13 +68,13 @@ def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Propose
     half = stock(model, ids, max_new_tokens=HALF)
     assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
     mask = torch.cat([mask_of(ids), torch.ones(len(ids), HALF).long()], dim=1)
-    settings = {"attention_mask": mask, "max_new_tokens": REST, "return_dict_in_generate": True}
-    for cache in (begun[CACHE], half[CACHE]):  # transformers goes on with our cache, and we with transformers'
-        more = {**settings, CACHE: cache}
-        if cache is begun[CACHE]:
-            rest = model.generate(begun.sequences, **more)
+    for continue_with in (stock, ours):  # transformers goes on with our cache, and we with transformers'
+        cache = begun[CACHE] if continue_with is stock else half[CACHE]
+        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
+        if continue_with is stock:
+            rest = model.generate(begun.sequences, return_dict_in_generate=True, **settings)
         else:
-            rest = generate(model, begun.sequences, proposer, **more)
+            rest = generate(model, begun.sequences, proposer, return_dict_in_generate=True, **settings)
         assert rest.sequences.tolist() == whole.sequences.tolist()
         assert rest[CACHE] is cache
         assert_same_cache(cache, whole[CACHE], grown(ids, rest.sequences))
@@ -158,7 +168,10 @@ def assert_same_scores(got: Any, expected: Any) -> None:
 def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
     settings: dict[str, Any] = {"output_scores": True, "output_logits": True, "max_new_tokens": 12}
     for more in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
-        got, expected = ours(model, ids, proposer, **settings | more), stock(model, ids, **settings | more)
+        got, expected = (
+            run(**settings | more)
+            for run in (lambda **all_: ours(model, ids, proposer, **all_), lambda **all_: stock(model, ids, **all_))
+        )
         assert got.sequences.tolist() == expected.sequences.tolist()
         assert_same_scores(got, expected)
 
@@ -178,3 +191,55 @@ def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: 
         torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=1e-5)
         assert bool((got.scores[index].gather(1, got.sequences[:, [ids.shape[1] + index]]) > -torch.inf).all())
+
+
+# Hidden states and attentions
+
+
+def assert_same_layers(got: Any, expected: Any, real: Tensor, name: str) -> None:
+    """Equal states of each new token in each layer. The first entry also has the prompt, without its padding."""
+    ours, theirs = getattr(got, name), getattr(expected, name)
+    assert len(ours) == len(theirs)
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for mine, stock_states in zip(one, other, strict=True):
+            assert mine.shape == stock_states.shape
+            rows = real if index == 0 else torch.ones_like(real[:, :1])
+            rows = rows[:, None, :, None] if name == "attentions" else rows[:, :, None]
+            torch.testing.assert_close(mine * rows, stock_states * rows, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
+def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Tensor) -> None:
+    model = tiny("llama", attn_implementation="eager")
+    settings = {"output_hidden_states": True, "output_attentions": True, "max_new_tokens": 8}
+    ids, names = ids.clamp(min=1), ("hidden_states", "attentions")  # eager attention over padding alone is no number
+    expected, got = stock(model, ids, **settings), ours(model, ids, proposer, **settings)
+    for name in names:
+        assert_same_layers(got, expected, mask_of(ids), name)
+    assert got.scores is None
+    without = {**settings, "use_cache": False}  # transformers then returns the states of all columns for each token
+    expected, got = stock(model, ids, **without), ours(model, ids, proposer, **without)
+    assert [each[0].shape for each in got.attentions] == [each[0].shape for each in expected.attentions]
+    torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])
+def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
+    model, settings = tiny(kind), {"output_hidden_states": True, "max_new_tokens": 5}
+    proposer = NGramProposer(length=5)
+    assert_same_layers(
+        ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings), mask_of(RAGGED), "hidden_states"
+    )
+    results = []
+    for drafter in (None, proposer):
+        cache = DynamicCache(config=model.config)
+        model(PROMPT, **{CACHE: cache})
+        text = torch.cat([PROMPT, PROMPT[:, :3]], dim=1)
+        more = {**settings, CACHE: cache, "return_dict_in_generate": True}
+        results.append(model.generate(text, **more) if drafter is None else generate(model, text, drafter, **more))
+    assert_same_layers(results[1], results[0], torch.ones(1, 3), "hidden_states")
+    states = model.get_input_embeddings()(RAGGED[1:2]).detach()
+    more = {"inputs_embeds": states, **settings, "return_dict_in_generate": True}
+    got = generate(model, None, proposer, **more)
+    assert_same_layers(got, model.generate(**more), torch.ones(1, 7), "hidden_states")

@@ -144,7 +144,7 @@ def test_nothing_warns(model: PreTrainedModel, caplog: pytest.LogCaptureFixture)
             warnings.simplefilter("error")
             target = Target(model)
             generate(target, [[5, 9, 5, 9, 5]], DraftProposer(target, length=2), max_new_tokens=6)
-            settings = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+            settings = {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True}
             result = speculating.generate(model, BATCH, NGramProposer(), attention_mask=MASK, **settings)
             speculating.generate(model, result.sequences, attention_mask=None, **{CACHE: result[CACHE]})
             model.generation_config.cache_implementation = "static"
