@@ -464,6 +464,7 @@ def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
 
 def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The error message, in one line."""
+    capsys.readouterr()  # what saving a model has printed
     with pytest.raises(SystemExit) as ended:
         bench.main(options)
     assert ended.value.code == 2

@@ -310,6 +310,7 @@ def test_a_damaged_report_is_refused(
 
 def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The error message, in one line."""
+    capsys.readouterr()  # what saving a model has printed
     with pytest.raises(SystemExit) as ended:
         bench.main(options)
     assert ended.value.code == 2
