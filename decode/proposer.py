@@ -59,12 +59,14 @@ class Proposer(Protocol):
     """Anything that drafts. The loop needs these two members only.
 
     A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
-    If it has `adaptive = True`, because it sizes its trees by `Target.cost_curve`, the loop measures the curve before
-    the first token.
-    If it has a method `fuse(target, features)`, a prompt's features [B, T, F] go through it after each forward pass,
-    and the prefill's step has the results [B, T, *]. A long prompt's features of several layers take gigabytes.
-    If it has a method `finish(request_id, tokens, accepted)`, that is called when a request ends after a draft, because
-    no later step has the request: with the tokens that the last step added, the first `accepted` of them draft tokens.
+    It may have three more members:
+    adaptive: True lets the loop measure `Target.cost_curve` before the first token, for trees that are sized by it.
+    fuse(target, features): reduces a prompt's features from [B, T, F] to [B, T, *], to save memory: those of a long
+    prompt and several layers take gigabytes. It is called after each forward pass over a part of the prompt, and the
+    prefill's step has the results instead of the features.
+    finish(request_id, tokens, accepted): lets the proposer learn from a request's last tree, which no later step has.
+    It is called when a request ends after a draft. tokens: those that the last step added, of which the first
+    `accepted` were draft tokens.
     """
 
     @property

@@ -32,10 +32,10 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
 
 
 def grow_while_worth(tokens: Sequence[float], times: Sequence[float], rate: float) -> int:
-    """As `choose_fastest`, but stop at the first option that is not worth it, whatever comes after.
+    """The index of the last option before the first one that is not worth it, for options that come one at a time.
 
-    An option is worth it if it would be with all those up to some later one being as good, because many sizes may
-    take the same time.
+    So sampled trees stay unbiased: later tokens have no part in the choice (`proposers.trees.sampled`). Many sizes may
+    take the same time, so an option counts as worth it if it would be together with later ones that are as good.
     """
     for index in range(len(tokens) - 1):
         slope = min((time - times[index]) / more for more, time in enumerate(times[index + 1 :], start=1))
@@ -87,8 +87,8 @@ class DraftBudget:
         return self.rate * self._node_time / self.acceptance_ratio
 
     def is_worth_more(self, nodes: int, p: float) -> bool:
-        """Whether a tree of more than so many nodes may be worth its time, if each further one is right with at most
-        probability `p`."""
+        """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
+        is right with probability `p` at most."""
         if nodes not in self._least_slopes:
             sizes = range(nodes + 1, max(SIZES.stop, nodes + 2))
             base = self.cost(nodes)
@@ -115,7 +115,7 @@ class DraftBudget:
     def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
         """Start with another batch size or context, at which a pass over n nodes takes `cost(n)`.
 
-        The first draft of a batch reads the whole prompts, so it is made late where `expected_tau` promises no gain.
+        Where `expected_tau` promises no gain, the first draft of a batch is made late, because it reads whole prompts.
         """
         if cost is not self.cost:
             self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
@@ -156,10 +156,9 @@ class DraftBudget:
         return self.acceptance_ratio * p > self.rate * self.level_time
 
     def choose_depth(self, most: int) -> int:
-        """The number of levels to draft, where reading how this draft goes on would take too long: on a GPU.
+        """How many levels to draft, at most `most`. For GPUs, which would have to wait for a decision after each level.
 
-        As many as would have been worth it in the last steps, by what `take_levels` has learned, and one more if all
-        of these were.
+        As many as were worth it in the last steps, which `take_levels` has learned from, and one more if all were.
         """
         for level, p in enumerate(self._right[:most], start=1):
             if not self.is_worth_a_level(p):
@@ -167,7 +166,7 @@ class DraftBudget:
         return min(most, len(self._right) + 1) if self._right else most
 
     def take_levels(self, right: Sequence[float]) -> None:
-        """Take in the probabilities that the last tree was right down to level 1, 2, ..."""
+        """Learn from the last draft, for `choose_depth`: the probabilities that it was right down to level 1, 2, ..."""
         before = self._right[: len(right)]
         self._right = [LEVEL_MEMORY * old + (1 - LEVEL_MEMORY) * new for old, new in zip(before, right, strict=False)]
         self._right += right[len(before) :]

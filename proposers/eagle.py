@@ -39,7 +39,10 @@ class EagleProposer(HeadProposer):
         return self.head.fuse(features.to(self.dtype))
 
     def read_step(self, step: Step) -> Inputs:
-        """The features that the head has not read; on a CPU, and where they are many, the states it makes of them."""
+        """What a draft starts from: the head's last states, or on a GPU the features that its graph is to read.
+
+        Many features at once, as of a prompt, are read here on a GPU too.
+        """
         cache, embed, device = self._history.cache, self.embedding(step.target), step.target.device
         if device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)

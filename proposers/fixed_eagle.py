@@ -1,7 +1,7 @@
 """EAGLE drafting at fixed shapes, for a GPU: a few fused kernels a level, and nothing that the host must wait for.
 
-Shapes: B rows, T tokens, W paths, S slots that are allocated, H hidden size, D draft
-vocabulary, R queries that share a key.
+Shapes: B rows, T tokens, W paths, S slots that are allocated, H hidden size, D draft vocabulary, R queries that share a
+key.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Paths(NamedTuple):
 
 
 class FixedEagleDrafter:
-    """What `EagleDrafter` drafts, after reading the features that the head has not read.
+    """Drafts as `EagleDrafter` does, in steps of fixed shape, after reading the features that are new.
 
-    Attention sees all slots, so that shapes stay the same from level to level and from step to step. Draft tokens take
-    the last slots. inputs: `features` [B, T, H], the tokens `following` them [B, T], the rows' `counts` of them [B],
-    and the `lengths` [B] of what was read before. levels, drafted: of the draft at most, its levels and its tokens.
+    Attention sees all slots, so shapes stay the same from level to level and from step to step. Draft tokens take the
+    last slots.
+    inputs: `features` [B, T, H], the tokens `following` them [B, T], how many each row has (`counts` [B]), and how many
+    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft.
     """
 
     def __init__(

@@ -38,8 +38,9 @@ TREES = ("dynamic", "calibrated", "static")
 class HeadProposer(ABC):
     """Drafts trees with a trained head.
 
-    depth: levels of a tree at most; None is as many as the method has. width: paths followed at each level of a dynamic
-    tree at most, and next tokens of each path (EAGLE-2, section 4); 1 drafts a chain, None is the method's.
+    depth: how many levels a tree has at most. None takes as many as the method has.
+    width: how broad a dynamic tree is: the paths that are followed at each level, and the next tokens of each path
+    (EAGLE-2, section 4). 1 drafts a chain. None takes the method's width.
     tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
     head was measured; "static" the method's published tree. Or the paths of a tree (`trees.fixed`).
     nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
@@ -115,7 +116,7 @@ class HeadProposer(ABC):
         return fresh
 
     def prepare(self, target: Target) -> Self:
-        """Bind to the target, and draft with a faster copy of the head (`proposers.fast_heads`). Returns itself."""
+        """Draft with a faster copy of the head (`proposers.fast_heads`), bound to the target. Returns itself."""
         self.bind(target)
         if not isinstance(self.head.logits, PackedOutput):
             self.head, self._graphs = pack_head(self.head), DraftGraphs()
@@ -127,7 +128,7 @@ class HeadProposer(ABC):
 
     @torch.inference_mode(mode=False)  # the head may be trained later, with what it borrows here
     def bind(self, target: Target) -> None:
-        """Move the head to the target's device and let it borrow the target's output matrix, if it has none.
+        """Make the head ready: on the target's device, with the target's output matrix if it has none of its own.
 
         Raises ValueError as `check` does, and if it was prepared for another target or device.
         """
@@ -154,7 +155,7 @@ class HeadProposer(ABC):
             self._history.add(step, step.features if step.is_fused else self.combine(step.features))
 
     def fuse(self, target: Target, features: Tensor) -> Tensor:
-        """What the head needs of a prompt's features [B, T, F], before its first step."""
+        """Reduces a prompt's features [B, T, F] to what the head attends to. See `decode.Proposer`."""
         self.bind(target)
         return self.combine(features)
 
@@ -228,19 +229,19 @@ class HeadProposer(ABC):
 
     @abstractmethod
     def read_step(self, step: Step) -> Inputs:
-        """What a draft depends on, roots aside: tensors by name. Called once a step: a head may read features."""
+        """The tensors that a draft depends on, by name, without the roots. Called once a step: it may read features."""
 
     @abstractmethod
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         """The head's drafter for a step, from `read_step` and the "roots" [B]."""
 
     def is_fixed(self, inputs: Inputs) -> bool:
-        """Whether drafting from these inputs can be a graph: tensor operations only, the same ones in each step."""
+        """Whether drafting from these inputs can be a CUDA graph: the same tensor operations in every step."""
         return False
 
     @property
     def written(self) -> Tensor | None:
-        """What drafting writes to, apart from its results: the keys of a cache, for example."""
+        """The keys of the cache that drafting writes to, if there is one."""
         return None
 
 

@@ -97,7 +97,7 @@ class MergedProposer:
                 tree.take()
 
     def _observe(self, step: Step) -> None:
-        """Learn from the last trees, which still know the text as it was, and then let the sources read on."""
+        """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
         if not step.is_prefill:
             for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
                 self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)

@@ -73,9 +73,10 @@ LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAG
 
 
 def fixed_curve(chosen: bool | CostCurve, device: torch.device) -> CostCurve:
-    """The curve of a text alone. chosen: a stored curve, or True for that of the kind of device.
+    """The fixed curve for one text at a time, where every run or every rank must draft the same trees.
 
-    In a `torch.distributed` group it is the first rank's, so every rank must call this.
+    chosen: a stored curve, or True for the curve of the kind of device. In a `torch.distributed` group the first rank's
+    counts, so every rank must call this.
     """
     curves = [chosen if isinstance(chosen, CostCurve) else FIXED.get(device.type, FIXED["cpu"])]
     if distributed.is_available() and distributed.is_initialized():

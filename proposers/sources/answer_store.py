@@ -85,7 +85,7 @@ class AnswerStore:
         return found
 
     def use(self, place: int) -> None:
-        """Note that a copied token was right: its answer is kept as if it were new."""
+        """Keep the answer at a place as if it were new, because a token copied from it was right."""
         with self._lock:
             if self._is_kept(place) and self._end - place > self.capacity // 2:
                 self._append(self._take(place))
@@ -105,9 +105,9 @@ class AnswerStore:
         return answers
 
     def save(self, file: Path | str, target: Target | None = None) -> None:
-        """Write the answers to a file. Until it is complete, the file keeps what it had.
+        """Write the answers to a file, which keeps what it had until the new content is complete.
 
-        target: whose tokens they are. The file then carries the fingerprint of its vocabulary, which `load` compares.
+        target: the model whose tokens they are. `load` compares the fingerprint of its vocabulary.
         """
         file = Path(file)
         tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
@@ -120,9 +120,11 @@ class AnswerStore:
     def load(self, file: Path | str, target: Target | None = None) -> None:
         """Replace the answers by those of a file.
 
-        target: who they are for. Raises ValueError if the file is of another vocabulary (of a file without a
-        fingerprint, which older versions wrote, only the largest token is compared), if it is damaged, or no answer
-        store of this version; the store then stays as it was.
+        target: the model that they are for. Files without a fingerprint, which older versions wrote, are refused only
+        if they have a token that the model lacks.
+
+        Raises ValueError for another vocabulary, and for a file that is damaged or no answer store of this version. The
+        store then stays as it was.
         """
         tokens, metadata = _read(Path(file))
         if target is not None:

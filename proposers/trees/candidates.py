@@ -22,7 +22,8 @@ class Candidates:
     """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
 
     scores: the log-probabilities that whole paths are right.
-    lay_out_q: `Tree.q` [B, C + 1, V] by the chosen candidates [B, C] and the number of all; None: the tree has none.
+    lay_out_q: makes the tree's `q` [B, C + 1, V], which the verifier needs if tokens were sampled. It takes the chosen
+    candidates [B, C] and the number of all candidates; it returns None if no token was sampled.
     ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
     right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
     """
@@ -51,7 +52,7 @@ class Candidates:
         return replace(tree, height=min(tree.height, self.levels), q=q)
 
     def figures(self, nodes: int) -> Tensor:
-        """What `read_figures` reads."""
+        """The figures of `read_figures`, on the device."""
         return _expect(self.ranked[0][:, : nodes - 1], self.right)
 
     def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
@@ -64,7 +65,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class BestTree:
-    """What a graph leaves of candidates: the largest tree, whose first n nodes are the tree of n, and `figures`."""
+    """What a draft as a CUDA graph returns: the largest tree, whose first n nodes are the tree of n, and `figures`."""
 
     largest: Tree
     figures: Tensor
@@ -85,11 +86,10 @@ class BestTree:
 
 
 def rank(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [B, M] from the best to the worst, and the candidates that have them.
+    """Scores [B, M] from the best to the worst, and the candidates that have them, each after its parent.
 
-    A score is a path's log-probability, so no child scores above its parent. Ties go to the earlier candidate, hence to
-    the parent: each candidate comes after its parent. float32 keeps half precision from rounding more ties into
-    existence.
+    A score is a path's log-probability, so no child scores above its parent, and ties go to the earlier candidate.
+    float32 keeps half precision from making more ties.
     """
     ranked = torch.sort(scores.float(), dim=1, descending=True, stable=True)
     return ranked.values, ranked.indices

@@ -124,12 +124,11 @@ def search(
 ) -> Candidates:
     """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
-    All of these become candidates, not only those that are followed further (EAGLE-2, section 4.2). The search ends
-    after `levels`, or earlier where the budget says that one more level is not worth it. roots [B].
-    nodes: the size of the largest tree that is wanted. Paths that are too unlikely for it are not followed, nor those
-    whose next tokens would not be worth their time.
-    A GPU would wait for each of these decisions. There all levels are drafted with `width` paths, and the budget
-    chooses the next step's levels from `Candidates.right`.
+    All next tokens become candidates, not only those that are followed further (EAGLE-2, section 4.2).
+    roots [B]. levels: at most; a CPU stops earlier where the budget finds one more level not worth it. nodes: the size
+    of the largest tree that is wanted. A CPU does not follow paths that are too unlikely for it, or for their time.
+    A GPU would have to wait for such decisions. There all levels are drafted with `width` paths, and the budget chooses
+    the levels of the next step from `Candidates.right`.
     """
     scores, places = begin_paths(roots)
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
@@ -194,10 +193,10 @@ def _expect_right(best: list[Tensor], sampled: bool) -> float:
 
 
 def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
-    """By level: the probability that one of the paths with the scores best[level] [B, W] is right, averaged over rows.
+    """By level: the probability that one of its paths is right, on average over the rows.
 
-    Of sampled trees only the first level's scores depend on no sampled token (`trees.sampled`). There each level counts
-    as being as likely to be right as the first.
+    best: the scores [B, W] of each level's paths. In sampled trees only the first level's scores depend on no sampled
+    token (`trees.sampled`), so each level counts as being as likely to be right as the first.
     """
     if sampled:
         first = best[0].logsumexp(dim=1).clamp(max=0)  # [B]

@@ -8,14 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from proposers.sources import AnswerStore
+from decode import Target, generate
+from decode.models.loading import load_model
+from proposers import AnswerStore, MergedProposer
 from proposers.sources.answer_store import END, GRAM, LONGEST
+from tests.support.models import VOCABULARY, tiny
+
+ANSWER = [3, 4, 5, 6, 7]
 
 
 def find_naively(answers: list[list[int]], tail: list[int]) -> set[tuple[int, int]]:
@@ -31,7 +37,7 @@ def find_naively(answers: list[list[int]], tail: list[int]) -> set[tuple[int, in
     return found
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_search_finds_the_newest_occurrences(seed: int) -> None:
     choose = random.Random(seed)
     store, answers = AnswerStore(1000), []
@@ -81,7 +87,7 @@ def test_used_answers_are_kept_longer() -> None:
 
 def test_random_use_leaves_a_sound_store() -> None:
     choose, store = random.Random(0), AnswerStore(200)
-    for _ in range(3000):
+    for _ in range(1000):
         if choose.random() < 0.5:
             store.add([choose.randrange(5) for _ in range(choose.randrange(0, 30))])
         tail = [choose.randrange(5) for _ in range(6)]
@@ -99,7 +105,7 @@ def test_two_threads_share_a_store() -> None:
     def work(seed: int) -> None:
         choose = random.Random(seed)
         try:
-            for _ in range(2000):
+            for _ in range(500):
                 store.add([seed * 10 + choose.randrange(3) for _ in range(10)])
                 for copy in store.find([seed * 10 + choose.randrange(3) for _ in range(4)]):
                     assert copy.token // 10 == seed
@@ -175,3 +181,50 @@ def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> No
 def test_a_capacity_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity is 2; a store keeps at least 6 tokens"):
         AnswerStore(2)
+
+
+# ---- one vocabulary ----
+
+
+@pytest.fixture
+def target(save_model: Callable[..., Path]) -> Target:
+    return Target(*load_model(save_model(), dtype="float64", accelerate="off"))
+
+
+def test_a_store_of_another_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
+    store, file = AnswerStore(100), tmp_path / "answers"
+    store.add(ANSWER)
+    store.save(file, target)
+    other = AnswerStore(100)
+    other.load(file, target)
+    assert other.answers() == [ANSWER]
+    assert target.tokenizer is not None
+    target.tokenizer.add_tokens(["another"])
+    with pytest.raises(
+        ValueError, match=r"answers of another tokenizer \(its vocabulary's fingerprint is [0-9a-f]{16}"
+    ):
+        other.load(file, target)
+    assert other.answers() == [ANSWER]
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, 1 << 30])
+def test_a_file_without_a_fingerprint_needs_known_tokens(token: int, target: Target, tmp_path: Path) -> None:
+    store, file = AnswerStore(100), tmp_path / "answers"
+    store.add(ANSWER)
+    store.save(file)
+    AnswerStore(100).load(file, target)
+    store.add([3, token])
+    store.save(file)
+    with pytest.raises(ValueError, match=f"it has token {token}, and the model has {VOCABULARY} tokens"):
+        AnswerStore(100).load(file, target)
+
+
+def test_a_token_outside_the_vocabulary_is_not_drafted() -> None:
+    target, prompt = Target(tiny("llama")), [3, 4, 5, 6]
+    (expected,) = generate(target, [prompt], None, max_new_tokens=12)
+    store = AnswerStore(1000)
+    text = prompt + expected.tokens
+    for end in range(3, len(text)):
+        store.add([*text[end - 3 : end], VOCABULARY, 3])
+    (found,) = generate(target, [prompt], MergedProposer(store=store, nodes=12), max_new_tokens=12)
+    assert found.tokens == expected.tokens

@@ -13,20 +13,16 @@ import pytest
 import torch
 
 from decode import Target
-from proposers import HydraProposer, MedusaProposer
 from proposers.calibration import FILE, Calibration, load_calibration
+from scripts.calibration import measure_head
 from scripts.calibration.measure_head import Trials, calibrate, fit_logistic, try_head
-from tests.support.drafting import make_head
-from tests.support.models import tiny
+from tests.proposers.test_head_proposers import MAIN, Written, make, record, target
 
+__all__ = ["target"]  # a fixture
+PROMPT, ANSWER = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]
 PLAIN = (0.0, 1.0, 0.0)
 TABLE = ((0.5, 0.2, 0.05), (0.4, 0.1, 0.1), (0.3, 0.05, 0.15))
 GOOD = Calibration(TABLE, ((0.1, 0.9, 0.2),) * 3, (100, 70, 40))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -108,33 +104,30 @@ def test_an_uncalibrated_head_keeps_its_probabilities() -> None:
     assert bool((GOOD.log_probabilities(0, sure, torch.zeros(1, 1, 1)) <= 0).all())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
-@pytest.mark.parametrize("size", [96, 4])
+@pytest.mark.parametrize("kind", [*MAIN, "eagle of few tokens"])
+@pytest.mark.parametrize(("together", "ranks"), [(2, 4), (64, 10)])
 @torch.no_grad()
-def test_heads_are_tried_along_the_text(target: Target, kind: str, size: int) -> None:
-    """Each position and head by itself, on the features of the text before it."""
-    head = make_head(kind.strip("+"), target, prefix=kind == "hydra++", draft_size=size)
-    proposer = MedusaProposer(head) if kind == "medusa" else HydraProposer(head)
-    prompt, answer = [5, 6, 7, 8], [9, 10, 11, 12, 13, 14]
-    trials = try_head(target, proposer, prompt, answer)
-    text = prompt + answer
-    assert trials.log_q.shape == (5, 3, min(10, size))
+def test_heads_are_tried_along_the_text(
+    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, together: int, ranks: int
+) -> None:
+    """Each position and level alone, from the true features before it and the true tokens after it."""
+    monkeypatch.setattr(measure_head, "CHUNK", together)
+    monkeypatch.setattr(measure_head, "RANKS", ranks)
+    proposer = make(kind, target, depth=3)
+    trials, text = try_head(target, proposer, PROMPT, ANSWER), PROMPT + ANSWER
+    ranks = min(ranks, proposer.head.draft_size)
+    assert trials.log_q.shape == (5, 3, ranks)
     for position in range(5):
-        last = len(prompt) - 1 + position
-        _, features = target.open(1, head.features).extend([text[: last + 1]])
-        assert features is not None
+        root = len(PROMPT) + position
+        written = Written(target, proposer.head, text[: root + 1])
         for level in range(3):
-            if kind == "medusa":
-                states = head(features[0, -1])[level]
-            else:
-                embedded = target.model.get_input_embeddings()(torch.tensor(text + [0] * 3))
-                states = head(head.contextualize(features)[0, -1], embedded[last + 1 : last + 2 + level], level)
-            best = head.logits(states, level).log_softmax(dim=-1).topk(min(10, size))
-            assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
-            known = last + 2 + level < len(text)
+            known = root + 1 + level < len(text)
             assert bool(trials.known[position, level]) == known
-            right = head.tokens(best.indices) == text[last + 2 + level] if known else torch.zeros(min(10, size)).bool()
-            assert torch.equal(trials.right[position, level], right)
+            if known:
+                best = written.probabilities(text[root + 1 : root + 1 + level]).topk(ranks)
+                assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
+                right = proposer.head.tokens(best.indices) == text[root + 1 + level]
+                assert torch.equal(trials.right[position, level], right)
 
 
 def test_no_trials_are_refused() -> None:
@@ -179,9 +172,23 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: Any, message: str) -
 
 def test_a_calibration_of_other_heads_is_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="of 3 heads, not of 2"):
-        MedusaProposer(make_head("medusa", target, heads=2), calibration=GOOD)
+        make("medusa", target, {"heads": 2}, calibration=GOOD)
 
 
 def test_a_calibrated_tree_has_its_ranks(target: Target) -> None:
-    proposer = MedusaProposer(make_head("medusa", target), tree="calibrated", calibration=GOOD)
+    proposer = make("medusa", target, tree="calibrated", calibration=GOOD)
     assert proposer.paths == GOOD.best_tree(256) and len(proposer.paths) == 3 + 9 + 27
+    calibration = Calibration(((0.5, 0.2), (0.4, 0.1)), (PLAIN,) * 2, (9, 9))
+    drafted = record(make("eagle3", target, tree="calibrated", nodes=4, calibration=calibration), target).drafted
+    assert {tuple(map(len, paths)) for paths in drafted.values() if len(paths) == 3} == {(1, 1, 2)}
+
+
+def test_levels_that_were_not_measured_are_calibrated_like_the_deepest(target: Target) -> None:
+    short = calibrate(try_head(target, make("eagle", target, depth=2), PROMPT, ANSWER))
+    parts = short.acceptance, short.confidence, short.positions
+    assert len(short.acceptance) == 2
+    longer = Calibration(*((*part, part[1]) for part in parts))  # type: ignore[arg-type]
+    trees = [
+        record(make("eagle", target, depth=3, nodes=12, calibration=given), target).drafted for given in (short, longer)
+    ]
+    assert trees[0] == trees[1] and max(len(path) for paths in trees[0].values() for path in paths) == 3

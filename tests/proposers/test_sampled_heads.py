@@ -147,7 +147,7 @@ def emit_with(
     target: Target,
     sampling: Sampling,
     rule: RowRule,
-    times: Sequence[float] = (1.0, 1.05, 2.1),
+    times: Sequence[float],
 ) -> Any:
     """That distribution for a proposer's first draft, and the target's. times: of passes over 1, 2 and 8 nodes."""
     fix_cost(monkeypatch, target, CostCurve([1, 2, 8], times))
@@ -171,6 +171,7 @@ def tiny_target() -> Target:
 PLAIN = Sampling(temperature=2.0, seed=2)  # the errors below show after the first token
 CUT = Sampling(temperature=3.0, top_k=3, top_p=0.95)  # the head is cut like the target, by its own top tokens
 TARGET_CUT = Sampling(temperature=2.0, processors=[TopKLogitsWarper(2)])  # processors do not apply to the head
+STEPS = (1.0, 2.0, 2.0)  # more than two nodes cost nothing, so the size depends on the tokens
 CASES = [
     ("eagle", "chain", "block", CUT),
     ("eagle", "dynamic, few nodes", "traversal", PLAIN),
@@ -187,12 +188,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape", "rule", "sampling"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "shape", "rule", "sampling", "times"),
+    [*((*case, (1.0, 1.05, 2.1)) for case in CASES), ("eagle", "adaptive, chain", "traversal", PLAIN, STEPS)],
+)
 def test_one_step_keeps_the_targets_distribution(
-    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, kind: str, shape: str, rule: str, sampling: Sampling
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Target,
+    kind: str,
+    shape: str,
+    rule: str,
+    sampling: Sampling,
+    times: Sequence[float],
 ) -> None:
     proposer = make_small(kind, shape, tiny_target)
-    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, sampling, RULES[rule])
+    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, sampling, RULES[rule], times)
     assert count_tokens(distribution) > 1.05
     assert measure_error(distribution, targets) < EXACT
 
@@ -248,13 +258,5 @@ def test_wrong_drafts_are_caught(
 ) -> None:
     proposer = make_small(kind, shape, tiny_target)
     wrong(monkeypatch)
-    times = (1.0, 2.0, 2.0)  # more than two nodes cost nothing, so the size depends on the tokens
-    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], times)
+    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], STEPS)
     assert measure_error(distribution, targets) > WRONG
-
-
-def test_costs_with_steps(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
-    proposer = make_small("eagle", "adaptive, chain", tiny_target)
-    distribution, targets = emit_with(monkeypatch, proposer, tiny_target, PLAIN, RULES["traversal"], (1.0, 2.0, 2.0))
-    assert count_tokens(distribution) > 1.05
-    assert measure_error(distribution, targets) < EXACT
