@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from decode import Sampling, Target, generate
-from docs.measure.profile_sources import read_text, replay
 from proposers import (
     AnswerStore,
     Continuation,
@@ -217,13 +216,6 @@ def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:
     for recorder in records:
         generate(target, [[5, 6, 7, 5, 6]], recorder, max_new_tokens=20, stop_ids=())
     assert records[0].drafted == records[1].drafted == record.drafted
-
-
-def test_sources_can_be_profiled_without_a_model() -> None:
-    proposer = MergedProposer(nodes=16)
-    seconds = list(replay(read_text(), 2000, proposer, steps=40))
-    assert len(seconds) == 40 and min(seconds) > 0
-    assert sum(proposer.accepted_by_source.values()) > 0
 
 
 def test_random_trees_are_best_first() -> None:
