@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from scripts.benchmark.files import Records, describe_machine, find_commit, read_report, write_report
 from scripts.benchmark.measurement import measure_group, open_conversations, warm_up
-from scripts.benchmark.methods import make_methods
+from scripts.benchmark.methods import make_methods, parse_methods
 from scripts.benchmark.options import BenchOptions, PassOptions, add_bench_options, refuse_options_of_others
 from scripts.benchmark.passes import format_passes, run_passes
 from scripts.benchmark.plot import draw_report
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         refuse_options_of_others(args, parser)
         check_plot(args.plot)
         if args.report is not None:
-            report = read_report(args.report)
+            named = args.methods and [method.text for method in parse_methods(args.methods)]
+            report = read_report(args.report, named)
         else:
             report = run_passes(PassOptions.from_args(args)) if args.passes else run_bench(BenchOptions.from_args(args))
         print(format_passes(report) if "passes" in report else format_tables(report["rows"]))

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -77,20 +77,26 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     write_aside(path, lambda file: file.write(content))
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A report, with its rows computed again from its records. Raises ValueError for a file that is not a report."""
+def read_report(path: Path, methods: Sequence[str] | None = None) -> dict[str, Any]:
+    """A report, with its rows computed again from its records.
+
+    methods: those to show; None shows all. Raises ValueError for a file that is not a report, or has no such method.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         missing = [key for part, keys in SHOWN.items() for key in keys if key not in report[part]]
         if "passes" not in report:
-            methods = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
-            report["rows"] = make_rows(report["records"], report["differences"], methods)
+            found = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
+            unknown = sorted({*(methods or ())} - {*found})
+            report["rows"] = [] if unknown else make_rows(report["records"], report["differences"], methods or found)
         elif any(len(entry["nodes"]) != len([*map(median, entry["samples_ms"])]) for entry in report["passes"]):
             raise ValueError("each number of nodes needs its samples")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a report of draftless bench ({error!r})") from error
     if missing:
         raise ValueError(f"{path} is not a report of draftless bench: it lacks {', '.join(missing)}")
+    if "passes" not in report and unknown:
+        raise ValueError(f"{path} has no method {', '.join(unknown)}; it has {', '.join(found)}")
     return dict(report)
 
 

@@ -28,7 +28,7 @@ PEERS: dict[str, dict[str, Any]] = {  # transformers' own methods, and their arg
 }
 METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
 merged:nodes=16,head=hydra; a class of your own: FILE.py:CLASS; transformers' {", ".join(PEERS)}, with arguments of
-generate as options. warm=true keeps answers between questions. none is always added (default: %(default)s)"""
+generate as options. warm=true keeps answers between questions. none is always added"""
 SPEC = re.compile(r"(?P<name>.+?)(?::(?P<options>\w+=.*))?")
 OPTION = re.compile(r"\w+=")
 

@@ -44,7 +44,7 @@ class BenchOptions(Options):
     @classmethod
     def from_args(cls, args: argparse.Namespace, **others: Any) -> BenchOptions:
         """The parsed options. Raises ValueError for what cannot be measured, before anything is loaded."""
-        model, methods = ModelOptions.from_args(args), parse_methods(args.methods)
+        model, methods = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
         repeats = args.repeats or cls.repeats
         for method in methods:
             method.check(model)
@@ -107,7 +107,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     source("--passes", action="store_true", help="time forward passes over 1 to 64 nodes instead of methods")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole = parser.add_argument, at_least(1)
-    add("--methods", default=DEFAULT_METHODS, help=METHODS_HELP)
+    add("--methods", help=f"{METHODS_HELP} (default: {DEFAULT_METHODS}; with --from: all)")
     add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
     add("--repeats", type=whole, metavar="N", help=f"default: {BenchOptions.repeats}; passes: {ROUNDS}")
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")

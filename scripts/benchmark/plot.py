@@ -66,7 +66,8 @@ def draw_passes(report: Mapping[str, Any], path: Path) -> None:
                 style = {"color": colour, "linestyle": dashes, "linewidth": 2, "marker": ".", "label": line["engine"]}
                 pane.plot(line["nodes"], find_medians(line), **style)
             pane.set_xscale("log", base=2)
-            pane.set_xticks(entry["nodes"], list(map(str, entry["nodes"])))
+            ticks = [nodes for nodes in entry["nodes"] if nodes.bit_count() == 1]
+            pane.set_xticks(ticks, list(map(str, ticks)))
             pane.set_title(entry["dtype"], loc="left", fontsize=12, fontweight="bold")
             dress(pane, "y")
         panes[0].set_ylim(bottom=0)

@@ -151,6 +151,11 @@ def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pyt
     bench.main(["--from", str(folder / "all.json")])
     shown = capsys.readouterr().out
     assert shown.strip() == format_tables(report["rows"])
+    bench.main(["--from", str(folder / "all.json"), "--methods", "hf,ngram"])
+    part = capsys.readouterr().out
+    assert "| ngram " in part and "merged" not in part
+    message = refusal(["--from", str(folder / "all.json"), "--methods", "eagle"], capsys)
+    assert "has no method eagle; it has none, hf" in message
     assert "| none " in shown and "| mt_bench " in shown and f"| {OWN} " in shown
 
 
