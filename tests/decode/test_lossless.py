@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,12 +26,7 @@ from proposers import (
     RecyclingProposer,
     SuffixProposer,
 )
-from proposers.sources import (
-    Continuation,
-    Place,
-    RecyclingSource,
-    Source,
-)
+from proposers.sources import Continuation, Place, RecyclingSource, Source
 from proposers.trees.fixed import EAGLE_TREE
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
@@ -37,51 +34,62 @@ from tests.support.trees import tree_of_rows
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 HEADS = [("medusa", False), ("hydra", False), ("hydra", True)]
-KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
+KINDS: dict[str, dict[str, Any]] = {  # small models, and what makes them smaller still
+    "llama": {"num_hidden_layers": 1},
+    "mistral window": {"num_hidden_layers": 1},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"num_hidden_layers": 1},
+}
 
 
-@pytest.fixture(scope="module")
-def targets() -> dict[str, Target]:
-    return {kind: Target(tiny(kind)) for kind in KINDS}
+@cache
+def make_target(kind: str = "llama") -> Target:
+    return Target(tiny(kind, **KINDS[kind]))
 
 
-@pytest.fixture(scope="module")
-def llama(targets: dict[str, Target]) -> Target:
-    return targets["llama"]
+@cache
+def make_draft() -> Target:
+    """A model with similar probabilities."""
+    return Target(tiny("llama", num_hidden_layers=1, rms_norm_eps=0.5))
 
 
-@pytest.fixture(scope="module")
-def draft() -> Target:
-    return Target(tiny("llama", num_hidden_layers=1))
+@pytest.fixture
+def llama() -> Target:
+    return make_target()
 
 
-def deterministic(target: Target, draft: Target) -> dict[str, Callable[[], Proposer]]:
-    """All ways to draft deterministically. With the target as its own draft model everything is accepted."""
-    return {
-        "ngram": NGramProposer,
-        "ngram fixed": lambda: NGramProposer(max_size=2, length=10, first=True),
-        "suffix": lambda: SuffixProposer(store=AnswerStore(1000)),
-        "recycling": lambda: RecyclingProposer(nodes=9),
-        "merged": MergedProposer,
-        "merged hydra": lambda: merge(HydraProposer(make_head("hydra", target)), nodes=16),
-        "merged eagle3": lambda: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
-        "merged medusa": lambda: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
-        "draft": lambda: DraftProposer(draft),
-        "draft tree": lambda: DraftProposer(draft, width=3, length=3),
-        "itself": lambda: DraftProposer(target, length=4),
-        "itself as a tree": lambda: DraftProposer(target, width=2),
-        "medusa": lambda: MedusaProposer(make_head("medusa", target, output="target")),
-        "medusa static": lambda: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
-        "hydra": lambda: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
-        "hydra static": lambda: HydraProposer(make_head("hydra", target), tree=EAGLE_TREE, nodes=9),
-        "hydra++": lambda: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
-        "eagle chain": lambda: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
-        "eagle static": lambda: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
-        "eagle": lambda: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
-        "eagle3 chain": lambda: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
-        "eagle3 static": lambda: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
-        "eagle3": lambda: EagleProposer(make_head("eagle3", target), depth=3),
-    }
+# All ways to draft deterministically. With the target as its own draft model everything is accepted.
+DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
+    "ngram": lambda target: NGramProposer(),
+    "ngram fixed": lambda target: NGramProposer(max_size=2, length=10, first=True),
+    "suffix": lambda target: SuffixProposer(store=AnswerStore(1000)),
+    "recycling": lambda target: RecyclingProposer(nodes=9),
+    "merged": lambda target: MergedProposer(),
+    "merged hydra": lambda target: merge(HydraProposer(make_head("hydra", target)), nodes=16),
+    "merged eagle3": lambda target: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
+    "merged medusa": lambda target: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
+    "draft": lambda target: DraftProposer(make_draft()),
+    "draft tree": lambda target: DraftProposer(make_draft(), width=3, length=3),
+    "itself": lambda target: DraftProposer(target, length=4),
+    "itself as a tree": lambda target: DraftProposer(target, width=2),
+    "medusa": lambda target: MedusaProposer(make_head("medusa", target, output="target")),
+    "medusa static": lambda target: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
+    "hydra": lambda target: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
+    "hydra static": lambda target: HydraProposer(make_head("hydra", target), tree=EAGLE_TREE, nodes=9),
+    "hydra++": lambda target: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
+    "eagle chain": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
+    "eagle static": lambda target: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
+    "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
+    "eagle3 chain": lambda target: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
+    "eagle3 static": lambda target: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
+    "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3),
+}
+SAMPLED: dict[str, Callable[[Target], Proposer]] = {
+    "draft": lambda target: DraftProposer(make_draft(), sampled=True),
+    "hydra": lambda target: HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
+    "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=1, sampled=True, nodes=4),
+    "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3, width=4, sampled=True, nodes=12),
+}
 
 
 def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
@@ -91,17 +99,6 @@ def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
 
 def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
     return [answer.tokens for answer in generate(target, prompts, proposer, **{"max_new_tokens": 24, **settings})]
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_same_seed_gives_the_same_text(llama: Target, draft: Target, temperature: float) -> None:
-    sampling = Sampling(temperature=temperature, top_p=0.9, seed=11)
-    plain = texts(llama, None, sampling=sampling)
-    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_p=0.9, seed=12))
-    assert plain == texts(llama, None, sampling=sampling, batch_size=1)
-    for name, make in deterministic(llama, draft).items():
-        for batch_size in (1, 2, 4):
-            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
 
 
 def test_torchs_seed_makes_sampling_reproducible(llama: Target) -> None:
@@ -120,19 +117,38 @@ class Grammar(LogitsProcessor):
         return scores.masked_fill((token + input_ids[:, -1:] + input_ids.shape[1]) % 3 != 0, -torch.inf)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(
-    "processors", [[RepetitionPenaltyLogitsProcessor(1.5)], [Grammar()]], ids=["penalty", "grammar"]
-)
-def test_processors_see_each_nodes_own_prefix(
-    llama: Target, draft: Target, temperature: float, processors: list[LogitsProcessor]
-) -> None:
-    sampling = Sampling(temperature=temperature, top_k=20, processors=processors, seed=5)
-    plain = texts(llama, None, sampling=sampling)
-    assert plain != texts(llama, None, sampling=Sampling(temperature=temperature, top_k=20, seed=5))
-    for name, make in deterministic(llama, draft).items():
-        for batch_size in (1, 4):
-            assert texts(llama, make(), sampling=sampling, batch_size=batch_size) == plain, (name, batch_size)
+PENALTY = [RepetitionPenaltyLogitsProcessor(1.5)]
+SAMPLINGS = {
+    "temperature 0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
+    "temperature 1": Sampling(temperature=1.0, top_p=0.9, seed=11),
+    "greedy penalty": Sampling(top_k=20, processors=PENALTY, seed=5),
+    "sampled penalty": Sampling(temperature=0.8, top_k=20, processors=PENALTY, seed=5),
+    "greedy grammar": Sampling(top_k=20, processors=[Grammar()], seed=5),
+    "sampled grammar": Sampling(temperature=0.8, top_k=20, processors=[Grammar()], seed=5),
+}
+NEW = 16
+
+
+@cache
+def plain_texts(name: str) -> list:
+    return texts(make_target(), None, sampling=SAMPLINGS[name], max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_drafts_do_not_change_the_text(llama: Target, name: str, sampling: str) -> None:
+    """The noise depends on the seed alone, and processors see each node's own prefix."""
+    for batch_size in (1, 2, 4) if sampling.startswith("temperature") else (1, 4):
+        proposer, settings = DETERMINISTIC[name](llama), {"sampling": SAMPLINGS[sampling], "max_new_tokens": NEW}
+        assert texts(llama, proposer, batch_size=batch_size, **settings) == plain_texts(sampling), batch_size
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_seeds_and_processors_change_the_text_and_batches_do_not(llama: Target, name: str) -> None:
+    sampling = SAMPLINGS[name]
+    other = replace(sampling, processors=()) if sampling.processors else replace(sampling, seed=12)
+    assert texts(llama, None, sampling=other, max_new_tokens=NEW) != plain_texts(name)
+    assert texts(llama, None, sampling=sampling, max_new_tokens=NEW, batch_size=1) == plain_texts(name)
 
 
 class Closed(LogitsProcessor):
@@ -148,55 +164,49 @@ class Closed(LogitsProcessor):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_processors_are_not_called_after_a_stop_token(llama: Target, draft: Target, temperature: float) -> None:
+@pytest.mark.parametrize("name", [*DETERMINISTIC, "sampled"])
+def test_processors_are_not_called_after_a_stop_token(llama: Target, temperature: float, name: str) -> None:
     """Although drafts go on after it."""
-    plain = generate(llama, PROMPTS[:1], None, sampling=Sampling(temperature, seed=2), max_new_tokens=24, stop_ids=[])[
-        0
-    ]
-    end = plain.tokens[12]
-    sampling = Sampling(temperature, processors=[Closed(end, len(plain.prompt))], seed=2)
-    makers = {**deterministic(llama, draft), "sampled": lambda: DraftProposer(llama, length=4, sampled=True)}
-    for name, make in makers.items():
-        answer = generate(llama, PROMPTS[:1], make(), sampling=sampling, max_new_tokens=24, stop_ids=[end])[0]
-        assert answer.finish == "eos" or name == "sampled"
+    (prompt, *_), settings = PROMPTS, {"max_new_tokens": NEW, "batch_size": 1}
+    (plain,) = texts(llama, None, [prompt], sampling=Sampling(temperature, seed=2), stop_ids=[], **settings)
+    end = plain[8]
+    sampling = Sampling(temperature, processors=[Closed(end, len(prompt))], seed=2)
+    make = DETERMINISTIC.get(name, lambda target: DraftProposer(target, length=4, sampled=True))
+    (answer,) = generate(llama, [prompt], make(llama), sampling=sampling, stop_ids=[end], **settings)
+    assert answer.finish == "eos" or name == "sampled"
 
 
-def make_sampled(target: Target, draft: Target) -> dict[str, Proposer]:
-    """Proposers of sampled drafts."""
-    return {
-        "draft": DraftProposer(draft, sampled=True),
-        "hydra": HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
-        "eagle": EagleProposer(make_head("eagle", target), depth=3, width=1, sampled=True, nodes=4),
-        "eagle3": EagleProposer(make_head("eagle3", target), depth=3, width=4, sampled=True, nodes=12),
-    }
-
-
-@pytest.mark.parametrize("name", ["draft", "hydra", "eagle", "eagle3"])
-def test_sampled_drafts_keep_a_grammar(llama: Target, draft: Target, name: str) -> None:
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_drafts_keep_a_grammar(llama: Target, name: str) -> None:
     sampling = Sampling(temperature=1.0, processors=[Grammar()], seed=1)
-    proposer = make_sampled(llama, draft)[name]
-    for answer in generate(llama, PROMPTS, proposer, sampling=sampling, max_new_tokens=24):
+    for answer in generate(llama, PROMPTS, SAMPLED[name](llama), sampling=sampling, max_new_tokens=24):
         sequence = answer.prompt + answer.tokens
         for position in range(len(answer.prompt), len(sequence)):
             assert (sequence[position] + sequence[position - 1] + position) % 3 == 0
 
 
-@pytest.mark.parametrize("batch_size", [1, 40])
-def test_sampled_drafts_keep_the_distribution(batch_size: int) -> None:
+@cache
+def make_narrow_target() -> Target:
+    return Target(tiny("llama", vocab_size=12, num_hidden_layers=1))
+
+
+@cache
+def draw_third_tokens() -> list[int]:
+    """By plain sampling."""
+    settings = {"sampling": Sampling(temperature=1.0, seed=2), "max_new_tokens": 3, "stop_ids": []}
+    return [answer[2] for answer in texts(make_narrow_target(), None, [[3, 4]] * 2400, batch_size=400, **settings)]
+
+
+@pytest.mark.parametrize(("batch_size", "runs"), [(1, 400), (40, 2400)])
+def test_sampled_drafts_keep_the_distribution(batch_size: int, runs: int) -> None:
     """Chi-square test of the third token, which lies inside drafts, against plain sampling with another seed."""
-    target = Target(tiny("llama", vocab_size=12, initializer_range=0.3))
-    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, initializer_range=0.3))
-    runs = 2400 if batch_size > 1 else 400
-
-    def counts(proposer: Proposer | None, seed: int) -> Tensor:
-        sampling = Sampling(temperature=1.0, seed=seed)
-        answers = generate(
-            target, [[3, 4]] * runs, proposer, sampling=sampling, max_new_tokens=3, batch_size=batch_size, stop_ids=[]
-        )
-        assert proposer is None or sum(answer.stats.nodes for answer in answers) > runs / 2
-        return torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double()
-
-    one, other = counts(DraftProposer(draft, sampled=True, length=3), 1), counts(None, 2)
+    draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, seed=1))
+    proposer, sampling = DraftProposer(draft, sampled=True, length=3), Sampling(temperature=1.0, seed=1)
+    settings = {"sampling": sampling, "max_new_tokens": 3, "stop_ids": [], "batch_size": batch_size}
+    answers = generate(make_narrow_target(), [[3, 4]] * runs, proposer, **settings)
+    assert sum(answer.stats.nodes for answer in answers) > runs / 2
+    thirds = [answer.tokens[2] for answer in answers], draw_third_tokens()[:runs]
+    one, other = (torch.bincount(torch.tensor(tokens), minlength=12).double() for tokens in thirds)
     seen = one + other > 0
     statistic = ((one - other) ** 2 / (one + other))[seen].sum()
     assert statistic < 31.3  # 11 degrees of freedom, p = 0.001
@@ -250,8 +260,10 @@ class HostileSource(Source):
         ]
 
 
-def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
+@cache
+def draft_with_heads(kind: str) -> list[Callable[[int], Proposer]]:
     """Proposers with random heads of all kinds, each made from a width."""
+    target = make_target(kind)
     medusa, hydra, prefix = (make_head(kind, target, prefix=on) for kind, on in HEADS)
     eagles = [make_head(kind, target) for kind in ("eagle", "eagle3")]
     return [
@@ -265,14 +277,14 @@ def draft_with_heads(target: Target) -> list[Callable[[int], Proposer]]:
     ]
 
 
-def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("part", range(10))
+def test_random_cases(part: int, request: pytest.FixtureRequest) -> None:
     """Random prompts, trees, seeds, batch sizes and limits give the same tokens as plain decoding."""
     accepted = 0
-    heads = {kind: draft_with_heads(target) for kind, target in targets.items()}
-    for case in range(request.config.getoption("--cases")):
+    for case in range(part, request.config.getoption("--cases"), 10):
         choose = random.Random(case)
-        kind = choose.choice(KINDS)
-        target = targets[kind]
+        kind = choose.choice([*KINDS])
+        target = make_target(kind)
         prompts = [
             [choose.randrange(VOCABULARY) for _ in range(choose.randint(1, 12))] for _ in range(choose.randint(1, 4))
         ]
@@ -281,7 +293,7 @@ def test_random_cases(targets: dict[str, Target], request: pytest.FixtureRequest
             "max_new_tokens": choose.randint(1, 8),
             "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
         }
-        others = [NGramProposer(length=3), Mixed(case, target), choose.choice(heads[kind])(1 + case % 4)]
+        others = [NGramProposer(length=3), Mixed(case, target), choose.choice(draft_with_heads(kind))(1 + case % 4)]
         proposer = choose.choice([Adversary(case), Adversary(case), *others])
         nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
         answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)
