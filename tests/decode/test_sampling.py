@@ -108,10 +108,25 @@ def test_fast_top_p_equals_transformers(top_p: float) -> None:
         assert torch.equal(together, torch.cat([FastTopP(top_p)(None, row) for row in scores.split(1)]))
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 1e-30}, {"top_p": 1e-12}, {"min_p": 1.0}, {"top_k": 1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_leaves_one_token_is_greedy(settings: dict[str, float], dtype: torch.dtype) -> None:
+    logits = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = Sampling(**{"temperature": 1.0, **settings}).probabilities(logits)
+    assert torch.equal(found, Sampling().probabilities(logits))
+
+
+@pytest.mark.parametrize("seed", [1 << 64, (1 << 70) + 3, -1])
+def test_any_whole_number_is_a_seed(seed: int) -> None:
+    assert to_uniforms(row_keys(seed, [1], [2], 1, ACCEPTANCE)).item() == uniform(seed, 1, 2, ACCEPTANCE, 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": 1e-31}, "it must be 0 .greedy. or a positive number, at least 1e-30"),
+        ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": -1}, "top-k is -1"),
         ({"top_p": 0.0}, "top-p is 0.0"),

@@ -116,11 +116,6 @@ def test_a_character_comes_with_its_last_byte(tokenizer: PreTrainedTokenizerFast
     assert stream(tokenizer, split_inside_character(tokenizer)) == ["A", "投", ""]  # "A" is not held back
 
 
-def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
-    for size in range(4):
-        assert "".join(stream(tokenizer, [*spell(tokenizer, "ab"), *spell(tokenizer, "🧪")[:size]])) == "ab"
-
-
 def test_pieces_of_random_tokens_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerFast) -> None:
     generator, broken = random.Random(0), 0
     for case in range(200):
@@ -144,29 +139,15 @@ def test_random_words_with_byte_fallback() -> None:
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
 
 
-def test_special_tokens_add_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    first, *rest = spell(tokenizer, "é")
-    pieces = stream(tokenizer, [end, *spell(tokenizer, "a"), pad, *spell(tokenizer, "b"), end])
-    assert pieces == ["", "a", "", "b", "", ""]
-    assert "".join(stream(tokenizer, [first, pad, *rest])) == "é"
-
-
 # Stop strings
 
 STOPS: dict[str, tuple[str, list[str], str]] = {
     "over several tokens": ("one STOP two", ["STOP"], "one "),
     "overlapping itself": ("aabab", ["abab"], "a"),
-    "overlapping twice": ("abaababab", ["abab"], "aba"),
-    "the first of several": ("x </s> y ###", ["###", "</s>"], "x "),
     "the one that ends first": ("abcdef", ["bcde", "cd"], "ab"),
-    "one within another": ("xaba", ["aba", "b"], "xa"),
     "at once": ("STOP", ["STOP"], ""),
-    "incomplete": ("one STO", ["STOP"], "one STO"),
     "incomplete, then other text": ("one STO two ST", ["STOP"], "one STO two ST"),
-    "at the end": ("one STOP", ["STOP"], "one "),
     "of wide characters": ("投機的デコード", ["的デ"], "投機"),
-    "of a shared beginning": ("投樟", ["投機"], "投樟"),
     "a line": ("a\nb\n\nc", ["\n\n"], "a\nb"),
 }
 
@@ -237,11 +218,9 @@ ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; finish, tex
     "end token": ({"stop_ids": frozenset([300])}, "eos", "ab STOP c", 9),
     "stop string": ({"stop": ["STOP"]}, "stop", "ab ", 7),
     "length": ({"max_new_tokens": 6}, "length", "ab STO", 6),
-    "length inside a stop string": ({"max_new_tokens": 6, "stop": ["STOP"]}, "length", "ab STO", 6),
     "length and a stop string": ({"max_new_tokens": 7, "stop": ["STOP"]}, "stop", "ab ", 7),
     "context": ({"context": 7}, "context", "ab ST", 5),
     "criterion": ({"criterion": lambda request_id, tokens: len(tokens) == 6}, "criterion", "ab S", 4),
-    "length before context": ({"max_new_tokens": 5, "context": 7}, "length", "ab ST", 5),
 }
 
 
@@ -262,12 +241,7 @@ def test_nothing_comes_after_the_end(tokenizer: PreTrainedTokenizerFast, name: s
     assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
     for chunk in chunks:
         assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
-        assert chunk.drafted <= len(chunk.tokens) and chunk.drafted <= width - 1
-
-
-@pytest.mark.parametrize(("limit", "drafted"), [(2, 2), (4, 3), (99, 3)])
-def test_draft_tokens_are_counted_up_to_the_end(tokenizer: PreTrainedTokenizerFast, limit: int, drafted: int) -> None:
-    assert make_request(tokenizer, max_new_tokens=limit).extend([1, 2, 3], 4).drafted == drafted
+        assert chunk.drafted == min(len(chunk.tokens), width - 1)
 
 
 def test_a_criterion_is_called_after_every_token_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:

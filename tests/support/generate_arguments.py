@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import CompileConfig, ContinuousBatchingConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, WatermarkingConfig
 
 HONOURED, REFUSED, UNUSED = "honoured", "refused", "no effect"
 BEAMS = "for beam search, which is refused"
@@ -137,16 +137,6 @@ TRIALS: dict[str, Trial] = {
     "force_words_ids": _try(REFUSED, force_words_ids=[[5]]),
     "prefill_chunk_size": _try(UNUSED, "prompts are read in chunks of 512 tokens", prefill_chunk_size=3),
     "transformers_version": _try(UNUSED, "says who wrote the file", transformers_version="5.0.0"),
-}
-
-# Refused values of settings that are honoured otherwise.
-REFUSED_VALUES: dict[str, Callable[[], dict[str, Any]]] = {
-    "watermarking_config": lambda: {
-        "watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2, 3]),
-        "do_sample": True,
-    },
-    "cache_implementation": lambda: {"cache_implementation": "quantized"},
-    "output_attentions": lambda: {"output_attentions": True, "return_dict_in_generate": True},
 }
 
 # The arguments of the call itself, and the model's inputs among them.

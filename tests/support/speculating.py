@@ -35,11 +35,6 @@ MAKERS: dict[str, Callable[[Target], Proposer]] = {
 }
 
 
-def make_proposer(name: str, model: PreTrainedModel) -> Proposer:
-    """One of `MAKERS`."""
-    return MAKERS[name](Target(model))
-
-
 def mask_of(ids: Tensor) -> Tensor:
     return (ids != 0).long()
 

@@ -19,20 +19,14 @@ from transformers import (
     StoppingCriteria,
     StopStringCriteria,
     TextIteratorStreamer,
-    TextStreamer,
     WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
-from decode import PlainProposer, Proposer, Target, Tree, speculate
+from decode import PlainProposer, Proposer, Target, Tree
 from proposers import DraftProposer, NGramProposer
 from tests.support.models import CONTEXT, VOCABULARY, tiny
-from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny("llama")
+from tests.support.speculating import BATCH, MAKERS, MASK, NEW, PROMPT, generate, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +35,10 @@ def plain(model: PreTrainedModel) -> Tensor:
     return model.generate(BATCH, attention_mask=MASK, max_new_tokens=NEW)
 
 
-@pytest.fixture(scope="module")
-def make_proposers(model: PreTrainedModel) -> dict[str, Callable[[], Proposer]]:
-    """Deterministic proposers: weak drafts, and the model as its own draft, with every draft token accepted."""
-    itself, draft = Target(model), Target(tiny("llama", num_hidden_layers=1))
-    return {
-        "none": PlainProposer,
-        "ngram": lambda: NGramProposer(length=5),
-        "draft tree": lambda: DraftProposer(draft, width=3, length=3),
-        "itself": lambda: DraftProposer(itself, length=6),
-    }
-
-
 @pytest.fixture(scope="module", params=["none", "ngram", "draft tree", "itself"])
-def proposer(request: pytest.FixtureRequest, make_proposers: dict[str, Callable[[], Proposer]]) -> Proposer:
-    return make_proposers[request.param]()
+def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer:
+    """Deterministic drafts."""
+    return MAKERS[request.param](Target(model))
 
 
 def assert_same(
@@ -75,7 +58,7 @@ def assert_same(
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "mistral window"])
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     model = tiny(kind)
-    for ids in (PROMPT, torch.cat([BATCH, BATCH[1:2].expand(3, -1)], dim=1), PROMPT, PROMPT[:, :1]):
+    for ids in (PROMPT, torch.cat([BATCH, BATCH[1:2].expand(3, -1)], dim=1), PROMPT[:, :1]):
         for proposer in (None, NGramProposer(length=5), DraftProposer(Target(model), width=2, length=3)):
             assert_same(model, proposer, ids=ids)
 
@@ -92,19 +75,16 @@ def test_rows_are_padded_to_the_longest(model: PreTrainedModel, plain: Tensor, p
     assert (got[0] == 1).any()
 
 
-@pytest.mark.parametrize("settings", [{"max_new_tokens": None, "max_length": 19}, {"max_new_tokens": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": None, "max_length": 19},
+        {"max_new_tokens": 1},
+        {"generation_config": GenerationConfig(eos_token_id=11, pad_token_id=0)},
+    ],
+)
 def test_lengths_count_the_padding(model: PreTrainedModel, proposer: Proposer, settings: dict) -> None:
     assert_same(model, proposer, lambda: settings)
-
-
-def test_a_generation_config(model: PreTrainedModel) -> None:
-    config = GenerationConfig(max_new_tokens=9, eos_token_id=11, pad_token_id=0)
-    got = model.generate(BATCH, attention_mask=MASK, generation_config=config, custom_generate=speculate, proposer=None)
-    assert got.tolist() == model.generate(BATCH, attention_mask=MASK, generation_config=config).tolist()
-
-
-def test_padding_is_found_without_a_mask(model: PreTrainedModel) -> None:
-    assert generate(model, BATCH).tolist() == model.generate(BATCH, max_new_tokens=NEW).tolist()
 
 
 def test_it_ends_at_the_context_length(model: PreTrainedModel) -> None:
@@ -133,17 +113,10 @@ def allow(row: int, tokens: Tensor) -> list[int]:
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.5},
     "repetition in the prompt": {"encoder_repetition_penalty": 1.5},
-    "n-grams": {"no_repeat_ngram_size": 2},
     "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
     "least tokens": {"min_new_tokens": 6, "eos_token_id": list(range(3, 30))},
-    "least length": {"min_length": 12, "eos_token_id": list(range(3, 30))},
     "forced end": {"forced_eos_token_id": 55, "eos_token_id": 55},
-    "longer is worse": {"exponential_decay_length_penalty": (4, 1.4), "eos_token_id": 55},
-    "bad words": {"bad_words_ids": [[5, 9], [30], [31]]},
-    "bias": {"sequence_bias": {(40,): 3.0, (40, 41): 5.0}},
-    "suppressed": {"suppress_tokens": [5, 6, 86], "begin_suppress_tokens": list(range(50))},
     "allowed": {"prefix_allowed_tokens_fn": allow},
     "watermark": {"watermarking_config": WatermarkingConfig()},
     "own": {"logits_processor": [Shift()]},
@@ -204,25 +177,14 @@ class SumReached(StoppingCriteria):
 
 @pytest.mark.parametrize("remainder", range(4))
 def test_criteria_see_each_prefix_of_each_row_once(model: PreTrainedModel, proposer: Proposer, remainder: int) -> None:
-    expected = SumReached(remainder), SumReached(remainder)
-    got = SumReached(remainder), SumReached(remainder)
-    pairs = zip(expected, got, (PROMPT, BATCH), strict=True)
-    for theirs, ours, ids in pairs:
-        rows = [
-            model.generate(
-                row[None], attention_mask=(row != 0).long()[None], max_new_tokens=NEW, stopping_criteria=[theirs]
-            )
-            for row in ids
-        ]
-        answers = generate(model, ids, proposer, attention_mask=(ids != 0).long(), stopping_criteria=[ours])
-        assert [row[: len(alone[0])].tolist() for row, alone in zip(answers, rows, strict=True)] == [
-            alone[0].tolist() for alone in rows
-        ]
+    for ids in (PROMPT, BATCH):
+        theirs, ours, mask = SumReached(remainder), SumReached(remainder), (ids != 0).long()
+        got = generate(model, ids, proposer, attention_mask=mask, stopping_criteria=[ours]).tolist()
+        for row, tokens in enumerate(got):
+            one = {"attention_mask": mask[row : row + 1], "max_new_tokens": NEW, "stopping_criteria": [theirs]}
+            alone = model.generate(ids[row : row + 1], **one)[0].tolist()
+            assert tokens[: len(alone)] == alone
         assert sorted(ours.seen) == sorted(theirs.seen)
-
-
-def test_max_time(model: PreTrainedModel, proposer: Proposer) -> None:
-    assert generate(model, PROMPT, proposer, max_time=1e-9).shape[1] == PROMPT.shape[1] + 1
 
 
 @pytest.fixture(scope="module")
@@ -268,12 +230,13 @@ def test_a_streamer_gets_every_step_once(model: PreTrainedModel, proposer: Propo
     assert len(streamer.tokens) == 1 + NEW or not isinstance(proposer, PlainProposer)
 
 
-def test_transformers_own_streamers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture
-) -> None:
-    got = generate(model, PROMPT, NGramProposer(length=5), streamer=TextStreamer(tokenizer, skip_prompt=True))
-    text = tokenizer.decode(got[0, PROMPT.shape[1] :])
-    assert capsys.readouterr().out == text + "\n"
+def test_a_batch_has_no_streamer(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="a streamer takes the tokens of one row"):
+        generate(model, BATCH, attention_mask=MASK, streamer=Recorder())
+
+
+def test_a_streamer_of_another_thread(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
     thread = Thread(target=generate, args=(model, PROMPT), kwargs={"streamer": streamer})
     thread.start()
@@ -281,18 +244,17 @@ def test_transformers_own_streamers(
     thread.join()
 
 
-def test_a_dictionary_on_request(model: PreTrainedModel) -> None:
-    got = generate(model, return_dict_in_generate=True)
-    expected = model.generate(PROMPT, max_new_tokens=NEW, return_dict_in_generate=True)
-    assert type(got) is type(expected) and got.sequences.tolist() == expected.sequences.tolist()
-    assert got.scores is None
-
-
 # Sampling
 
 
-def test_torch_seed_reproduces(model: PreTrainedModel, make_proposers: dict[str, Callable[[], Proposer]]) -> None:
-    settings: dict[str, Any] = {"do_sample": True, "top_k": 30, "temperature": 1.2, "attention_mask": MASK}
+def test_torch_seed_reproduces(model: PreTrainedModel) -> None:
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 30,
+        "temperature": 1.2,
+        "attention_mask": MASK,
+        "max_new_tokens": 9,
+    }
 
     def sample(seed: int, proposer: Proposer | None) -> list:
         torch.manual_seed(seed)
@@ -300,10 +262,9 @@ def test_torch_seed_reproduces(model: PreTrainedModel, make_proposers: dict[str,
 
     first = sample(0, None)
     assert first[0] != first[1] and first != sample(1, None)
-    for make in make_proposers.values():
-        assert sample(0, make()) == first
-    drawn = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=3)
-    assert sample(0, drawn) == sample(0, drawn)
+    for name, make in MAKERS.items():
+        expected = sample(0, make(Target(model))) if name == "sampled" else first
+        assert sample(0, make(Target(model))) == expected
 
 
 def test_greedy_decoding_leaves_the_generator_alone(model: PreTrainedModel) -> None:
@@ -312,20 +273,20 @@ def test_greedy_decoding_leaves_the_generator_alone(model: PreTrainedModel) -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
-SAMPLED: list[dict[str, Any]] = [
-    {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-    {"top_k": 0, "typical_p": 0.5},
-    {"temperature": 0.6, "top_k": 9, "renormalize_logits": True, "repetition_penalty": 1.4},
+SAMPLED: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02}),
+    (True, {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02}),
+    (True, {"top_k": 0, "typical_p": 0.5}),
+    (True, {"temperature": 0.6, "top_k": 9, "renormalize_logits": True, "repetition_penalty": 1.4}),
 ]
 
 
-@pytest.mark.parametrize("settings", SAMPLED)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_samples_follow_transformers_distribution(model: PreTrainedModel, settings: dict, sampled: bool) -> None:
+@pytest.mark.parametrize(("sampled", "settings"), SAMPLED)
+def test_samples_follow_transformers_distribution(model: PreTrainedModel, sampled: bool, settings: dict) -> None:
     settings = {"do_sample": True, "max_new_tokens": 2, **settings}
     draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=sampled, length=1)
     torch.manual_seed(7)
-    rows = 1000
+    rows = 700
     got = generate(model, PROMPT, draft, num_return_sequences=rows, **settings)
     assert got.shape == (rows, PROMPT.shape[1] + 2)
     first = Counter(got[:, -2].tolist())
@@ -349,17 +310,10 @@ def test_samples_follow_transformers_distribution(model: PreTrainedModel, settin
         assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
 
 
-class Counting:
-    """Records its budget."""
-
-    layers = ()
-
-    def propose(self, step: Any, budget: int) -> Tree:
-        self.budget = budget
-        return PlainProposer().propose(step, budget)
-
-
 def test_nodes_reach_the_proposer(model: PreTrainedModel) -> None:
-    counting = Counting()
-    generate(model, PROMPT, counting, nodes=3, max_new_tokens=9)
-    assert counting.budget <= 3
+    class Counting(PlainProposer):
+        def propose(self, step: Any, budget: int) -> Tree:
+            assert budget <= 3
+            return super().propose(step, budget)
+
+    generate(model, PROMPT, Counting(), nodes=3)

@@ -1,7 +1,8 @@
-"""What `generate` returns besides tokens, with `speculate`: the KV cache, scores, logits, hidden states, attentions."""
+"""What `generate` returns with `speculate`: the KV cache, scores, logits, hidden states and attentions."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +14,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
 from tests.support.models import CACHE, tiny
-from tests.support.speculating import MAKERS, PROMPT, RAGGED, generate, make_proposer, mask_of
+from tests.support.speculating import PROMPT, RAGGED, generate, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
 HALF, REST = 6, 9  # new tokens of the first call and of the second
 BATCHES = {"one": PROMPT, "ragged": RAGGED}
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module", params=MAKERS)
-def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer:
-    return make_proposer(request.param, model)
-
-
 def stock(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Any:
-    return model.generate(ids, attention_mask=mask_of(ids), return_dict_in_generate=True, **settings)
+    settings = {"attention_mask": mask_of(ids), "return_dict_in_generate": True, **settings}
+    return model.generate(ids, **settings)
 
 
 def ours(model: PreTrainedModel, ids: Tensor, proposer: Proposer | None, **settings: Any) -> Any:
@@ -68,13 +60,13 @@ def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Propose
     half = stock(model, ids, max_new_tokens=HALF)
     assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
     mask = torch.cat([mask_of(ids), torch.ones(len(ids), HALF).long()], dim=1)
-    for continue_with in (stock, ours):  # transformers goes on with our cache, and we with transformers'
-        cache = begun[CACHE] if continue_with is stock else half[CACHE]
-        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
-        if continue_with is stock:
-            rest = model.generate(begun.sequences, return_dict_in_generate=True, **settings)
+    settings = {"attention_mask": mask, "max_new_tokens": REST, "return_dict_in_generate": True}
+    for cache in (begun[CACHE], half[CACHE]):  # transformers goes on with our cache, and we with transformers'
+        more = {**settings, CACHE: cache}
+        if cache is begun[CACHE]:
+            rest = model.generate(begun.sequences, **more)
         else:
-            rest = generate(model, begun.sequences, proposer, return_dict_in_generate=True, **settings)
+            rest = generate(model, begun.sequences, proposer, **more)
         assert rest.sequences.tolist() == whole.sequences.tolist()
         assert rest[CACHE] is cache
         assert_same_cache(cache, whole[CACHE], grown(ids, rest.sequences))
@@ -105,22 +97,14 @@ def test_caches_of_all_kinds_of_layers(kind: str, implementation: str) -> None:
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
 def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
     """A mask that is longer than the tokens says that the cache holds the others, as in transformers."""
-    got, expected = [], []
-    mask = torch.cat([mask_of(ids), torch.ones(len(ids), 3).long()], dim=1)
-    new = torch.tensor([[8, 9, 5]]).expand(len(ids), -1)
-    for texts, drafter in ((got, proposer), (expected, None)):
-        cache = DynamicCache()
-        model(
-            ids,
-            attention_mask=mask_of(ids),
-            position_ids=(mask_of(ids).cumsum(1) - 1).clamp(min=0),
-            **{CACHE: cache},
-        )
-        settings = {"attention_mask": mask, CACHE: cache, "max_new_tokens": REST}
-        made = model.generate(new, **settings) if drafter is None else generate(model, new, drafter, **settings)
-        texts.append(made.tolist())
+    mask, new = torch.cat([mask_of(ids), torch.ones(len(ids), 3).long()], dim=1), torch.tensor([[8, 9, 5]])
+    settings, made = {"attention_mask": mask, "max_new_tokens": REST}, []
+    for run in (model.generate, partial(generate, model, proposer=proposer)):
+        cache, positions = DynamicCache(), (mask_of(ids).cumsum(1) - 1).clamp(min=0)
+        model(ids, attention_mask=mask_of(ids), position_ids=positions, **{CACHE: cache})
+        made.append(run(new.expand(len(ids), -1), **settings, **{CACHE: cache}).tolist())
         assert cache.get_seq_length() == ids.shape[1] + 3 + REST - 1
-    assert got == expected
+    assert made[0] == made[1]
 
 
 def test_rows_that_end_early_are_padded_in_the_cache(model: PreTrainedModel, proposer: Proposer) -> None:
@@ -143,8 +127,7 @@ def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="holds 7 tokens"):
         generate(model, PROMPT, **{CACHE: cache})
 
-    class OtherLayer(DynamicLayer):
-        """As the layers of a quantized cache."""
+    class OtherLayer(DynamicLayer): ...  # as those of a quantized cache
 
     with pytest.raises(ValueError, match="OtherLayer"):
         generate(model, PROMPT, **{CACHE: Cache(layers=[OtherLayer(), OtherLayer()])})
@@ -168,10 +151,7 @@ def assert_same_scores(got: Any, expected: Any) -> None:
 def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
     settings: dict[str, Any] = {"output_scores": True, "output_logits": True, "max_new_tokens": 12}
     for more in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
-        got, expected = (
-            run(**settings | more)
-            for run in (lambda **all_: ours(model, ids, proposer, **all_), lambda **all_: stock(model, ids, **all_))
-        )
+        got, expected = ours(model, ids, proposer, **settings | more), stock(model, ids, **settings | more)
         assert got.sequences.tolist() == expected.sequences.tolist()
         assert_same_scores(got, expected)
 
@@ -226,20 +206,16 @@ def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Te
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])
 def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
-    model, settings = tiny(kind), {"output_hidden_states": True, "max_new_tokens": 5}
-    proposer = NGramProposer(length=5)
-    assert_same_layers(
-        ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings), mask_of(RAGGED), "hidden_states"
-    )
+    model, proposer = tiny(kind), NGramProposer(length=5)
+    settings = {"output_hidden_states": True, "max_new_tokens": 5, "return_dict_in_generate": True}
+    got, expected = ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings)
+    assert_same_layers(got, expected, mask_of(RAGGED), "hidden_states")
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(RAGGED[1:2]).detach(), **settings}
+    got, expected = generate(model, None, proposer, **embeddings), model.generate(**embeddings)
+    assert_same_layers(got, expected, torch.ones(1, 7), "hidden_states")
     results = []
-    for drafter in (None, proposer):
+    for run in (partial(generate, model, proposer=proposer), model.generate):
         cache = DynamicCache(config=model.config)
         model(PROMPT, **{CACHE: cache})
-        text = torch.cat([PROMPT, PROMPT[:, :3]], dim=1)
-        more = {**settings, CACHE: cache, "return_dict_in_generate": True}
-        results.append(model.generate(text, **more) if drafter is None else generate(model, text, drafter, **more))
-    assert_same_layers(results[1], results[0], torch.ones(1, 3), "hidden_states")
-    states = model.get_input_embeddings()(RAGGED[1:2]).detach()
-    more = {"inputs_embeds": states, **settings, "return_dict_in_generate": True}
-    got = generate(model, None, proposer, **more)
-    assert_same_layers(got, model.generate(**more), torch.ones(1, 7), "hidden_states")
+        results.append(run(torch.cat([PROMPT, PROMPT[:, :3]], dim=1), **settings, **{CACHE: cache}))
+    assert_same_layers(*results, torch.ones(1, 3), "hidden_states")

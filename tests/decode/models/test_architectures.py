@@ -107,13 +107,8 @@ def build_case(name: str) -> Case:
 def test_greedy_tokens_are_those_of_transformers(name: str, proposer: str) -> None:
     case = build_case(name)
     for batch_size, count in ((1, 1), (4, 4)):
-        made = generate(
-            case.target,
-            case.prompts[:count],
-            PROPOSERS[proposer](case),
-            batch_size=batch_size,
-            max_new_tokens=NEW_TOKENS,
-        )
+        options = {"batch_size": batch_size, "max_new_tokens": NEW_TOKENS}
+        made = generate(case.target, case.prompts[:count], PROPOSERS[proposer](case), **options)
         assert [answer.prompt + answer.tokens for answer in made] == case.answers[:count]
         if proposer == "oracle":
             assert all(answer.stats.tau > 1.5 for answer in made)
@@ -205,7 +200,6 @@ def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
 
 
 def test_windows_are_those_that_the_model_applies() -> None:
-    """Some configurations have a window that the model's code ignores."""
     assert Target(tiny("llama", sliding_window=CONTEXT)).windows == {"full_attention": AttentionWindow()}
     assert Target(tiny("mistral", sliding_window=WINDOW)).windows == {"full_attention": AttentionWindow(window=WINDOW)}
     assert Target(tiny("mistral", sliding_window=None)).windows == {"full_attention": AttentionWindow()}
@@ -250,14 +244,13 @@ def test_features_are_the_hidden_states_of_transformers(name: str) -> None:
     torch.testing.assert_close(torch.cat([first, second[:, [0, 2, 3]]], dim=1), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", SEVERAL_STATES)
-def test_features_of_layers_with_several_states_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="works on several states at once"):
-        build_case(name).target.open(1, layers=(1,)).verify(Tree.chain([[1]]))
-
-
-def test_features_of_layers_that_do_not_exist_are_refused() -> None:
-    target = build_case("llama").target
-    for layer in (3, -4):
-        with pytest.raises(ValueError, match="features can be read from layers 0 to 2"):
-            target.open(1, layers=(layer,)).verify(Tree.chain([[1]]))
+@pytest.mark.parametrize(
+    ("name", "layer", "message"),
+    [
+        *((name, 1, "works on several states at once") for name in SEVERAL_STATES),
+        *(("llama", layer, "features can be read from layers 0 to 2") for layer in (3, -4)),
+    ],
+)
+def test_features_of_other_layers_are_refused(name: str, layer: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_case(name).target.open(1, layers=(layer,)).verify(Tree.chain([[1]]))

@@ -107,14 +107,13 @@ def test_wrong_checksum_is_refused_and_leaves_nothing(source, cache, monkeypatch
     assert source.events() == ["download"]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
-def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(source, cache, monkeypatch, stop):
+def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(source, cache, monkeypatch):
     def convert_half(wheel: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"wei")
-        raise stop
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "convert", convert_half)
-    with pytest.raises(stop):
+    with pytest.raises(KeyboardInterrupt):
         default_model()
     assert list_names(cache) == {module.WHEEL}
     monkeypatch.setattr(module, "convert", source.convert)
@@ -157,12 +156,6 @@ def test_looking_for_pip_leaves_setuptools_importable():
     """torch's compilers import setuptools; see `is_installed`."""
     code = "from decode.models.default_model import is_installed; assert is_installed('pip'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_failing_pip_is_quoted(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "REQUIREMENT", "not a requirement")
-    with pytest.raises(RuntimeError, match=r"pip could not fetch not a requirement.*ERROR: Invalid"):
-        module.download(tmp_path)
 
 
 def test_cache_that_cannot_be_written_is_explained(source, tmp_path, monkeypatch):

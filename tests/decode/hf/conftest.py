@@ -1,0 +1,20 @@
+"""The model and the proposers that most tests of `speculate` use."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedModel
+
+from decode import Proposer, Target
+from tests.support.models import tiny
+from tests.support.speculating import MAKERS
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer:
+    return MAKERS[request.param](Target(model))
