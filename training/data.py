@@ -158,7 +158,8 @@ def size_draft_vocabulary(examples: Sequence[Example], vocab_size: int) -> int:
     if vocab_size <= LARGE_VOCABULARY:
         return vocab_size
     frequent = sorted(_count_answer_tokens(examples).values(), reverse=True)
-    covered = sum(before < COVERAGE * sum(frequent) for before in accumulate(frequent, initial=0))
+    enough = COVERAGE * sum(frequent)
+    covered = sum(before < enough for before in accumulate(frequent, initial=0))
     return min(max(covered, SMALLEST_DRAFT), LARGEST_DRAFT)
 
 
