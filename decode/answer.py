@@ -60,7 +60,7 @@ class Chunk:
 
     request_id: int
     tokens: list[int]
-    drafted: int  # the first tokens, this many, are accepted draft tokens
+    drafted: int  # how many tokens, the first ones, are accepted draft tokens
     pieces: list[str]  # the text that each token completed; at the end of an answer also the text held back
     finish: str | None  # why it ended: "eos", "stop", "length", "context", "criterion" or "error"; None: it goes on
     stats: Stats = field(default_factory=Stats)  # of this step

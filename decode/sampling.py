@@ -61,7 +61,7 @@ class ProcessorGroup(LogitsProcessor):
 
 
 def keeps_state(processor: LogitsProcessor) -> bool:
-    """Whether a processor may depend on more than the prefix: all but most of transformers' own may."""
+    """Whether a processor may depend on more than the prefix, as a user's may and those in `STATEFUL` do."""
     if isinstance(processor, ProcessorGroup):
         return any(map(keeps_state, processor.processors))
     return type(processor).__module__ != logits_process.__name__ or isinstance(processor, STATEFUL)
@@ -130,7 +130,7 @@ class AnswerProcessor(ProcessorGroup):
         return apply_processors(self.processors, input_ids, scores)
 
     def _call_again(self, input_ids: Tensor, scores: Tensor) -> None:
-        """Bring new processors to where they are called with `input_ids` next."""
+        """Make new processors, and call them with all prefixes before `input_ids`."""
         self.processors = self.renew()
         for length in range(self.prompt_length, input_ids.shape[1]):
             apply_processors(self.processors, input_ids[:, :length], torch.zeros_like(scores))

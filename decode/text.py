@@ -90,7 +90,7 @@ def _warn_of_rendered(prompt: str, rendered: str, tokenizer: Tokenizer) -> None:
 
 
 def as_whole(value: Any) -> int | None:
-    """The value if it is a whole number, also one of numpy or a tensor of one; else None, as for True and False."""
+    """A whole number as an int, whether it is Python's, numpy's or a tensor's. None for anything else and for bools."""
     if type(value) is int:
         return value
     value = value.item() if getattr(value, "ndim", None) == 0 else value
@@ -98,7 +98,7 @@ def as_whole(value: Any) -> int | None:
 
 
 def as_whole_numbers(values: Any, name: str) -> list[int]:
-    """One whole number, or a list, set, tensor or array of them, as a list. Raises TypeError that names the others."""
+    """Whole numbers as a list, from one of them or a list, set, tensor or array. Raises TypeError for anything else."""
     values = [values] if as_whole(values) is not None else values
     values = [*values] if isinstance(values, Set) else _as_items(values, f"{name} are a list of whole numbers")
     numbers = [as_whole(value) for value in values]

@@ -128,7 +128,7 @@ def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors
 
 
 def _unknown_settings(config: GenerationConfig) -> Iterator[str]:
-    """What this version of transformers has in addition to what is known, and what is not at its default."""
+    """Settings and arguments that only a later transformers has, if they are not at their default."""
     filled: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
     for name, default in vars(GenerationConfig()).items():
         value = getattr(config, name, None)

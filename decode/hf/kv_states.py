@@ -49,7 +49,7 @@ def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]
 
 
 def _has_states(layer: CacheLayerMixin) -> bool:
-    """Whether a layer holds something. Some layers use another layer's keys and values."""
+    """Whether a layer holds keys and values of its own. Some layers use another layer's."""
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 

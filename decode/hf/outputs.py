@@ -62,7 +62,7 @@ def make_output(
 def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) -> tuple[list[RowStates], list[Tensor]]:
     """The states of all columns but the last, and the logits [T, V] of new tokens, for each row.
 
-    transformers goes on with padding in rows that end before the others; so does this.
+    Rows that end before the others go on with padding, as in transformers.
     """
     prompts, new = session.prompts, max(counts)
     session.close()

@@ -51,7 +51,7 @@ class Prompts:
 
     @property
     def are_plain(self) -> bool:
-        """Whether token ids, read from the first one on, say all."""
+        """Whether the prompts are token ids alone: no cache, no masked columns inside, no other inputs."""
         special = self.hidden, self.token_types, self.embeddings
         return self.past == 0 and all(each is None for each in special)
 

@@ -59,7 +59,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, st
 
 
 def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What of the model has changed, in words; "" if nothing has. Older files have no fingerprints, which is no change.
+    """What has changed in the model, in words; "" if nothing has. Older files have no fingerprints, which is no change.
 
     before, now: fingerprints as `describe_model` names them, perhaps among other settings.
     """

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerFast, StoppingCriteriaList
 
-from decode import Answer, Sampling, Target, generate, speculate, stream
+from decode import Answer, PlainProposer, Sampling, Target, generate, speculate, stream
 from decode.text import as_list, encode
 from proposers import NGramProposer, SuffixProposer, load_proposer
 from tests.decode.test_text import TEMPLATE, build_tokenizer, merge_of
@@ -178,16 +179,17 @@ def test_text_without_its_tokenizer_or_template_is_refused(
 # Text that was rendered before
 
 
+class WithBos(PreTrainedTokenizerFast):
+    """Adds the first token to a text."""
+
+    def __call__(self, text: str, **settings: Any) -> Any:
+        return {"input_ids": [self.bos_token_id, *super().__call__(text, **settings)["input_ids"]]}
+
+
 def with_bos() -> PreTrainedTokenizerFast:
     tokenizer = build_tokenizer(template=TEMPLATE)
-    tokenizer.bos_token = tokenizer.eos_token
-    tokenizer.__class__ = type("WithBos", (PreTrainedTokenizerFast,), {"__call__": _add_bos})
+    tokenizer.bos_token, tokenizer.__class__ = tokenizer.eos_token, WithBos
     return tokenizer
-
-
-def _add_bos(self: Any, text: str, **settings: Any) -> Any:
-    found = PreTrainedTokenizerFast.__call__(self, text, **settings)
-    return {"input_ids": [self.bos_token_id, *found["input_ids"]]}
 
 
 @pytest.mark.parametrize(
@@ -279,12 +281,6 @@ def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
         stream(target, A, **{"proposer": None, **settings})
 
 
-def test_a_model_as_a_proposer_gets_the_right_call(target: Target) -> None:
-    for model in (target, target.model):
-        with pytest.raises(TypeError, match=r'give load_proposer\("draft", target, draft_model=...\)'):
-            stream(target, A, model)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -294,7 +290,12 @@ def test_a_model_as_a_proposer_gets_the_right_call(target: Target) -> None:
         (lambda target: "folder", "the target is a str; give Target.load\\('folder'\\)"),
     ],
 )
-def test_anything_but_a_target_gets_the_right_call(target: Target, make: Callable[[Target], Any], message: str) -> None:
+def test_a_model_in_the_wrong_place_gets_the_right_call(
+    target: Target, make: Callable[[Target], Any], message: str
+) -> None:
+    for model in (target, target.model):
+        with pytest.raises(TypeError, match=r'give load_proposer\("draft", target, draft_model=...\)'):
+            stream(target, A, model)
     with pytest.raises(TypeError, match=message):
         generate(make(target), A, None)
     with pytest.raises(TypeError, match=message):
@@ -304,51 +305,31 @@ def test_anything_but_a_target_gets_the_right_call(target: Target, make: Callabl
 # Proposers by name
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Has `decode` find the entry points of pyproject.toml, as where the package is installed, or none."""
+def find_points(**chosen: str) -> EntryPoints:
+    """The entry points of pyproject.toml, as where the package is installed."""
     content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     groups = content["project"]["entry-points"].items()
-    points = EntryPoints(EntryPoint(name, value, group) for group, each in groups for name, value in each.items())
-
-    def patch(is_installed: bool) -> None:
-        found = points if is_installed else EntryPoints()
-        monkeypatch.setattr("decode.proposer.entry_points", lambda **chosen: found.select(**chosen))
-
-    return patch
+    points = [EntryPoint(name, value, group) for group, each in groups for name, value in each.items()]
+    return EntryPoints(points).select(**chosen)
 
 
-def test_a_name_is_taken_as_load_proposer_takes_it(
-    target: Target, install: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(True)
-    used: list[str] = []
-    propose = SuffixProposer.propose
-    monkeypatch.setattr(
-        SuffixProposer, "propose", lambda self, *step: [used.append(type(self).__name__), propose(self, *step)][1]
-    )
-    prompt = A * 5
-    assert generate(target, prompt, "suffix", max_new_tokens=NEW)[0].tokens == (
-        generate(target, prompt, None, max_new_tokens=NEW)[0].tokens
-    )
-    assert {*used} == {"SuffixProposer"}
-    ids = torch.tensor([prompt])
-    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+def test_a_name_is_taken_as_load_proposer_takes_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.proposer.entry_points", find_points)
+    monkeypatch.setattr(SuffixProposer, "propose", Mock(side_effect=PlainProposer().propose))
+    assert ask(target, A, proposer="suffix")[0].tokens == ask(target, A)[0].tokens
+    assert SuffixProposer.propose.call_count == NEW - 1  # type: ignore[attr-defined]
+    ids, settings = torch.tensor([A]), {"max_new_tokens": NEW, "do_sample": False}
     expected = target.model.generate(ids, **settings)
     assert target.model.generate(ids, custom_generate=speculate, proposer="ngram", **settings).equal(expected)
     with pytest.raises(ValueError, match="unknown proposer 'n-gram'; choose from none, ngram"):
-        generate(target, prompt, "n-gram")
-
-
-def test_a_name_gets_the_right_call_where_no_package_loads_it(target: Target, install: Callable[[bool], None]) -> None:
-    install(False)
+        ask(target, A, proposer="n-gram")
+    monkeypatch.setattr("decode.proposer.entry_points", lambda **chosen: EntryPoints())
     with pytest.raises(TypeError, match="the proposer is 'ngram'; give load_proposer\\('ngram', target\\)"):
-        generate(target, A, "ngram")
+        ask(target, A, proposer="ngram")
 
 
 def test_end_tokens_outside_the_vocabulary_are_left_to_transformers(target: Target) -> None:
-    ids, settings = torch.tensor([A]), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [-1, 4000]}
-    expected = target.model.generate(ids, pad_token_id=0, **settings)
-    assert target.model.generate(ids, pad_token_id=0, custom_generate=speculate, proposer=None, **settings).equal(
-        expected
-    )
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [-1, 4000], "pad_token_id": 0}
+    ids = torch.tensor([A])
+    expected = target.model.generate(ids, **settings)
+    assert target.model.generate(ids, custom_generate=speculate, proposer=None, **settings).equal(expected)

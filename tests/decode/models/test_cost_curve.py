@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,15 +44,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
     monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
     return calls
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    """A function that only raises this."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    return fail
 
 
 def long_target(**changes: Any) -> Target:
@@ -209,18 +200,16 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     measured: Measured, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.write_text("a file")  # a read-only folder would not stop root
-    for _ in range(2):
-        Target(tiny("llama")).warm_up()
-    assert len(measured) == 2 and folder.read_text() == "a file"
+    Target(tiny("llama")).warm_up()
+    assert folder.read_text() == "a file"
     folder.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", raising(OSError("no space left")))
+        patch.setattr(Path, "replace", Mock(side_effect=OSError("no space left")))
         Target(tiny("llama")).warm_up()
-    assert len(measured) == 3 and list(folder.iterdir()) == []
-    monkeypatch.setattr(timed_model, "user_cache", lambda: Path.home())
-    monkeypatch.setattr(Path, "home", raising(RuntimeError("no home folder")))
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(timed_model, "user_cache", Mock(side_effect=RuntimeError("no home folder")))
     Target(tiny("llama")).warm_up()
-    assert len(measured) == 4
+    assert len(measured) == 3
 
 
 def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -160,14 +160,9 @@ def test_a_long_window_is_not_refused_for_rounding() -> None:
     Target(model)
 
 
-def test_windows_that_no_text_exceeds_are_not_tried() -> None:
-    model = tiny("mistral window", sliding_window=250)  # of 256 positions
-    assert self_test._long_windows(Target(model)) == {}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layers", [2, 8])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "gpt2"])
 def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers: int, dtype: torch.dtype) -> None:
     """It grows with the root of the layers, and errors stay below it without being far below."""
     settings = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
