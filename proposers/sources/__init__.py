@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-from proposers.sources.answer_store import AnswerStore
+from proposers.sources.answer_store import AnswerStore, StoredSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
-from proposers.sources.stored import StoredSource
-from proposers.sources.suffix import SuffixSource
-from proposers.sources.suffix_automaton import SuffixAutomaton
+from proposers.sources.suffix import SuffixAutomaton, SuffixSource
 
 SOURCES: dict[str, Callable[[], Source]] = {  # those that need the target's text and logits alone, by name
     "suffix": SuffixSource,

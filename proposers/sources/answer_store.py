@@ -1,4 +1,4 @@
-"""Finished answers of earlier requests, and where their n-grams occur.
+"""Finished answers of earlier requests, and the source that drafts from them.
 
 The tokens lie in a ring, answer after answer. Places with the same n-gram are linked from the newest to the oldest, as
 in LZ77 compressors, so a token takes 28 bytes and constant time, whatever the size of the store.
@@ -17,8 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from decode import Target
+from decode import Step, Target
 from decode.models.fingerprint import fingerprint_vocabulary
+from proposers.sources.source import Named, Source
+from proposers.sources.suffix import rank_copies
 
 GRAM = 3  # tokens that are looked up
 LONGEST = 16  # longer matches count as this long
@@ -38,7 +40,7 @@ class Copy(NamedTuple):
 class AnswerStore:
     """Answers of earlier requests, for any number of proposers and threads.
 
-    capacity: tokens that are kept, at 28 bytes each. The answers that were not used for the longest time go first.
+    capacity: tokens that are kept, at 28 bytes each. The oldest answers go first; one that is given again is new again.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -84,19 +86,13 @@ class AnswerStore:
                 place = self._previous[place % capacity]
         return found
 
-    def use(self, place: int) -> None:
-        """Keep the answer at a place as if it were new, because a token copied from it was right."""
-        with self._lock:
-            if self._is_kept(place) and self._end - place > self.capacity // 2:
-                self._append(self._take(place))
-
     def answers(self) -> list[list[int]]:
-        """The kept answers, least recently used first."""
+        """The kept answers, oldest first."""
         answers: list[list[int]] = []
         answer: list[int] = []
         with self._lock:
             for place in range(max(0, self._end - self.capacity), self._end):
-                token = self._token(place)
+                token = self._tokens[place % self.capacity]
                 if token != END:
                     answer.append(token)
                 elif answer:
@@ -155,25 +151,55 @@ class AnswerStore:
                 self._previous[place % self.capacity] = -1
             self._end += 1
 
-    def _take(self, place: int) -> list[int]:
-        """Remove the answer that a place is in."""
-        while self._is_kept(place - 1) and self._token(place - 1) != END:
-            place -= 1
-        answer: list[int] = []
-        while (token := self._token(place)) != END:
-            answer.append(token)
-            self._tokens[place % self.capacity] = END
-            place += 1
-        return answer
-
-    def _is_kept(self, place: int) -> bool:
-        return place >= max(0, self._end - self.capacity)
-
-    def _token(self, place: int) -> int:
-        return self._tokens[place % self.capacity]
-
     def _bucket(self, gram: Iterable[int]) -> int:
         return hash(tuple(gram)) % self._buckets
+
+
+class StoredSource(Source):
+    """Continues each node as earlier answers continued, and keeps the answers of its own streams in the store.
+
+    An answer is kept when its request leaves the batch, the last ones of a stream when the next stream begins or
+    `keep_answers` is called. Of a stream that was closed early, they are as far as they got.
+    """
+
+    def __init__(self, store: AnswerStore) -> None:
+        self.store = store
+        self._answers: dict[int, tuple[Sequence[int], int]] = {}  # texts, and the lengths of their prompts
+
+    def observe(self, step: Step) -> None:
+        if step.is_prefill:
+            self.keep_answers()
+            lengths = map(len, step.committed)
+            texts = zip(step.sequences, lengths, strict=True)
+            self._answers = dict(zip(step.request_ids, texts, strict=True))
+        for request_id in self._answers.keys() - set(step.request_ids):
+            self._keep(request_id)
+
+    def keep_answers(self) -> None:
+        """Add the answers of a stream that has ended to the store."""
+        for request_id in list(self._answers):
+            self._keep(request_id)
+
+    def renew(self) -> StoredSource:
+        return StoredSource(self.store)
+
+    def start(self, request_id: int) -> tuple[int, ...]:
+        return tuple(self._answers[request_id][0][-LONGEST:])
+
+    def follow(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        return (*state, token)[-LONGEST:]
+
+    def continuations(self, state: tuple[int, ...]) -> list[Named]:
+        found = self.store.find(state)
+        copies: dict[int, tuple[int, int, int]] = {}
+        for copy in found:
+            _, count, latest = copies.get(copy.token, (0, 0, 0))
+            copies[copy.token] = copy.token, count + 1, max(latest, copy.place)
+        return rank_copies(max((copy.length for copy in found), default=0), copies.values())
+
+    def _keep(self, request_id: int) -> None:
+        text, prompt = self._answers.pop(request_id)
+        self.store.add(text[prompt:])
 
 
 def _describe(target: Target | None) -> dict[str, str]:
