@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -128,10 +130,18 @@ def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.Mon
     first, second = (load_proposer("auto", same).head for _ in range(2))  # type: ignore[attr-defined]
     assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
     prompts = [[1, 2, 3, 1, 2], [5, 6]]
-    expected = [answer.tokens for answer in generate(same, prompts, None, max_new_tokens=8)]
-    assert [
-        answer.tokens for answer in generate(same, prompts, load_proposer("auto", same), max_new_tokens=8)
-    ] == expected
+    plain, drafted = (generate(same, prompts, proposer, max_new_tokens=8) for proposer in (None, second))
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
+
+
+def test_the_head_of_auto_goes_with_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny("llama"))
+    monkeypatch.setattr(load, "FASTEST", {fingerprint_weights(target.model): "hydra"})
+    generate(target, [[1, 2, 3, 1, 2]], load_proposer("auto", target), max_new_tokens=4)
+    model = ref(target.model)
+    del target
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("vocabulary", [2, 11, 96])

@@ -221,12 +221,6 @@ def test_a_tree_wider_than_the_budget_is_narrowed(target: Target) -> None:
     assert answer.stats.steps < 9
 
 
-def test_a_draft_with_another_vocabulary_is_refused(target: Target) -> None:
-    other = DraftProposer(Target(tiny("llama", vocab_size=50)))
-    with pytest.raises(ValueError, match="vocabulary of 50 tokens, the target one of 96"):
-        generate(target, [[5]], other)
-
-
 # Logits processors
 
 
