@@ -27,7 +27,7 @@ CERTAIN = -1e-6  # upper limit of log-probabilities: the log-odds of 1 are infin
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of a head. For an EAGLE head, level takes the place of head.
+    """How often a head's tokens were right on held-out text. An EAGLE head has a row for each level.
 
     acceptance [K][R]: the probability that head i's token of rank r is right, given that the true tokens before it
     were each among the R most likely of their heads. So it is conditional on the path, not marginal.

@@ -94,8 +94,10 @@ class DraftProposer:
             self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
 
     def _choose_levels(self, longest: int, width: int) -> int:
-        """The levels with most tokens per second, if each token is accepted with the same probability after its parent
-        (Leviathan et al., theorem 3.8). None while drafting does not pay."""
+        """How many levels yield most tokens per second (Leviathan et al., theorem 3.8); 0 while drafting does not pay.
+
+        Each token counts as accepted with the same probability if its parent is.
+        """
         if longest == 0 or self.draft_budget.is_backing_off():
             self.draft_budget.skip()
             return 0
@@ -152,7 +154,7 @@ def _process(step: Step, tree: Tree, logits: Tensor) -> Tensor:
 
 
 class DraftSession:
-    """Reads the texts of one stream with a draft model. Tokens wait until a draft needs them.
+    """A draft model's cache of the texts of one stream. Tokens are not read before a draft needs them.
 
     Logits have the target's vocabulary. The draft model's own output may be padded to another size.
     """
@@ -191,7 +193,7 @@ class DraftSession:
         return self._fit(self._session.verify(replace(tree, tokens=known), start=begin).logits)
 
     def _read(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, with another one in place of those that the draft model does not have."""
+        """The tokens as the draft model can read them: another one stands for those that it does not have."""
         return [min(token, self.draft.vocabulary - 1) for token in tokens]
 
     def _fit(self, logits: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pa
 
 
 def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float | None = None) -> int:
-    """The index of the option that yields most tokens per unit of time; of equals the first.
+    """The index of the option that yields most tokens per unit of time; the first of equals.
 
-    tokens, times: of the step, with each option. rate: tokens per unit of time over all steps. With a rate, a step is
-    worth its tokens minus rate x time (renewal-reward theorem). None maximizes the ratio in this step alone.
+    tokens, times: what the step yields and takes with each option. rate: tokens per unit of time in the long run; a
+    step is then worth its tokens minus rate x time (renewal-reward theorem). None maximizes this step's ratio alone.
     """
     options = list(zip(tokens, times, strict=True))
     worth = [token / time if rate is None else token - rate * time for token, time in options]
@@ -78,7 +78,7 @@ class DraftBudget:
 
     @property
     def _drafting_rate(self) -> float:
-        """In steps with drafts. Expected tokens are used because accepted ones vary more."""
+        """The same in steps with drafts alone. Expected tokens are counted, because accepted ones vary more."""
         return (self._steps + self.acceptance_ratio * self._expected) / self._time
 
     @property
@@ -148,7 +148,7 @@ class DraftBudget:
         return True
 
     def skip(self) -> None:
-        """Take in that this step's tree is the root alone."""
+        """Take in that nothing is drafted in this step."""
         self.nodes, self._expected_last = 1, None
 
     def is_worth_a_level(self, p: float) -> bool:
@@ -176,9 +176,10 @@ class DraftBudget:
         self._level_seconds = min(self._level_seconds, seconds / levels)
 
     def choose_size(self, expected: Sequence[float], levels: int, sampled: bool = False) -> int:
-        """The number of nodes for a tree of `levels` drafted levels, if n nodes accept `expected[n - 1]` tokens.
+        """The best number of nodes for a tree whose levels have been drafted.
 
-        sampled: decide on each node by what is expected of it and of those before (`proposers.trees.sampled`).
+        expected[n - 1]: the tokens that n nodes should have accepted. sampled: no later token may have a part in the
+        choice (`grow_while_worth`).
         """
         costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
         choose = grow_while_worth if sampled else choose_fastest
@@ -187,7 +188,10 @@ class DraftBudget:
         return nodes
 
     def choose_levels(self, expected: Sequence[float], width: int, level_time: float) -> int:
-        """The number of levels to draft, at least one, each of `width` nodes; n levels accept `expected[n - 1]`."""
+        """The best number of levels to draft, at least one, each of `width` nodes.
+
+        expected[n - 1]: the tokens that n levels should have accepted.
+        """
         costs = [self.cost(1 + width * level) + level * level_time for level in range(1, len(expected) + 1)]
         levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + width * levels, expected[levels - 1], levels * level_time)

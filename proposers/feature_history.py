@@ -64,9 +64,9 @@ class FeatureHistory:
     def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H].
 
-        read: from features [B, T, F], padded at the right, the tokens [B, T] after them, and each row's number of them,
-        to states [B, T, H]; it adds them to the cache. The root is the last of the tokens. The numbers come as a list
-        and, if all features are read at once, as a tensor [B].
+        read: maps features [B, T, F], padded at the right, and the tokens [B, T] after them, the root last, to states
+        [B, T, H], and adds these to the cache. It also gets each row's number of features: as a list, and as a tensor
+        [B] if all are read at once.
         """
         unread = self.take()
         counts, features = unread.counts, unread.features.to(dtype)

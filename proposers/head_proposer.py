@@ -208,7 +208,7 @@ class HeadProposer(ABC):
     def _search(
         self, target: Target, levels: int, most: int, sampling: Sampling | None, inputs: Mapping[str, Tensor]
     ) -> Candidates:
-        """The candidates of a draft. sampling: of its tokens; None takes the most likely ones."""
+        """The candidates of a draft. sampling: how its tokens are sampled; None takes the most likely ones."""
         roots = inputs["roots"]
         sampler = None if sampling is None else SampledTokens(sampling, target.vocabulary, inputs["seeds"])
         drafter = ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, sampler)
@@ -223,7 +223,7 @@ class HeadProposer(ABC):
         return fill_tree(roots, drafter, self._fixed_trees[key])
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """From tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
+        """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
         embed: Any = getattr(self.head, "embed_tokens", None) or target.model.get_input_embeddings()
         return lambda tokens: embed(tokens).to(self.dtype)
 

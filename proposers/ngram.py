@@ -26,8 +26,8 @@ class NGramProposer:
     """Drafts a chain of tokens that followed an earlier occurrence of the last tokens; the longest match wins.
 
     max_size: the longest n-gram that is looked up.
-    length: tokens to draft. None drafts as many as yield most tokens per second, which may be none, by the acceptance
-    so far and the target's cost curve.
+    length: tokens to draft. None drafts as many as yield most tokens per second, by the acceptance so far and the
+    target's cost curve; that may be none.
     first: copy from the first occurrence instead of the latest. `NGramProposer(max_size=2, length=10, first=True)`
     drafts the same as `prompt_lookup_num_tokens=10` in transformers.
 

@@ -61,7 +61,7 @@ class AnswerStore:
         return sum(part.itemsize * len(part) for part in (self._tokens, self._previous, self._newest))
 
     def add(self, answer: Sequence[int]) -> None:
-        """Keep a finished answer. Of a longer one than the store, the end."""
+        """Keep a finished answer; only its end if it is longer than the store."""
         with self._lock:
             self._append(answer)
 
@@ -158,8 +158,8 @@ class AnswerStore:
 class StoredSource(Source):
     """Continues each node as earlier answers continued, and keeps the answers of its own streams in the store.
 
-    An answer is kept when its request leaves the batch, the last ones of a stream when the next stream begins or
-    `keep_answers` is called. Of a stream that was closed early, they are as far as they got.
+    An answer is kept when its request leaves the batch. The last answers of a stream are kept when the next stream
+    begins or `keep_answers` is called, as far as they got if the stream was closed early.
     """
 
     def __init__(self, store: AnswerStore) -> None:

@@ -56,7 +56,7 @@ class Candidates:
         return _expect(self.ranked[0][:, : nodes - 1], self.right)
 
     def read_figures(self, nodes: int) -> tuple[list[float], list[float]]:
-        """What trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows, and `right`.
+        """The tokens that trees of 1, 2, ... `nodes` nodes should have accepted, on average over the rows; and `right`.
 
         Synchronizes a GPU.
         """

@@ -74,7 +74,7 @@ class SampledTokens:
         return ids.unflatten(0, places.shape), log_q
 
     def _take(self, count: int) -> int:
-        """The index of the first of so many random numbers of each row that were not used yet."""
+        """Reserve so many of each row's random numbers. Returns the index of the first."""
         self._used += count
         return self._used - count
 

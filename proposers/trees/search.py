@@ -27,9 +27,9 @@ class Drafter(Protocol):
     """A head that drafts one step, level by level."""
 
     def logits(self, level: int) -> Tensor:
-        """For the token after each path, [B, W, D]. The only path at level 0 is the root.
+        """The logits of the token after each path, [B, W, D], or [B, 1, D] if all paths have the same.
 
-        [B, 1, D] if all paths have the same.
+        The only path at level 0 is the root.
         """
         ...
 
@@ -221,7 +221,7 @@ def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: flo
 
 
 def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
-    """The tokens at the ranks that a fixed tree names, whatever their scores. roots [B]."""
+    """The candidates of a fixed tree: the tokens at the ranks that it names, whatever their scores. roots [B]."""
     scores, places = begin_paths(roots)
     found: list[tuple[Tensor, Tensor]] = []
     for depth, level in enumerate(tree.levels):

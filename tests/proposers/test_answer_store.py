@@ -163,11 +163,6 @@ def test_a_process_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> No
         assert len(store) in (0, 90_000)
 
 
-def test_a_capacity_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity is 2; a store keeps at least 6 tokens"):
-        AnswerStore(2)
-
-
 # ---- one vocabulary ----
 
 

@@ -86,16 +86,6 @@ def test_few_trials_do_not_give_certainty() -> None:
     assert calibration.positions == (6, 0, 0) and calibration.confidence[1] == PLAIN
 
 
-def test_low_confidence_needs_many_outcomes() -> None:
-    """The fewer wrong draft tokens at even odds, the closer the calibrated probability is to one half."""
-    probabilities = []
-    for count in (1, 10, 1000):
-        inputs = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64).expand(count, 3)
-        weights = fit_logistic(inputs, torch.zeros(count, dtype=torch.bool))
-        probabilities.append(torch.sigmoid(weights[0]).item())
-    assert 0.5 > probabilities[0] > 0.4 > probabilities[1] > 0.05 > probabilities[2] > 0
-
-
 def test_an_uncalibrated_head_keeps_its_probabilities() -> None:
     sure = torch.tensor([[[-0.5, -2.0, -1e-9, 0.0, -40.0]]])
     calibration = Calibration(((1.0,),), (PLAIN,), (1,))
@@ -128,11 +118,6 @@ def test_heads_are_tried_along_the_text(
                 assert torch.allclose(trials.log_q[position, level].double(), best.values, atol=1e-5)
                 right = proposer.head.tokens(best.indices) == text[root + 1 + level]
                 assert torch.equal(trials.right[position, level], right)
-
-
-def test_no_trials_are_refused() -> None:
-    with pytest.raises(ValueError, match="no position to measure at"):
-        Trials.join([])
 
 
 def test_a_calibration_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -215,12 +215,6 @@ def test_weights_of_an_ungated_model() -> None:
     assert count_weights(GPT2Config()) == pytest.approx(124e6, rel=0.02)
 
 
-def test_a_tree_wider_than_the_budget_is_narrowed(target: Target) -> None:
-    proposer = DraftProposer(target, width=8, length=2)
-    answer = generate(target, [[5, 6, 7]], proposer, max_new_tokens=9, stop_ids=[], nodes=8)[0]
-    assert answer.stats.steps < 9
-
-
 # Logits processors
 
 
