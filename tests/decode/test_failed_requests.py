@@ -75,9 +75,7 @@ def test_the_last_chunk_says_so_and_generate_warns() -> None:
 def test_transformers_generate_raises() -> None:
     model = make_target(True).model
     with pytest.raises(FloatingPointError, match="row 0: no token can be chosen"):
-        model.generate(
-            torch.tensor([LONG]), custom_generate=speculate, proposer=None, max_new_tokens=18, do_sample=False
-        )
+        model.generate(torch.tensor([LONG]), custom_generate=speculate, proposer=None, max_new_tokens=18)
 
 
 class Scores(LogitsProcessor):
@@ -116,8 +114,8 @@ def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, value: float) 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("most", [8, 4096])  # how many tokens top-p sorts
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
-@pytest.mark.parametrize("kind", ["plain", "ngram", "lossy"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.9}])
+@pytest.mark.parametrize("kind", ["ngram", "lossy"])
 def test_one_logit_that_is_no_number_ends_its_request(
     kind: str, settings: dict[str, float], most: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

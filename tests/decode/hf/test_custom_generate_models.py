@@ -70,8 +70,7 @@ def test_the_model_is_left_as_it_was(accelerate: str) -> None:
 
     def snapshot() -> tuple:
         modules = [
-            (name, type(module), module.training, sorted(vars(module)), len(module._forward_hooks))
-            for name, module in model.named_modules()
+            (type(each), each.training, sorted(vars(each)), len(each._forward_hooks)) for each in model.modules()
         ]
         weights = [(name, weight.data_ptr(), weight.sum().item()) for name, weight in model.state_dict().items()]
         return modules, weights, model.config.to_dict(), model.config._attn_implementation
