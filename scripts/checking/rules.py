@@ -104,8 +104,9 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
 
 def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: Target) -> Iterator[Finding]:
     """SGLang takes the target's embeddings; vLLM takes the file's if they differ. Loading ignores untrained ones."""
-    if config.get("tie_word_embeddings"):
-        yield error("both", "embeddings", "tie_word_embeddings: true replaces the output matrix: write false")
+    if head.kind == "eagle3" and config.get("tie_word_embeddings"):
+        text = "with tie_word_embeddings: true, SGLang takes the embeddings for the output matrix: write false"
+        yield error("sglang", "embeddings", text)
     own, theirs = tensors.get(EMBEDDING), target.model.get_input_embeddings().weight.detach().cpu().float()
     if own is None or (own.shape == theirs.shape and torch.dist(own.float(), theirs) <= DIFFERENT * theirs.norm()):
         return

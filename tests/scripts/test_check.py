@@ -108,7 +108,6 @@ LAYER_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"intermediate_size": 77}, {}, {"error both sizes"}),
     ({"head_dim": GONE}, {}, set()),  # hidden_size / num_attention_heads
     ({"max_position_embeddings": CONTEXT - 1}, {}, {"warning both sizes"}),
-    ({"tie_word_embeddings": True}, {}, {"error both embeddings"}),
     ({}, EMBEDDING, {"error vllm embeddings"}),
 ]
 EAGLE_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
@@ -119,6 +118,7 @@ EAGLE_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
 EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     *LAYER_FAULTS,
     ({}, {"fc.bias": ones(HIDDEN)}, {"error both biases"}),
+    ({"tie_word_embeddings": True}, {}, {"error sglang embeddings"}),
     ({"embed_requires_grad": True}, EMBEDDING, {"error sglang embeddings"}),
     ({"vocab_size": 200}, {}, {"error both sizes"}),  # t2d has the right one
     ({"draft_vocab_size": None}, {}, {"error both sizes"}),
