@@ -1,1 +1,1 @@
-"""The parts of calibrate.py: measuring how often a head is right."""
+"""The parts of `draftless calibrate`: measuring how often a head is right."""

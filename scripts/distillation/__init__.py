@@ -1,1 +1,1 @@
-"""The parts of distill.py: jobs from prompt files, their answers, and the file of answers."""
+"""The parts of `draftless distill`: jobs from prompt files, their answers, and the file of answers."""

@@ -1,1 +1,1 @@
-"""The parts of train.py: options, setup, plan, validation and plots."""
+"""The parts of `draftless train`: options, setup, plan, validation and plots."""

@@ -1,4 +1,4 @@
-"""What train.py measures: the size and expected time of a training, tau in a validation, a picture of loss and tau."""
+"""What training measures: its size and expected time, tau in a validation, a picture of loss and tau."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from proposers import (
     RecyclingProposer,
     SuffixProposer,
 )
+from proposers.load import OPTIONS, load_proposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
 from proposers.trees.fixed import EAGLE_TREE
 from tests.support.drafting import make_head
@@ -59,7 +60,9 @@ def llama() -> Target:
 
 
 # All ways to draft deterministically. With the target as its own draft model everything is accepted.
+UNTRAINED = [name for name, options in OPTIONS.items() if not {"head", "draft_model"} & {*options}]
 DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
+    **{name: partial(load_proposer, name) for name in UNTRAINED},
     "ngram": lambda target: NGramProposer(),
     "ngram fixed": lambda target: NGramProposer(max_size=2, length=10, first=True),
     "suffix": lambda target: SuffixProposer(store=AnswerStore(1000)),

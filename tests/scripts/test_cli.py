@@ -1,4 +1,4 @@
-"""generate.py: its output, and its error messages for bad input."""
+"""`draftless generate`: its output, and its error messages for bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script `distill.py`: prompts in, the model's own answers out, after interruptions too."""
+"""`draftless distill`: prompts in, the model's own answers out, after interruptions too."""
 
 from __future__ import annotations
 

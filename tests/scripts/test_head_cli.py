@@ -1,4 +1,4 @@
-"""Heads on the command line: generate.py and bench.py with --head, and calibrate.py."""
+"""Heads on the command line: generate and bench with heads, and calibrate."""
 
 from __future__ import annotations
 

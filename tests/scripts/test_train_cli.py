@@ -1,4 +1,4 @@
-"""The script `train.py`: plans, plots, heads to start from, and clear errors for bad input and failures."""
+"""`draftless train`: plans, plots, heads to start from, and clear errors for bad input and failures."""
 
 from __future__ import annotations
 

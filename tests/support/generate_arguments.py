@@ -1,6 +1,6 @@
 """The arguments of transformers' `generate`, each with a setting to try and what `speculate` does with it.
 
-PYTHONPATH=. python docs/make_pages.py      # writes the tables of docs/generate.md
+`python -m tests.support.generate_arguments` prints the tables of docs/generate.md.
 """
 
 from __future__ import annotations

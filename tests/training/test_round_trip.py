@@ -1,4 +1,4 @@
-"""From answers to training: what train.py reads is what the model wrote, token for token."""
+"""From answers to training: what `draftless train` reads is what the model wrote, token for token."""
 
 from __future__ import annotations
 
