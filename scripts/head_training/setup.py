@@ -1,4 +1,4 @@
-"""What `draftless train` sets up before training: devices, model, data, the head to start from, settings, feature cache."""
+"""What `draftless train` sets up: devices, model, data, the head to start from, settings, feature cache."""
 
 from __future__ import annotations
 
