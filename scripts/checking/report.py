@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,10 @@ class Report:
     def describe(self) -> str:
         lines = [f"{each.level:7} {each.engine:9} {each.name}: {each.text}" for each in self.findings]
         lines = [" ".join(line.split("\n")) for line in lines] or ["no findings"]
-        missing = f"no command: there is an error above, or it does not serve {self.kind} heads"
-        lines += [f"\n{engine}: {command or missing}" for engine, command in self.commands.items()]
+        for engine, command in self.commands.items():
+            blocked = "no command until the errors above are corrected"
+            missing = blocked if has_error(self.findings, engine) else f"it does not serve {self.kind} heads"
+            lines.append(f"\n{engine}: {command or missing}")
         if self.tau is not None:
             expected = "no expected tau" if self.expected_tau is None else f"an expected tau of {self.expected_tau:.2f}"
             lines.append(f"\ntau {self.tau:.2f}, greedy, {NODES} nodes; {FILE} states {expected}")
@@ -73,9 +75,13 @@ def check_folder(
     if engine_python is not None:
         served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
         findings += faults
-    blocked = {each.engine for each in findings if each.level == "error"}
-    usable = {each: None if blocked & {each, "both", "draftless"} else commands.get(each) for each in ENGINES}
+    usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
     return Report(str(path), name, head.kind, findings, usable, tau, expected, served)
+
+
+def has_error(findings: Sequence[Finding], engine: Engine) -> bool:
+    """Whether something keeps an engine from serving the head as it was trained."""
+    return any(each.level == "error" and each.engine in (engine, "both", "draftless") for each in findings)
 
 
 def measure_tau(target: Target, proposer: HeadProposer) -> tuple[float, float | None]:

@@ -196,10 +196,11 @@ def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -
     assert commands["sglang"] is None
 
 
-def test_only_engines_without_an_error_get_a_command(call: Call, spoil: Spoil) -> None:
+def test_only_engines_without_an_error_get_a_command(call: Call, saved: Path, spoil: Spoil) -> None:
     folder = spoil("eagle", {"bias": False}, {"fc.bias": GONE})
     status, out, _ = call(folder, "--no-decode")
-    assert status == 1 and "vllm: vllm serve" in out and "sglang: no command" in out
+    assert status == 1 and "vllm: vllm serve" in out and "sglang: no command until the errors" in out
+    assert "sglang: it does not serve hydra heads" in call(saved / "hydra", "--no-decode").out
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
