@@ -50,7 +50,6 @@ OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _M
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
     name: make for name, make in PROPOSERS.items() if isinstance(make, type) and issubclass(make, HeadProposer)
 }
-EAGLES = tuple(name for name, make in HEAD_PROPOSERS.items() if make is EagleProposer)
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
 OWN_CLASS = re.compile(r"(.+\.py):(\w+)")

@@ -18,7 +18,7 @@ from decode.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.head_proposer import TREES
-from proposers.load import EAGLES, OPTIONS
+from proposers.load import OPTIONS
 from scripts.shared.command import at_least
 
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
@@ -104,15 +104,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ProposerOptions`."""
-    eagles = ", ".join(EAGLES)
     add = parser.add_argument_group("drafting").add_argument
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
     add("--head", metavar="DIR", help=HEAD_HELP)
     add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
     add("--nodes", type=at_least(1), metavar="N", help=NODES_HELP)
-    add("--depth", type=at_least(1), metavar="N", help=f"for {eagles} (default: {DEPTH}), draft: tokens ahead at most")
-    add("--width", type=at_least(1), metavar="N", help=f"for {eagles} (default: {WIDTH}), draft (1): paths per depth")
+    add(
+        "--depth",
+        type=at_least(1),
+        metavar="N",
+        help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most",
+    )
+    add(
+        "--width",
+        type=at_least(1),
+        metavar="N",
+        help=f"for eagle, eagle3 ({WIDTH}), draft (1): paths per depth",
+    )
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
