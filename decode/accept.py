@@ -12,13 +12,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.cpu.draw import draw
 from decode.gpu.at_once import accept_at_once, can_accept_at_once, choose_stream
 from decode.gpu.fusion import fused
 from decode.gpu.transfer import Upload, copy_packed, read
-from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, row_keys
+from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, gumbel_max, row_keys
 from decode.rejection import SampledTree, accept_by_traversal
-from decode.sampling import Sampling
+from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
 
@@ -37,13 +36,14 @@ class Accepted:
 
 
 WRONG_TREE = -2  # instead of a bonus token
+EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults
 
 Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
 AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Upload | None], Accepted]
 
 
 def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
-    """Choose each row's path by the rule for this kind of draft. All rules are lossless.
+    """Choose each row's path by the rule for this kind of draft. All these rules are lossless.
 
     logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
     Deterministic drafts are walked. Trees with sampled nodes are accepted by traversal: it never calls a logits
@@ -101,6 +101,27 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: U
     return read_accepted(tree, on_path, bonus)
 
 
+def draw(
+    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], request_ids: Sequence[int], seeds: Tensor
+) -> Tensor:
+    """Sample a token [B] per row from logits [B, V], by `Sampling.probabilities` and the noise of seeds [B].
+
+    NO_TOKEN where the logits are NaN or infinite. On a CPU row by row: probabilities and noise of all rows in float64
+    exceed its caches.
+    """
+    if logits.device.type != "cpu":
+        p = sampling.probabilities(logits, prefixes, request_ids)
+        return torch.where(p[:, 0].isnan(), NO_TOKEN, gumbel_max(p, seeds))
+    drawn = []
+    for row in range(len(logits)):
+        one = slice(row, row + 1)
+        p = sampling.probabilities(logits[one], prefixes[one], request_ids[one])
+        tokens = p[0].nonzero()[:, 0]  # no noise is needed for the others
+        token = tokens[gumbel_max(p[:, tokens], seeds[one], tokens)]
+        drawn.append(torch.where(p[0, :1].isnan(), NO_TOKEN, token))
+    return torch.cat(drawn)
+
+
 def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
     """Traversal verification of trees with sampled nodes, row by row."""
     path, bonus = [], []
@@ -135,6 +156,33 @@ def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], T
     """A function from a node to all tokens of its row up to the node, included."""
     before_root = torch.tensor(text, device=tree.tokens.device)[:-1]
     return lambda node: torch.cat([before_root, tree.tokens[row, tree.ancestors[row, node]]])
+
+
+def accept_typically(
+    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None
+) -> Accepted:
+    """LOSSY: Medusa's typical acceptance (Cai et al. 2024, equation 1), the longest path of plausible tokens.
+
+    A draft token x passes if p(x) > min(EPSILON, DELTA exp(-entropy of p)), p being the target's probabilities after
+    its parent. Among equally long paths the most probable one wins; the bonus token is the most probable one. Nothing
+    is random, so the text is not a sample from the target and depends on the proposer. At temperature 0 this is greedy
+    decoding. Arguments as in `accept`; the last two are ignored.
+    """
+    tree = tree.to(logits.device)
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
+    threshold = (DELTA * torch.exp(torch.special.entr(p).sum(dim=-1).neg())).clamp(max=EPSILON)  # [B, N]
+    parents = tree.parents.clamp(min=0)
+    p_node = p.flatten(1).gather(1, parents * logits.shape[2] + tree.tokens)  # [B, N]
+    wrong = ~(p_node > threshold.gather(1, parents)) | ~tree.real  # NaN is wrong
+    wrong[:, 0], p_node[:, 0] = False, 1.0
+    reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)
+    log_p = (tree.ancestors * p_node.clamp(min=1e-300).log()[:, None]).sum(dim=2)
+    longest = tree.depth == torch.where(reached, tree.depth, -1).amax(dim=1, keepdim=True)
+    last = torch.where(reached & longest, log_p, -torch.inf).argmax(dim=1)
+    row = torch.arange(tree.batch, device=last.device)
+    after = p[row, last]  # [B, V]
+    bonus = torch.where(after[:, 0].isnan(), NO_TOKEN, after.argmax(dim=1))
+    return read_accepted(tree, tree.ancestors[row, last], bonus)
 
 
 def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:

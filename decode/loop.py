@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -14,12 +13,10 @@ from typing import Any
 
 import torch
 
-from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, unpack
+from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_typically, unpack
 from decode.answer import Answer, Chunk, Limits, Request, make_requests, read_count
 from decode.gpu.fusion import fusing
-from decode.gpu.step_numbers import list_numbers
-from decode.gpu.transfer import Upload
-from decode.lossy import accept_typically
+from decode.gpu.transfer import Upload, list_numbers
 from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import PlainProposer, Proposer, Step, Use, as_proposer, check_proposer
@@ -63,7 +60,6 @@ def stream(
     nodes: int = 64,
     text: bool = True,
     lossy_typical_acceptance: bool = False,
-    **unknown: Any,
 ) -> Iterator[Chunk]:
     """What each step adds to each answer, as chunks.
 
@@ -80,15 +76,14 @@ def stream(
     chat: whether to use the tokenizer's chat template (None: if it has one).
     nodes: the most nodes of a row's tree, root included. Near an answer's end, trees get shallower and not smaller.
     text: whether chunks carry text in addition to tokens.
-    lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers (`decode.lossy`).
+    lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
     the distribution of answers. A request whose logits or processed scores are NaN or infinite, or forbid every token,
     finishes with "error", its tokens so far and a line in `Answer.error`; the others go on. Raises ValueError for
-    settings out of range and prompts that do not fit, and TypeError for unknown arguments and those of another kind,
-    before any work is done.
+    settings out of range and prompts that do not fit, and TypeError for arguments of another kind, before any
+    work is done.
     """
-    _refuse_unknown(unknown)
     check_target(target)
     check_proposer(proposer)
     _check_kinds(sampling, chat)
@@ -309,11 +304,3 @@ def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:
     if outside := sorted(each for each in ids if not 0 <= each < target.vocabulary):
         raise ValueError(f"stop_ids have {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}")
     return ids
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError for a misspelt argument, naming the most similar one."""
-    for name in unknown:
-        known = [argument for argument in signature(stream).parameters if argument != "unknown"]
-        similar = get_close_matches(name, known, n=1, cutoff=0.5)
-        raise TypeError(f"unknown argument {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else ""))

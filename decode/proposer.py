@@ -46,7 +46,7 @@ class Step:
     sampling: Sampling
     stop_ids: frozenset[int]  # tokens that end an answer
     target: Target
-    upload: Upload | None = None  # those of `decode.gpu.step_numbers` on the device, if the proposer names layers
+    upload: Upload | None = None  # holds `list_numbers` on the device, if the proposer names layers
     is_fused: bool = False  # the features are what the proposer's `fuse` has made of them
 
     @property

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 import decode.models.timed_model
 from decode.cpu import build_cache, compiled_layers
-from decode.cpu.layer_kernel import Kernel
+from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from tests.support.commands import Run
 from tests.support.models import VOCABULARY, tiny
 
 END = 2
+PROGRAMS: dict[str, Any] = {}  # exported layers, by the name of the kernel's file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,18 +65,25 @@ def kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Layers run the programs that their kernels would be compiled from, for compiling takes many seconds.
 
-    Returns a list of the kernels that run, by name.
+    A name tells all but the weights, so tests share programs. Returns a list of the kernels that run, by name.
     """
-    programs: dict[str, Any] = {}
     calls: list[str] = []
+    compile_kernel = compiled_layers.compile_kernel
+
+    def compile_once(layer: nn.Module, call: LayerCall, dimensions: Any, into: Path) -> None:
+        if into.name in PROGRAMS:
+            torch._inductor.aoti_compile_and_package(PROGRAMS[into.name], package_path=str(into))
+        else:
+            compile_kernel(layer, call, dimensions, into)
 
     def keep(program: Any, package_path: str, **options: Any) -> None:
         path = Path(package_path)
-        programs[path.name] = program.module(check_guards=False)  # kernels check nothing either
+        if path.name not in PROGRAMS:
+            PROGRAMS[path.name] = program.module(check_guards=False)  # kernels check nothing either
         path.write_text("a program")
 
     def load(path: Path) -> Kernel:
-        program = programs[path.name]
+        program = PROGRAMS[path.name]
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             calls.append(path.stem)
@@ -85,6 +93,7 @@ def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", keep)
+    monkeypatch.setattr(compiled_layers, "compile_kernel", compile_once)
     monkeypatch.setattr(compiled_layers, "load_kernel", load)
     return calls
 

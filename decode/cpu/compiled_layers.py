@@ -17,8 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.cpu.build_cache import build_folder, build_once
-from decode.cpu.layer_call import LayerCall, flatten_call
-from decode.cpu.layer_kernel import Kernel, compile_kernel, layer_tensors, load_kernel, name_kernel, split_output
+from decode.cpu.layer_kernel import (
+    Kernel,
+    LayerCall,
+    compile_kernel,
+    flatten_call,
+    layer_tensors,
+    load_kernel,
+    name_kernel,
+    split_output,
+)
 from decode.models.stock_model import StockModel, find_decoder
 from decode.models.user_cache import print_notice
 from decode.session import Session

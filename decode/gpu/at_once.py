@@ -3,7 +3,7 @@
 A GPU accepts all trees this way unless there are logits processors. A CPU does so at temperature 0. Other trees are
 accepted node by node in `decode.accept`. The tokens are the same.
 
-Shapes: B rows, N nodes, V vocabulary.
+Shapes: B rows, N nodes, L levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.gpu.draw import draw_all
 from decode.gpu.fusion import fused
-from decode.gpu.judge import judge_sampled_trees
-from decode.noise import ACCEPTANCE, TEXT
+from decode.gpu.judge import MOST, judge_sampled_trees
+from decode.noise import ACCEPTANCE, TEXT, make_exponential
 from decode.sampling import NO_TOKEN, Sampling, upcast_half
 from decode.tree import Tree
 
@@ -44,6 +43,28 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
         return follow(tree, draw_all(tree, logits, sampling, keys))
     # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
     return follow(tree, choose_greedily(upcast_half(logits) if logits.device.type == "cpu" else logits))
+
+
+def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
+    """The target's token after each node [B, N], NO_TOKEN where the logits [B, N, V] are NaN or infinite.
+
+    Level by level, as `decode.accept.walk` does it, a GPU would make some fifty launches a level.
+    keys [B, >= L]: of each level's position, from `decode.noise.row_keys`; nodes of one level share their noise. The
+    tokens are those that `decode.accept.draw` samples one node at a time. Without logits processors.
+    """
+    size = max(1, MOST // (tree.width * logits.shape[2]))  # rows
+    parts = [slice(begin, begin + size) for begin in range(0, tree.batch, size)]
+    return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows, : tree.height + 1]) for rows in parts])
+
+
+def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
+    noise = make_exponential(keys.flatten(), torch.arange(p.shape[2], device=p.device)).view(*keys.shape, -1)
+    rows = torch.arange(len(depth), device=p.device)[:, None]
+    noise = noise[rows, depth]  # [B, N, V]
+    drawn = torch.div(p, noise, out=noise).argmax(dim=2)
+    # Probabilities are all NaN or none is.
+    return torch.where(p[:, :, 0].isnan(), NO_TOKEN, drawn)
 
 
 @fused

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decode.gpu.draw import MOST
 from decode.gpu.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
+
+MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
 
 class Nodes(NamedTuple):

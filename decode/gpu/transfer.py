@@ -2,11 +2,13 @@
 
 A copy from pageable memory makes the host wait, and each copy costs a launch. So what a step needs on the device is
 collected and copied as one piece.
+
+Shapes: B rows, T committed tokens (padded to the longest row).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,3 +71,25 @@ def read(tensor: Tensor) -> Tensor:
     there.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return there
+
+
+def list_numbers(
+    committed: Sequence[Sequence[int]], bonus: Sequence[int], path: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """A step as tensors, for proposers that draft on the device.
+
+    roots [B]: the bonus tokens. counts [B]: committed tokens. following [B, T]: the token after each committed one,
+    path [B, T]: its node in the verified tree; both are padded with 0.
+    """
+    following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
+    return {
+        "roots": torch.tensor(bonus),
+        "counts": torch.tensor([*map(len, committed)]),
+        "following": _pad(following),
+        "path": _pad(path),
+    }
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.lossy import accept_typically
+from decode.accept import accept_typically
 from decode.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source

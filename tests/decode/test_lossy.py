@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, Tree, generate
-from decode.accept import accept
-from decode.lossy import accept_typically
+from decode.accept import accept, accept_typically
 from proposers import MedusaProposer
 from tests.support.drafting import make_head
 from tests.support.models import tiny

@@ -12,7 +12,6 @@ from decode.accept import draw
 from decode.kv_cache import TreeCache
 from decode.noise import gumbel_max
 from decode.session import Session
-from proposers import NGramProposer
 from tests.support.models import tiny
 
 KINDS = ["llama", "gemma3_text", "gemma3n_text", "gpt2"]  # full, windowed and shared layers, learned positions
@@ -55,12 +54,6 @@ def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch
     assert all(answer.stats.tau == 1 for answer in answers)
 
 
-def test_with_a_proposer_batches_follow_one_another() -> None:
-    target = Target(tiny("llama"))
-    expected = read(generate(target, PROMPTS, None, batch_size=1, **SETTINGS))
-    assert read(generate(target, PROMPTS, NGramProposer(), batch_size=4, **SETTINGS)) == expected
-
-
 class CountingProposer(PlainProposer):
     """Sees the prefill of every request."""
 
@@ -89,15 +82,15 @@ def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
     assert read(answers) == read([whole[index] for index in part])
 
 
-@pytest.mark.parametrize("request_ids", [[1], [1, 2, 3], [4, 4]])
-def test_each_prompt_needs_its_own_request_id(request_ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="2 prompts need as many different request_ids"):
-        generate(Target(tiny("llama")), [[5], [6]], None, request_ids=request_ids)
+DIFFERENT, KEYS = "2 prompts need as many different request_ids", "request_ids are numbers from 0"
 
 
-@pytest.mark.parametrize("request_ids", [[-1, 2], [0, 1 << 63]])
-def test_request_ids_that_cannot_key_noise_are_refused(request_ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="request_ids are numbers from 0"):
+@pytest.mark.parametrize(
+    ("request_ids", "message"),
+    [([1], DIFFERENT), ([1, 2, 3], DIFFERENT), ([4, 4], DIFFERENT), ([-1, 2], KEYS), ([0, 1 << 63], KEYS)],
+)
+def test_request_ids_that_cannot_key_each_prompts_noise_are_refused(request_ids: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         generate(Target(tiny("llama")), [[5], [6]], None, request_ids=request_ids)
 
 

@@ -214,9 +214,3 @@ def test_invalid_drafts_neither_crash_nor_emit_impossible_tokens() -> None:
             path, bonus = rule(tree, Seeded(seed))
             for node, token in zip(path, [*(tokens[i] for i in path[1:]), bonus], strict=True):
                 assert p(node)[token] > 0
-
-
-def test_block_refuses_trees_that_are_not_chains() -> None:
-    for shape in (make_shape("ss"), make_shape("s", "d")):
-        with pytest.raises(ValueError, match="single chain"):
-            emit(block, Distributions("generic"), shape)

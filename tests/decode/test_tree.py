@@ -118,13 +118,6 @@ def test_a_cut_chain_is_a_chain() -> None:
     assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
 
 
-def test_a_tree_that_is_shallow_enough_is_not_copied() -> None:
-    tree = tree_of_paths([1, 2], [[[5, 6, 7], [5, 8]], []])
-    assert tree.cut([3, 9]) is tree
-    assert "ancestors" not in replace(tree).cut([3, 3]).__dict__  # and nothing is computed
-    assert tree.cut([3, 2]) is not tree  # the host knows the height only, not the depth of row 1
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents", "sizes", "message"),
     [
@@ -252,15 +245,3 @@ def test_a_tree_may_be_verified_level_by_level() -> None:
         part = Tree(tree.tokens[:, :end], tree.parents[:, :end], tree.sizes.clamp(max=end), height=2)
         parts.append(grown.verify(part, start=start).logits)
     assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-10)
-
-
-def test_a_long_prompt_is_committed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny("mistral window"))
-    rows = [list(range(1, 60)), list(range(5, 22)), list(range(3, 35))]
-    expected, features = target.open(3, layers=(0, -1)).extend(rows)
-    monkeypatch.setattr("decode.session.CHUNK", 16)
-    logits, parts = target.open(3, layers=(0, -1)).extend(rows)
-    assert torch.allclose(logits, expected, atol=1e-10)
-    assert features is not None and parts is not None
-    for row, tokens in enumerate(rows):
-        assert torch.allclose(parts[row, : len(tokens)], features[row, : len(tokens)], atol=1e-10)

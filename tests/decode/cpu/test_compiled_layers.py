@@ -49,8 +49,8 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], T
 
 def assert_same_tokens(plain: Target, compiled: Target) -> None:
     for proposer in (None, NGramProposer(length=4)):
-        for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, [7, 8, 9] * 30, [4] * 5, [50, 60]]):
-            answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, compiled)]
+        for prompts in (PROMPTS[:1], [*PROMPTS, [7, 8, 9] * 30, [4] * 5, [50, 60]]):
+            answers = [generate(target, prompts, proposer, max_new_tokens=12) for target in (plain, compiled)]
             assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
 
 
@@ -122,21 +122,6 @@ def test_compiled_layers_share_the_models_tensors(exported: list[str]) -> None:
     packed = model.model.layers[1].mlp.down_proj.packed
     for shared in (norm, packed):
         assert any(tensor.data_ptr() == shared.data_ptr() for tensor in second._tensors)
-
-
-@pytest.mark.slow
-def test_layers_alike_share_a_kernel_and_others_do_not(exported: list[str]) -> None:
-    def kernels(kind: str, **changes: Any) -> set[str]:
-        exported.clear()
-        accelerate(tiny(kind, **{"dtype": torch.float32, **changes}), "compiled")
-        return {*exported}
-
-    llama = kernels("llama")
-    assert len(llama) == 1 and kernels("llama", seed=1) == llama
-    others = {"rms_norm_eps": 0.1}, {"dtype": torch.bfloat16}
-    found = [llama, *(kernels("llama", **other) for other in others)]
-    assert len(set.union(*found)) == len(found)
-    assert len(kernels("gemma3_text")) == 2  # with windows, and without
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,17 @@ for scenario in json.load(sys.stdin):
 """
 
 
+REASONS = {
+    "no compiler": "No such file or directory: '/nonexistent'",
+    "it fails": "the compiler failed",
+    "its errors are not UTF-8": "an error: strange",
+    "it writes no library": "No such file or directory",
+    "it writes an empty library": "Could not load this library",
+    "a file in place of the folder": "Not a directory",
+    "no space": "No space left on device",
+}
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What a process reports where the ops cannot be compiled, loaded or kept, for different reasons."""
@@ -259,38 +270,24 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     empty.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     for script in (strange, empty):
         script.chmod(0o700)
-    scenarios: dict[str, dict[str, str]] = {
-        "no compiler": {"CXX": "/nonexistent"},
-        "it fails": {"CXX": "false"},
-        "its errors are not UTF-8": {"CXX": str(strange)},
-        "it writes no library": {"CXX": "true"},
-        "it writes an empty library": {"CXX": str(empty)},
-        "a file in place of the folder": {"XDG_CACHE_HOME": str(strange)},
-        "no space": {"full": "yes", "CXX": str(empty), "XDG_CACHE_HOME": str(folder / "full")},
-    }
-    asked = json.dumps([{"XDG_CACHE_HOME": str(folder / "cache"), **each} for each in scenarios.values()])
+    compilers = "/nonexistent", "false", strange, "true", empty
+    scenarios = [
+        *({"CXX": str(compiler)} for compiler in compilers),
+        {"XDG_CACHE_HOME": str(strange)},
+        {"full": "yes", "CXX": str(empty), "XDG_CACHE_HOME": str(folder / "full")},
+    ]
+    asked = json.dumps([{"XDG_CACHE_HOME": str(folder / "cache"), **each} for each in scenarios])
     command, root = [sys.executable, "-c", REPORT], Path(__file__).parents[3]
     result = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=root)
     assert result.returncode == 0, result.stderr
-    return dict(zip(scenarios, map(json.loads, result.stdout.splitlines()), strict=True))
+    return dict(zip(REASONS, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "reason"),
-    [
-        ("no compiler", "No such file or directory: '/nonexistent'"),
-        ("it fails", "the compiler failed"),
-        ("its errors are not UTF-8", "an error: strange"),
-        ("it writes no library", "No such file or directory"),
-        ("it writes an empty library", "Could not load this library"),
-        ("a file in place of the folder", "Not a directory"),
-        ("no space", "No space left on device"),
-    ],
-)
-def test_without_the_ops_onednn_packs_layers(reports: dict[str, list[Any]], scenario: str, reason: str) -> None:
+@pytest.mark.parametrize("scenario", REASONS)
+def test_without_the_ops_onednn_packs_layers(reports: dict[str, list[Any]], scenario: str) -> None:
     found, refusal, layer, same = reports[scenario]
-    assert reason in found and "\n" not in found
+    assert REASONS[scenario] in found and "\n" not in found
     assert refusal.startswith(f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++")
     assert layer == "OneDnnLinear" and same
 

@@ -133,6 +133,7 @@ def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
     """They take effect only in part: norms and embeddings are shared."""
     model = tiny("llama", dtype=torch.float32)
     packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7]])
+    assert packed.model.embed_tokens.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
     before = packed(ids).logits
     model.model.layers[0].mlp.down_proj.weight.data.zero_()
     assert torch.equal(packed(ids).logits, before)
@@ -140,22 +141,10 @@ def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
     assert torch.allclose(packed(ids).logits, 2 * before, atol=1e-4)
 
 
-def test_dense_weights_are_freed_and_tied_embeddings_kept() -> None:
-    model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
-    accelerate(model)
+def test_dense_weights_are_freed_and_packed_ones_not_packed_again() -> None:
+    model = accelerate(tiny("llama", dtype=torch.float32, tie_word_embeddings=True))
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
-
-
-def test_a_copy_shares_its_tensors() -> None:
-    model = tiny("llama", dtype=torch.float32)
-    copy = accelerated_copy(model, "auto")
-    assert copy.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert isinstance(copy.lm_head, PackedLinear) and type(model.lm_head) is nn.Linear
-
-
-def test_what_is_packed_is_not_packed_again() -> None:
-    model = accelerate(tiny("llama", dtype=torch.float32))
     assert accelerated_copy(model, "auto") is model is accelerate(model)
     target = Target(model, accelerate="auto")
     proposer = MedusaProposer(make_head("medusa", target)).prepare(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from decode import Target, generate, target
+from decode import Target
 from decode.accept import pack
 from decode.cpu.packed_linear import MergedPart, merge_layers
 from decode.gpu import fusion
@@ -30,12 +31,6 @@ from tests.support.inductor_kernels import list_kernels
 from tests.support.models import VOCABULARY, tiny
 
 ROWS, WIDTH, LEVELS = 3, 4, 3
-
-
-def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
-    with fusing(True):
-        assert fused(torch.add)(torch.ones(1), 1).tolist() == [2]
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(
@@ -102,8 +97,9 @@ def test_compiled_rules_are_exact() -> None:
     """Integers and choices, the same from inductor as from torch."""
     torch._dynamo.reset()
     mend, choose, find, packed = map(compiled, (_mend, choose_greedily, find_path, pack))
-    for seed in range(20):
-        tree = random_tree(random.Random(seed))
+    trees = [tree for seed in range(90) if (tree := random_tree(random.Random(seed))).width == 12]
+    for seed, drafted in enumerate(trees):  # of one shape, so that each function is compiled once
+        tree = replace(drafted, height=11)
         torch.manual_seed(seed)
         tokens = torch.where(torch.rand(tree.tokens.shape) < 0.1, -7, tree.tokens)
         settings = None, min(12, tree.width), 6, tree.height, False
@@ -120,6 +116,7 @@ def test_compiled_rules_are_exact() -> None:
         assert all(map(torch.equal, found, find_path(chosen, *nodes)))
         last = parts["tokens"], parts["sizes"], parts["wrong"], *found
         assert torch.equal(packed(*last), pack(*last))
+    assert len(trees) > 15
 
 
 def test_moving_slots_reads_all_before_it_writes() -> None:
@@ -169,11 +166,3 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
                     grown.extend(parents, tokens)
                 paths = WIDTH
             assert caches.pop().lengths == caches[0].lengths
-
-
-def test_a_step_does_not_look_through_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its layers are compiled is found out once: on a CPU that takes half a millisecond."""
-    asked: list[nn.Module] = []
-    monkeypatch.setattr(target, "is_compiled", lambda model: bool(asked.append(model)))
-    generate(Target(tiny("llama")), [[3, 4]], None, max_new_tokens=8)
-    assert len(asked) <= 1

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from decode import Sampling, Tree
 from decode.accept import accept_sampled_tree, read_accepted, walk
-from decode.gpu.at_once import follow
+from decode.gpu.at_once import draw_all, follow
 from decode.gpu.check import check_on_device
-from decode.gpu.draw import draw_all
 from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed
 from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
@@ -91,7 +90,7 @@ def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], m
         keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, TEXT)
         expected = walk(tree, logits, sampling, TEXTS)
         for most in (1, 1 << 27):  # row by row, and all rows at once
-            monkeypatch.setattr("decode.gpu.draw.MOST", most)
+            monkeypatch.setattr("decode.gpu.at_once.MOST", most)
             found = read_accepted(tree, *follow(tree, draw_all(tree, logits, sampling, keys)))
             # Of siblings with the same token the walk takes the first, the other the one that leads further.
             assert found.tokens[0][: len(expected.tokens[0])] == expected.tokens[0]
