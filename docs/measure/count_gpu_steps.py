@@ -23,8 +23,18 @@ from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import tiny
-from tests.support.recorded_graphs import recorded_graphs
-from tests.support.simulated_cuda import LAUNCH, PAGEABLE, UPLOAD, WAIT, Event, record, simulate, to_cuda, watch_target
+from tests.support.simulated_cuda import (
+    LAUNCH,
+    PAGEABLE,
+    UPLOAD,
+    WAIT,
+    Event,
+    record,
+    recorded_graphs,
+    simulate,
+    to_cuda,
+    watch_target,
+)
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
 STEADY = 3  # the first steps allocate

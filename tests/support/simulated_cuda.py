@@ -16,11 +16,12 @@ import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 
 # What a log holds. A blocking copy is a wait, too.
 WAIT, UPLOAD, PAGEABLE, LAUNCH = "wait", "upload", "pageable upload", "launch"
+GRAPH = "graph of"  # a number of launches: the op that a log has for a replay
 
 MAKES_NOTHING = {  # no kernel runs
     "aten::empty",
@@ -350,4 +352,53 @@ def simulate() -> Iterator[None]:
     torch.tensor = _make_tensor
     torch.compile = _compile
     with SimulatedCuda():
+        yield
+
+
+class RecordedGraph:
+    """What `torch.cuda.CUDAGraph` is used for: it records ops, and a replay runs them again on the same tensors.
+
+    So a number of the host that a step would need anew each time gives wrong tokens here as on a GPU.
+    """
+
+    calls: list[Call]
+
+    def replay(self) -> None:
+        launches = [call for call in self.calls if is_launch(call)]
+        note(LAUNCH, f"{GRAPH} {len(launches)}")
+        for call in launches:
+            run_again(call)
+
+
+def is_launch(call: Call) -> bool:
+    return not is_view(call.func) and call.func._schema.name not in MAKES_NOTHING
+
+
+def run_again(call: Call) -> None:
+    """Run an op again. Its result is where it was."""
+    result = call.func(*call.args, **call.kwargs)
+    if not is_written(call.func):
+        for before, now in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
+            if isinstance(before, Tensor):
+                before.copy_(now)
+
+
+@contextmanager
+def record_graph(graph: RecordedGraph, *settings: Any, **more: Any) -> Iterator[None]:
+    """What `torch.cuda.graph` is used for."""
+    with capture() as graph.calls:
+        yield
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[None]:
+    """Make graphs usable on the simulated device."""
+    fakes = {
+        "CUDAGraph": RecordedGraph,
+        "graph": record_graph,
+        "graph_pool_handle": int,
+        "Stream": lambda device: None,
+        "stream": nullcontext,
+    }
+    with patch.multiple("torch.cuda", **fakes):
         yield

@@ -24,8 +24,7 @@ from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
-from tests.support.recorded_graphs import recorded_graphs
-from tests.support.simulated_cuda import simulate, to_cuda
+from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import decode
-from decode.cpu.build_cache import is_whole
 from decode.cpu.native_ops import load_native_ops, pack, unpack
 from decode.cpu.packed_linear import PackedLinear
 from tests.support.models import needs_compiler
@@ -290,49 +287,3 @@ def test_without_the_ops_onednn_packs_layers(reports: dict[str, list[Any]], scen
     assert REASONS[scenario] in found and "\n" not in found
     assert refusal.startswith(f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++")
     assert layer == "OneDnnLinear" and same
-
-
-WORK = """
-import sys, types
-import torch
-decode = sys.modules["decode"] = types.ModuleType("decode")  # without importing all of it, which takes seconds
-decode.__path__ = [sys.argv[1]]
-from decode.cpu.native_ops import load_native_ops
-from decode.cpu.packed_linear import PackedLinear
-assert load_native_ops() is None, load_native_ops()
-linear = torch.nn.Linear(9, 9)
-assert torch.allclose(PackedLinear(linear)(torch.ones(2, 9)), linear(torch.ones(2, 9)), atol=1e-5)
-"""
-KILLING = """#!/bin/sh
-[ "$1" = -shared ] || exec g++ "$@" -O0
-echo linking >> log
-[ $(wc -l < log) -gt 1 ] && exec g++ "$@"
-while [ "$1" != -o ]; do shift; done
-printf half > "$2"
-kill -9 $PPID
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_build_one_library_after_a_killed_build(tmp_path: Path) -> None:
-    """The compiler kills the process for which it first links. Then a damaged library lies in its place."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(KILLING)
-    compiler.chmod(0o700)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
-
-    work = [sys.executable, "-c", WORK, str(Path(decode.__file__).parent)]
-
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(work, cwd=tmp_path, env=environment)
-
-    assert start().wait() == -9
-    (half,) = tmp_path.rglob("*.so")
-    library = half.parents[1] / half.name
-    assert half.read_text() == "half" and not library.exists()
-    library.write_bytes(b"damaged")
-    library.with_suffix(".sha256").write_bytes(b"\xff")
-    running = [start(), start()]
-    assert [process.wait() for process in running] == [0, 0]
-    assert (tmp_path / "log").read_text().count("linking") == 2
-    assert [*tmp_path.rglob("*.so")] == [library] and is_whole(library)

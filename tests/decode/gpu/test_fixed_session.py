@@ -18,7 +18,7 @@ from decode.gpu.fixed_cache import round_up
 from decode.gpu.fixed_session import FixedSession, make_buffer
 from decode.noise import KEY_NAMES, TEXT, row_keys
 from tests.support.models import tiny
-from tests.support.recorded_graphs import recorded_graphs
+from tests.support.simulated_cuda import recorded_graphs
 from tests.support.trees import tree_of_rows
 
 LAYERS = (1, -1)
