@@ -65,7 +65,7 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 
 
 def texts(target: Target, proposer: Any, **settings: Any) -> list[list[int]]:
-    return [answer.tokens for answer in generate(target, PROMPTS, proposer, max_new_tokens=16, **settings)]
+    return [answer.tokens for answer in generate(target, PROMPTS, proposer, max_new_tokens=10, **settings)]
 
 
 class Written:
