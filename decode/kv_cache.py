@@ -184,12 +184,12 @@ class Block:
         self.hold(self.keys, nn.functional.pad(self.values, missing))
 
     def clear(self) -> None:
-        for states in self._both():
+        for states in (self.keys, self.values):
             states.zero_()
 
     def clear_beyond(self, lengths: Sequence[int]) -> None:
         """Zero the slots of the first rows beyond their lengths."""
-        for states in self._both():
+        for states in (self.keys, self.values):
             slot = torch.arange(states.shape[3], device=states.device)
             free = slot >= torch.tensor(lengths, device=states.device)[:, None]  # [B, S]
             states[:, : len(lengths)].masked_fill_(free[:, None, :, None], 0)
@@ -204,12 +204,9 @@ class Block:
         Copying all rows would cost more than a forward pass. rows: how many are allocated from now on.
         """
         if len(moved):
-            for states in self._both():
+            for states in (self.keys, self.values):
                 states[:, unmoved : unmoved + len(moved), :, :slots] = states[:, moved, :, :slots]
         self.hold(self.keys[:, :rows], self.values[:, :rows])
-
-    def _both(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
 
 
 @fused

@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from decode.cpu.acceleration import accelerated_copy, has_fused_steps, has_graphs, is_compiled
+from decode.cpu.acceleration import accelerated_copy
+from decode.cpu.compiled_layers import compiled_layers
 from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
@@ -48,7 +49,9 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
-        self.fuses_steps = has_fused_steps(self.model)
+        # On a GPU: whether all of a step but the forward pass runs fused kernels, and whether steps are CUDA graphs.
+        self.fuses_steps: bool = getattr(self.model, "has_fused_steps", False)
+        self.has_graphs: bool = getattr(self.model, "has_graphs", False)
         self_test(self)
 
     @classmethod
@@ -72,7 +75,7 @@ class Target(TimedModel):
     @cached_property  # every pass asks, and finding out takes half a millisecond
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
-        return is_compiled(self.model)
+        return bool(compiled_layers(self.model))
 
     @property
     def needs_masks(self) -> bool:
@@ -80,14 +83,14 @@ class Target(TimedModel):
 
     def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
         curve = super().cost_curve(batch_size, context)
-        return curve.padded if has_graphs(self.model) else curve
+        return curve.padded if self.has_graphs else curve
 
     def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features.
 
         sampling: how trees are accepted, if `decode.accept.accept` does it without logits processors.
         """
-        if sampling is not None and has_graphs(self.model):
+        if sampling is not None and self.has_graphs:
             return self._fixed_sessions.open(self, batch_size, layers, sampling)
         return Session(self, batch_size, layers)
 

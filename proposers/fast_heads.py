@@ -13,8 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
-from decode.gpu.fixed_cache import round_up
-from decode.gpu.graph import Captured, GraphPool, make_pool
+from decode.gpu.graph import Captured, GraphPool, make_pool, round_up
 from heads.vocabulary import VocabularyHead
 from proposers.trees.candidates import BestTree
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
-from decode.gpu.fixed_cache import MOST_KEPT
+from decode.gpu.graph import MOST_KEPT
 from decode.gpu.transfer import Upload, copy_packed
 from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache

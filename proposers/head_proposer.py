@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target, Tree
-from decode.cpu.acceleration import has_graphs
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
@@ -195,7 +194,7 @@ class HeadProposer(ABC):
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
         search = partial(self._search, step.target, levels, most, sampling)
-        if not has_graphs(step.target.model) or not self.is_fixed(inputs):
+        if not step.target.has_graphs or not self.is_fixed(inputs):
             return search(inputs)
         kind = levels, most, sampling
         written, model = self.written, step.target.model

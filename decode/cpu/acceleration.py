@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode.cpu.compiled_layers import compile_layers, compiled_layers
+from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
 from decode.models.fingerprint import fingerprint_weights
@@ -107,21 +107,6 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
 def _has_hooks(model: PreTrainedModel) -> bool:
     """Whether accelerate moves weights or activations between devices while the model runs."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether decoder layers run compiled kernels."""
-    return bool(compiled_layers(model))
-
-
-def has_fused_steps(model: PreTrainedModel) -> bool:
-    """Whether all of a step but the model's forward pass runs fused kernels on a GPU."""
-    return getattr(model, "has_fused_steps", False)
-
-
-def has_graphs(model: PreTrainedModel) -> bool:
-    """Whether decoding steps are CUDA graphs."""
-    return getattr(model, "has_graphs", False)
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:

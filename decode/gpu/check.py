@@ -37,9 +37,9 @@ def _mend(
     height: int,
     is_chain: bool,
 ) -> dict[str, Tensor]:
-    """A tree's tensors by name, cached ones included, from its tokens, parents, sizes and, if known, ancestors.
+    """Mend a tree, given by its tensors, and mark the rows with faults. Returns its tensors by name, cached ones too.
 
-    limit: nodes at most.
+    ancestors: None if unknown. limit: nodes at most.
     """
     node = torch.arange(given.shape[1], device=given.device)
     sizes = given_sizes.clamp(1, limit)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from decode.accept import pack
 from decode.gpu.at_once import accept_at_once, choose_stream
-from decode.gpu.fixed_cache import MOST_KEPT, FixedCache, round_up
-from decode.gpu.graph import Captured, make_pool
+from decode.gpu.graph import MOST_KEPT, Captured, make_pool, round_up
+from decode.kv_cache import TreeCache
 from decode.models.stock_model import StockModel
 from decode.noise import KEY_NAMES
 from decode.sampling import Sampling
@@ -28,6 +28,36 @@ from decode.session import Fuse, Session, Verdict
 from decode.tree import Tree
 
 OPTIONAL = ("q", "sampled", "wrong")  # tensors that only some trees have
+
+
+class FixedCache(TreeCache):
+    """A `TreeCache` with more rows than needed, whose slots are chosen on the device. Attention sees all of them."""
+
+    @torch.inference_mode()  # the cache was made in it
+    def restart(self, batch: int) -> None:
+        """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
+        self.lengths = [0] * batch
+        for block in self.blocks:
+            block.clear()
+
+    def round_rows(self, rows: int) -> int:
+        return round_up(rows)
+
+    def make_room(self, nodes: int) -> None:
+        """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more."""
+        self.grow(max(self.lengths) + nodes)
+        self.used = self.capacity
+
+    def place(self, lengths: Tensor, nodes: int) -> None:
+        """Reserve the slots of so many nodes after the committed tokens, `lengths` [B]."""
+        self.slots = self.node_slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+
+    def compact(self, on_path: Tensor) -> None:
+        """Move the nodes on each row's path, [B, N] bool, to the row's first node slots."""
+        node = torch.arange(on_path.shape[1], device=on_path.device)
+        path = on_path.int().sort(dim=1, descending=True, stable=True).indices
+        source = torch.where(node < on_path.sum(dim=1, keepdim=True), path, node)  # [B, N]
+        self.move(torch.stack([self.node_slots.gather(1, source), self.node_slots]))
 
 
 class StepMemory:

@@ -12,7 +12,13 @@ from torch import Tensor
 from decode.models.user_cache import print_notice
 
 Result = TypeVar("Result")
+MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next batch, whose attention would see them all
 _failed = False  # in this process: the model's code reads from the device, for example
+
+
+def round_up(count: int) -> int:
+    """The next power of two: rows and nodes are padded to it, so that steps have few different shapes."""
+    return 1 << (count - 1).bit_length()
 
 
 class GraphPool:

@@ -109,7 +109,7 @@ def _judge(tree: Nodes, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compute_residuals(tree: Nodes, q: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
-    """What a node's rejected children leave of p_path times its p, and of p_path: [B, N, V + 1].
+    """Residuals once all of a node's children are rejected [B, N, V + 1]: p_path times its p, then p_path.
 
     A p_path of 0 says that a node is not reached. q, inverse: from `find_draft_probabilities`.
     """

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import distributed
 
-from decode.gpu.fixed_cache import round_up
+from decode.gpu.graph import round_up
 from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.tree import Tree

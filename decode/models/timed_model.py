@@ -19,8 +19,8 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from decode.cpu.acceleration import is_compiled
 from decode.cpu.build_cache import environment
+from decode.cpu.compiled_layers import compiled_layers
 from decode.models.cost_curve import (
     CONTEXTS,
     SIZES,
@@ -114,7 +114,7 @@ def curve_file(target: StockModel, batch: int, context: int) -> Path | None:
     machine = device, torch.get_num_threads(), torch.get_float32_matmul_precision(), environment()
     versions = transformers.__version__, _digest_package()
     # A model's repr tells packed, quantized and adapted layers apart. Addresses in it change with every start.
-    key = repr((batch, context, settings, repr(model), is_compiled(model), machine, versions))
+    key = repr((batch, context, settings, repr(model), bool(compiled_layers(model)), machine, versions))
     digest = hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", key).encode()).hexdigest()
     try:
         return user_cache() / "curves" / f"{digest}.json"

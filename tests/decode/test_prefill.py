@@ -93,14 +93,14 @@ def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Trees and texts, if features are fused pass by pass."""
     monkeypatch.setattr(session_module, "CHUNK", 6)
     target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
-    plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=24, stop_ids=[])]
+    plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
     found = []
     for wrap in (lambda proposer: proposer, Unfused):
         proposer = wrap(make_proposers(target)[name])
         recorder = Recorder(proposer)
         if hasattr(proposer, "fuse"):
             recorder.fuse = proposer.fuse  # type: ignore[attr-defined]
-        answers = generate(target, prompts, recorder, max_new_tokens=24, stop_ids=[])
+        answers = generate(target, prompts, recorder, max_new_tokens=12, stop_ids=[])
         assert [answer.tokens for answer in answers] == plain
         found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in recorder.trees])
     assert found[0] == found[1]

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from decode import Sampling, Session, Target, Tree
 from decode.accept import accept, unpack
 from decode.gpu import graph
-from decode.gpu.fixed_cache import round_up
 from decode.gpu.fixed_session import FixedSession, make_buffer
+from decode.gpu.graph import round_up
 from decode.noise import KEY_NAMES, TEXT, row_keys
 from tests.support.models import tiny
 from tests.support.simulated_cuda import recorded_graphs
@@ -110,9 +110,7 @@ def copy_cache(session: FixedSession) -> list[tuple[Tensor, Tensor]]:
     return [(block.keys.clone(), block.values.clone()) for block in session.cache.blocks]
 
 
-@pytest.mark.parametrize(
-    ("rows", "sampling", "chain"), [(1, GREEDY, True), (1, SAMPLED, False), (4, GREEDY, False), (4, SAMPLED, True)]
-)
+@pytest.mark.parametrize(("rows", "sampling", "chain"), [(1, GREEDY, True), (4, SAMPLED, False)])
 @torch.no_grad()
 def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chain: bool) -> None:
     """Its shapes are numbers, and what it computes later, with more tokens committed, is what the session computes."""

@@ -33,6 +33,14 @@ from tests.support.models import VOCABULARY, tiny
 ROWS, WIDTH, LEVELS = 3, 4, 3
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are compiled as if their tensors were on a GPU."""
+    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(fusion, "_failed", False)
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,14 +48,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         raise torch._dynamo.exc.Unsupported("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
-    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(fusion, "_failed", False)
     with fusing(True):
         assert [fused(torch.add)(torch.ones(1), 1).tolist() for _ in range(2)] == [[2], [2]]
     assert capsys.readouterr().err.count("no compiler") == 1
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("variants", [12, 70])  # torch's own limit is 8
 def test_a_function_may_have_many_variants(monkeypatch: pytest.MonkeyPatch, variants: int) -> None:
     """Beyond the limit it runs as it is."""
@@ -63,14 +70,13 @@ def test_a_function_may_have_many_variants(monkeypatch: pytest.MonkeyPatch, vari
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=trace))
-    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(fusion, "_failed", False)
     rows = tuple(range(variants))
     with fusing(True):
         assert [int(take(torch.zeros(1), rows, row)) for row in rows] == [*rows]
     assert len(traced) == min(variants, fusion.VARIANTS) and not fusion._failed
 
 
+@pytest.mark.usefixtures("on_gpu")
 def test_a_function_with_too_many_variants_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It alone: others stay compiled."""
     compiled, limit = [], torch._dynamo.exc.FailOnRecompileLimitHit
@@ -80,8 +86,6 @@ def test_a_function_with_too_many_variants_runs_as_it_is(monkeypatch: pytest.Mon
         return function if function is torch.sub else lambda *_: (_ for _ in ()).throw(limit("too many"))
 
     monkeypatch.setattr(torch, "compile", compile_it)
-    monkeypatch.setattr(fusion, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(fusion, "_failed", False)
     add, subtract = fused(torch.add), fused(torch.sub)
     with fusing(True):
         assert [add(torch.ones(1), 1).tolist() for _ in range(2)] == [[2], [2]]
