@@ -29,9 +29,8 @@ from proposers import (
 from proposers.load import OPTIONS, load_proposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
 from proposers.trees.fixed import EAGLE_TREE
-from tests.support.drafting import make_head
+from tests.support.drafting import make_head, tree_of_rows
 from tests.support.models import VOCABULARY, tiny
-from tests.support.trees import tree_of_rows
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 HEADS = [("medusa", False), ("hydra", False), ("hydra", True)]

@@ -13,9 +13,8 @@ from torch import Tensor
 from decode import Sampling, Target, Tree, generate
 from decode.accept import accept, accept_typically
 from proposers import MedusaProposer
-from tests.support.drafting import make_head
+from tests.support.drafting import make_head, tree_of_rows
 from tests.support.models import tiny
-from tests.support.trees import tree_of_rows
 
 
 def find_typical_path(tree: Tree, row: int, p: Tensor) -> tuple[list[int], int]:

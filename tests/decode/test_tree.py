@@ -12,9 +12,8 @@ from decode import Sampling, Target, Tree
 from decode.accept import accept, walk
 from decode.kv_cache import TreeCache
 from proposers.trees.candidates import Candidates
-from tests.support.drafting import tree_of_paths
+from tests.support.drafting import tree_of_paths, tree_of_rows
 from tests.support.models import tiny
-from tests.support.trees import tree_of_rows
 
 
 def random_tree(choose: random.Random, batch: int = 3) -> Tree:

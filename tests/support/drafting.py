@@ -23,7 +23,6 @@ from heads import (
     MedusaHead,
     choose_features,
 )
-from tests.support.trees import tree_of_rows
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 Paths = dict[tuple[int, ...], float]
@@ -53,6 +52,12 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     return head
+
+
+def tree_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tree:
+    """`Tree.of_rows` with the exact height."""
+    tree = Tree.of_rows(rows)
+    return replace(tree, height=int(tree.depth.max()))
 
 
 def tree_of_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> Tree:

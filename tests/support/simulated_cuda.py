@@ -61,13 +61,12 @@ INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_p
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the host does: its kind, the op, whether the target's forward pass does it, inputs, and lines."""
+    """One thing that the host does, and the lines that led to it. in_target: the target's forward pass does it."""
 
     kind: str
     op: str
     in_target: bool
     shapes: tuple[tuple[int, ...], ...]
-    places: tuple[tuple[int, int], ...]  # where these inputs are: address of the memory, and offset in it
     lines: str
 
 
@@ -251,10 +250,8 @@ def note(kind: str, op: str, inputs: Sequence[Any] = ()) -> None:
     if _state.tape is not None and kind != LAUNCH:
         raise RuntimeError(f"{kind} of {op}: operation not permitted when stream is capturing")
     if _state.log is not None:
-        tensors = [unwrap(each) for each in inputs if isinstance(each, Tensor)]
-        places = tuple((each.untyped_storage().data_ptr(), each.storage_offset()) for each in tensors)
-        shapes = tuple(tuple(each.shape) for each in tensors)
-        _state.log.append(Event(kind, op, _state.in_target, shapes, places, find_lines()))
+        shapes = tuple(tuple(each.shape) for each in inputs if isinstance(each, Tensor))
+        _state.log.append(Event(kind, op, _state.in_target, shapes, find_lines()))
 
 
 def find_lines() -> str:

@@ -13,8 +13,8 @@ from decode.models.stock_model import StockModel
 from decode.session import Session
 from proposers import NGramProposer
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree
+from tests.support.drafting import tree_of_rows
 from tests.support.models import VOCABULARY, WINDOW, needs_compiler, tiny
-from tests.support.trees import tree_of_rows
 
 pytestmark = [pytest.mark.slow, needs_compiler]
 LENGTHS = (2 * WINDOW + 5, WINDOW - 3, WINDOW, WINDOW + 3)

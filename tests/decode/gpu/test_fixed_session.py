@@ -17,9 +17,9 @@ from decode.gpu import graph
 from decode.gpu.fixed_session import FixedSession, make_buffer
 from decode.gpu.graph import round_up
 from decode.noise import KEY_NAMES, TEXT, row_keys
+from tests.support.drafting import tree_of_rows
 from tests.support.models import tiny
 from tests.support.simulated_cuda import recorded_graphs
-from tests.support.trees import tree_of_rows
 
 LAYERS = (1, -1)
 VOCABULARY = 8  # so few that random drafts are accepted

@@ -19,7 +19,7 @@ from decode.gpu.transfer import Upload, copy_packed
 from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
 from proposers.trees.sampled import sample_by_gumbel
 from tests.decode.test_tree import random_tree
-from tests.support.trees import tree_of_rows
+from tests.support.drafting import tree_of_rows
 
 VOCABULARY = 6
 TEXTS = {4: [1, 2, 3], 7: [5], 8: [2, 2]}
