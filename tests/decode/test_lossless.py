@@ -128,7 +128,7 @@ SAMPLINGS = {
     "greedy grammar": Sampling(top_k=20, processors=[Grammar()], seed=5),
     "sampled grammar": Sampling(temperature=0.8, top_k=20, processors=[Grammar()], seed=5),
 }
-NEW = 16
+NEW = 12
 
 
 @cache
