@@ -158,7 +158,7 @@ def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], T
     return lambda node: torch.cat([before_root, tree.tokens[row, tree.ancestors[row, node]]])
 
 
-def accept_typically(
+def accept_lossily(
     tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None
 ) -> Accepted:
     """LOSSY: Medusa's typical acceptance (Cai et al. 2024, equation 1), the longest path of plausible tokens.

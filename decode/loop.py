@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_typically, unpack
+from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_lossily, unpack
 from decode.answer import Answer, Chunk, Limits, Request, make_requests, read_count
 from decode.gpu.fusion import fusing
 from decode.gpu.transfer import Upload, list_numbers
@@ -102,7 +102,7 @@ def stream(
         sampling = replace(sampling, processors=own)
     if lossy_typical_acceptance and sampling.processors:
         raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
-    rule = accept_typically if lossy_typical_acceptance else accept
+    rule = accept_lossily if lossy_typical_acceptance else accept
     run = _Run(target, as_proposer(proposer, target), sampling, int(nodes), rule)
     return _decode_all(run, waiting, batch_size or len(waiting))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.accept import accept_typically
+from decode.accept import accept_lossily
 from decode.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
@@ -152,7 +152,7 @@ def test_rejected_nodes_with_nan_logits_teach_nothing() -> None:
 def test_typical_acceptance_refuses_nan(temperature: float) -> None:
     logits = torch.zeros(1, 3, 96)
     logits[0, 0] = NAN
-    accepted = accept_typically(Tree.chain([[3, 5, 6]]), logits, Sampling(temperature=temperature), {0: [3]})
+    accepted = accept_lossily(Tree.chain([[3, 5, 6]]), logits, Sampling(temperature=temperature), {0: [3]})
     assert accepted.path == [[0]] and accepted.bonus == [NO_TOKEN]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, Tree, generate
-from decode.accept import accept, accept_typically
+from decode.accept import accept, accept_lossily
 from proposers import MedusaProposer
 from tests.support.drafting import make_head, tree_of_rows
 from tests.support.models import tiny
@@ -49,7 +49,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
         ]
         tree = tree_of_rows(rows)
         logits = 2 * torch.randn(3, tree.width, 6, generator=generator, dtype=torch.float64)
-        accepted = accept_typically(tree, logits, Sampling(temperature=temperature), {0: [0], 1: [0], 2: [0]})
+        accepted = accept_lossily(tree, logits, Sampling(temperature=temperature), {0: [0], 1: [0], 2: [0]})
         p = (logits / temperature).softmax(dim=-1)
         for row in range(3):
             path, bonus = find_typical_path(tree, row, p)
@@ -57,7 +57,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
             assert accepted.tokens[row] == tree.tokens[row, path].tolist()
             longest = max(longest, len(path))
         assert accepted.sizes == sizes
-        greedily = accept_typically(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
+        greedily = accept_lossily(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
         assert greedily.bonus == accept(tree, logits, Sampling(), {}).bonus
     assert longest > 3
 
