@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         close = get_close_matches(command, COMMANDS, 1)
         meant = f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(COMMANDS)}"
-        sys.exit(f"draftless: error: there is no command {command!r}{meant}")
+        print(f"draftless: error: there is no command {command!r}{meant}", file=sys.stderr)
+        sys.exit(2)  # as for wrong options
 
 
 if __name__ == "__main__":

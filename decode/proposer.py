@@ -65,8 +65,8 @@ class Proposer(Protocol):
     prompt and several layers take gigabytes. It is called after each forward pass over a part of the prompt, and the
     prefill's step has the results instead of the features.
     finish(request_id, tokens, accepted): lets the proposer learn from a request's last tree, which no later step has.
-    It is called when a request ends after a draft. tokens: those that the last step added, of which the first
-    `accepted` were draft tokens.
+    It is called when a request ends after a draft. tokens: the new tokens of the last step; the first `accepted` of
+    them are draft tokens.
     """
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedModel
 
 from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
@@ -54,7 +55,8 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
 FASTEST = {"210dbf7a38725ae1": "eagle"}
 OWN_CLASS = re.compile(r"(.+\.py):(\w+)")
 
-_loaded: WeakKeyDictionary[Target, HeadProposer | None] = WeakKeyDictionary()  # by `find_pretrained`
+# What `find_pretrained` has loaded, by the model and its place and format. A target is made anew in each `speculate`.
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[Any, HeadProposer | None]] = WeakKeyDictionary()
 
 
 def load_proposer(
@@ -159,14 +161,15 @@ def find_head(name: str, head: str | Path | None) -> Path:
 def find_pretrained(target: Target) -> HeadProposer | None:
     """A proposer with the pretrained head for this target's weights; None if there is none.
 
-    The head is loaded at the first call and kept as long as the target.
+    The head is loaded at the first call and kept as long as the model.
     """
-    if target not in _loaded:
+    loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype)
+    if key not in loaded:
         weights = getattr(target.model, "weights_fingerprint", None) or fingerprint_weights(target.model)
         kind = FASTEST.get(weights)
         folder = PRETRAINED / str(kind)
-        _loaded[target] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
-    kept = _loaded[target]
+        loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
+    kept = loaded[key]
     return kept and kept.renew()
 
 

@@ -104,7 +104,7 @@ class Measured:
 
 
 Ask: TypeAlias = Callable[[Sequence[list[int]], int, int], Measured]  # takes token ids, seed and `max_new_tokens`
-# Begins a conversation with nothing learned from others; True: of the warm-up, of which warm methods keep nothing.
+# Begins a conversation with a proposer that has learned nothing. True: it is the warm-up, whose answers are not kept.
 Method: TypeAlias = Callable[[bool], Ask]
 
 

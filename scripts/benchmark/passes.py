@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from decode.cpu.acceleration import accelerate
 from decode.models.cost_curve import open_filled, random_chain, time_pass
 from scripts.benchmark.files import describe_machine, find_commit, write_report
 from scripts.benchmark.llama_bench import LlamaBench
+from scripts.benchmark.methods import clock
 from scripts.benchmark.options import PassOptions, name_model
 from scripts.benchmark.tables import to_markdown
 from scripts.shared.options import load_model_only
@@ -50,8 +50,9 @@ def run_passes(options: PassOptions) -> dict[str, Any]:
     first = targets[options.dtypes[0]]
     passes = time_passes(targets, choose_contexts(first.context), llamas, options.repeats)
     bandwidth = measure_bandwidth(first.device)
+    token = {dtype: count_cache_bytes(target) for dtype, target in targets.items()}
     for entry in (entry for entry in passes if entry["engine"] == OURS):
-        read = weights[entry["dtype"]] + entry["batch"] * entry["context"] * count_cache_bytes(targets[entry["dtype"]])
+        read = weights[entry["dtype"]] + entry["batch"] * entry["context"] * token[entry["dtype"]]
         entry["floor_ms"] = 1000 * read / bandwidth
     report = {
         "settings": {
@@ -109,15 +110,9 @@ def _start_entry(engine: str, dtype: str, context: int, batch: int) -> dict[str,
 
 def measure_bandwidth(device: torch.device, copies: int = 20) -> float:
     """Bytes a second: those that the fastest of some copies of a large tensor reads and writes."""
-    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
-    there, wait, times = torch.empty_like(source), torch.get_device_module(device).synchronize, []
-    for _ in range(copies):
-        wait(device)
-        begun = perf_counter()
-        there.copy_(source)
-        wait(device)
-        times.append(perf_counter() - begun)
-    return 2 * source.nbytes / min(times)
+    source = torch.zeros(COPIED.get(device.type, COPIED["cpu"]), dtype=torch.uint8, device=device)
+    there = torch.empty_like(source)
+    return 2 * source.nbytes / min(clock(lambda: there.copy_(source), device)[1] for _ in range(copies))
 
 
 def count_read_bytes(model: PreTrainedModel) -> int:

@@ -139,7 +139,7 @@ def check_offsets(head: Head, tensors: Tensors) -> Iterator[Finding]:
     if head.token_map is not None and offsets is None:
         yield error("both", "d2t", "there is no d2t, and servers ignore t2d: save the head with Draftless")
     elif offsets is not None and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
-        text = "d2t must hold offsets, but it seems to hold the tokens themselves: subtract 0, 1, 2, ..."
+        text = "d2t must hold offsets, but it seems to hold token ids: subtract 0, 1, 2, ... from its entries"
         yield error("both", "d2t", text)
 
 

@@ -170,7 +170,7 @@ class TrainOptions:
         if not self.resume and any(self.out.iterdir()):
             raise ValueError(f"--out {self.out} is not empty; give --resume to go on there, or another folder")
         if (self.out / "config.json").exists() and not (self.out / METRICS).exists():
-            raise ValueError(f"--out {self.out} holds a model and no training to resume; give another folder")
+            raise ValueError(f"--out {self.out} holds a model, but no training to resume; give another folder")
 
 
 def make_parser(description: str | None) -> Parser:

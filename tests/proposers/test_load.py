@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import pytest
+import torch
 
-from decode import PlainProposer, Target, generate
+from decode import PlainProposer, Target, generate, speculate
 from decode.models.fingerprint import fingerprint_weights
 from heads.checkpoint import save_head
 from proposers import MergedProposer, NGramProposer, check_options, load, load_proposer
@@ -111,21 +112,27 @@ def test_a_class_of_ones_own_is_loaded_from_its_file(target: Target, heads: Path
 # ---- auto ----
 
 
+def choose_fastest(monkeypatch: pytest.MonkeyPatch, fastest: dict[str, str]) -> None:
+    """The pretrained heads by the weights that they are for; none is loaded yet."""
+    monkeypatch.setattr(load, "FASTEST", fastest)
+    monkeypatch.setattr(load, "_loaded", WeakKeyDictionary())
+
+
 def test_auto_takes_the_pretrained_head_of_the_same_weights(
     monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
 ) -> None:
     """The other model has the sizes of the heads: only its weights tell that they are not for it."""
     assert head_of(load_proposer("auto", target)) is None
     weights = fingerprint_weights(target.model)
-    monkeypatch.setattr(load, "FASTEST", {weights: "hydra"})
+    choose_fastest(monkeypatch, {weights: "hydra"})
     same, other = Target(target.model, accelerate="packed"), Target(tiny("llama", seed=7))
     assert head_of(load_proposer("auto", same)) == "hydra" and head_of(load_proposer("auto", other)) is None
-    monkeypatch.setattr(load, "FASTEST", {weights: "eagle"})  # whose folder is not there
+    choose_fastest(monkeypatch, {weights: "eagle"})  # whose folder is not there
     assert head_of(load_proposer("auto", Target(target.model))) is None
 
 
 def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(load, "FASTEST", {fingerprint_weights(target.model): "hydra"})
+    choose_fastest(monkeypatch, {fingerprint_weights(target.model): "hydra"})
     same = Target(target.model)
     first, second = (load_proposer("auto", same).head for _ in range(2))  # type: ignore[attr-defined]
     assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
@@ -134,9 +141,25 @@ def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.Mon
     assert [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
 
 
+def test_speculate_loads_the_head_of_auto_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although each call has a target of its own."""
+    model, loaded = tiny("llama"), list[str]()
+    choose_fastest(monkeypatch, {fingerprint_weights(model): "hydra"})
+    real = load.load_draft_head
+    monkeypatch.setattr(
+        load, "load_draft_head", lambda folder, target: [loaded.append(folder.name), real(folder, target)][1]
+    )
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    ids = torch.tensor([[1, 2, 3, 1, 2]])
+    expected = model.generate(ids, **settings)
+    for _ in range(3):
+        assert model.generate(ids, custom_generate=speculate, **settings).equal(expected)
+    assert loaded == ["hydra"]
+
+
 def test_the_head_of_auto_goes_with_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("llama"))
-    monkeypatch.setattr(load, "FASTEST", {fingerprint_weights(target.model): "hydra"})
+    choose_fastest(monkeypatch, {fingerprint_weights(target.model): "hydra"})
     generate(target, [[1, 2, 3, 1, 2]], load_proposer("auto", target), max_new_tokens=4)
     model = ref(target.model)
     del target

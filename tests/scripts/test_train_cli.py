@@ -205,7 +205,7 @@ def test_a_head_for_something_else_is_refused(
 
 def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained: Path, tmp_path: Path) -> None:
     refuse(call(*SHORT, out=trained), f"--out {trained} is not empty; give --resume to go on there")
-    refuse(call(*SHORT, "--resume", out=place), f"--out {place} holds a model and no training to resume")
+    refuse(call(*SHORT, "--resume", out=place), f"--out {place} holds a model, but no training to resume")
     (tmp_path / "out").write_text("")
     refuse(call(*SHORT), "out is a file; give a folder")
 
