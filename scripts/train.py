@@ -1,10 +1,9 @@
-"""Train a head that drafts for a model. The model itself is not changed, except with --joint."""
+"""Train a head that drafts for a model. The model itself is not changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from scripts.shared.command import failing_clearly
 from training.checkpoint import load_checkpoint
 from training.factory import make_objective
 from training.feature_cache import BatchLoader
-from training.medusa2 import Adapters, Medusa2Objective, save_adapted
 from training.schedule import Schedule
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -32,21 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         accelerator, options = make_accelerator(options)
         target, dataset = load_model_and_data(options)
         head = get_head(options, target, dataset)
-        objective: Any = make_objective(head, target, **options.objective)
-        teacher, adapters = Teacher(target, head.features), None
-        if options.joint:
-            torch.manual_seed(options.seed)
-            adapters = Adapters(target.model, options.lora_rank)
-            objective = Medusa2Objective(target, adapters, objective)
-            teacher = objective.teacher
+        objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
         if options.plan:
             print_plan(objective, dataset, options.take(Schedule), BatchLoader(dataset.examples, teacher))
             return
-
-        def save_best() -> None:
-            if adapters is not None:
-                save_adapted(target, adapters, options.out / "model")
-            save_head(head, options.out, torch.bfloat16)
 
         settings = describe_settings(options, target, head)
         model = describe_model(target.model, target.tokenizer)
@@ -59,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             dataset,
             BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator)),
             partial(validate, target, head, dataset.prompts),
-            save_best,
+            partial(save_head, head, options.out, torch.bfloat16),
             options.take(Schedule),
             options.out,
             accelerator,
             {**settings, **model},
         )
-        steps = trainer.run(state, begin_with_best=options.init is not None and not options.joint)
+        steps = trainer.run(state, begin_with_best=options.init is not None)
         if accelerator.is_main_process:
             print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
             if options.plot is not None:

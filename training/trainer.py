@@ -59,10 +59,7 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder.
-
-    An objective may have `lr_shares`, see `make_optimizers`.
-    """
+    """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder."""
 
     objective: torch.nn.Module
     dataset: Dataset
@@ -77,7 +74,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.weights = {name: weight for name, weight in self.objective.named_parameters() if weight.requires_grad}
         self.lengths = [len(example.tokens) for example in self.dataset.examples]
-        optimizers = make_optimizers(self.weights, self.schedule.lr, getattr(self.objective, "lr_shares", {}))
+        optimizers = make_optimizers(self.weights, self.schedule.lr)
         self.objective, *self.optimizers = self.accelerator.prepare(self.objective, *optimizers)
         self.steps = sum(1 for _ in self.schedule.plan(self.lengths))
         # last_epoch=0 skips the schedule's first step, in which the learning rate is zero.

@@ -22,7 +22,7 @@ from training.schedule import Schedule
 
 TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
-MULTI_HEAD = "heads", "layers", "output", "joint"
+MULTI_HEAD = "heads", "layers", "output"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
 NOT_FOR = {"medusa": UNROLLING, "hydra": UNROLLING, "eagle": MULTI_HEAD, "eagle3": (*MULTI_HEAD, "regression")}
 GROUPS = {  # of the help text, by their first option
@@ -36,10 +36,6 @@ EPILOG = """\
 --out becomes the head's folder for --head of other commands: the head of the best validation so far. metrics.jsonl has
 loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
 fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
-
---joint is Medusa-2: the model is trained too, through low-rank adapters, to be easier to draft for. Its text changes a
-little, so the best head comes with its own model, an ordinary folder --out/model with merged adapters. Decoding with
-both is lossless with respect to that model, not the original.
 """
 
 
@@ -87,12 +83,6 @@ class TrainOptions:
     model: str | None = flag("a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
     dtype: str | None = flag("default: bfloat16 if the device is fast at it", choices=["float32", "bfloat16"])
     device: str | None = flag("default: cuda if there is a GPU", choices=["cpu", "cuda"])
-    joint: bool = flag(
-        "train the model too, with low-rank adapters, and write it to --out/model (Medusa-2, see below); needs a "
-        "trained head, with --init, or a new head's errors harm the model",
-        False,
-    )
-    lora_rank: int = number("rank of the adapters of --joint", 32)
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
     cache_gib: float = number("largest size of the cache", 20.0)
 

@@ -53,8 +53,7 @@ def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
 
 def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
     """The target, and the conversations of --data. Raises ValueError if they do not fit each other."""
-    accelerate = "off" if options.joint else "packed"  # packed layers cannot be trained
-    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate=accelerate))
+    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate="packed"))
     length = min(options.max_length, target.context)
     renderer = Renderer(target.tokenizer, options.template_option, ends=target.stop_ids)
     reading = {"max_bad": options.max_bad, "use_text": options.use_text}
@@ -98,8 +97,7 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
     head = _begin_head(options, target, dataset)
-    weights = None if options.joint else getattr(target.model, "weights_fingerprint", None)  # joint changes them
-    head.config = replace(head.config, target_weights=weights)
+    head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
     return head
 
 
@@ -135,7 +133,6 @@ def describe_settings(options: TrainOptions, target: Target, head: Any) -> dict[
         # A checkpoint has only draft ids.
         "draft_vocabulary": None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes()),
         **options.objective,
-        "lora_rank": options.lora_rank if options.joint else None,
         "validation": options.validation,
     }
 

@@ -145,7 +145,6 @@ def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
         (["--kind", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
         (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
         (["--seed", "-1"], "seed is -1; it must be between 0 and"),
-        (["--kind", "eagle3", "--joint"], "--joint is not for eagle3 heads; leave it out"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
         (["--kind", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
