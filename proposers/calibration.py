@@ -8,9 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from proposers.trees.fixed import Ranks
 
 FILE = "calibration.json"  # in the head's folder
-LARGEST = 256  # nodes of the largest best tree
+LARGEST = 256  # nodes of the largest tree whose tau is expected
 CERTAIN = -1e-6  # upper limit of log-probabilities: the log-odds of 1 are infinite
 
 
@@ -66,33 +63,24 @@ class Calibration:
         shift, slope, doubt = self.confidence[min(level, len(self.confidence) - 1)]
         return torch.nn.functional.logsigmoid(shift + slope * log_odds(log_q) + doubt * path)
 
-    def best_tree(self, nodes: int) -> tuple[Ranks, ...]:
-        """The paths of the tree of `nodes` nodes, root included, with the highest expected acceptance.
-
-        Its first n - 1 paths are the best tree of n nodes. Exact if a path's probability is the product of its ranks':
-        no path is more likely than its beginning, so the most likely nodes form a tree.
-        """
-        return tuple(path for path, _ in islice(self._most_likely_paths(), nodes - 1))
-
     def expect_tau(self, nodes: int) -> list[float]:
-        """The tau to be expected of the best trees of 1, 2, ... `nodes` nodes."""
-        return list(accumulate((p for _, p in islice(self._most_likely_paths(), nodes - 1)), initial=1.0))
+        """The tau to be expected of the best trees of 1, 2, ... `nodes` nodes, root included.
 
-    def _most_likely_paths(self) -> Iterator[tuple[Ranks, float]]:
-        """All paths with their probabilities, the most likely first; of equals the shorter, then the lower rank."""
-        heap: list[tuple[float, int, Ranks]] = [(-1.0, 0, ())]
-        while heap:
-            negative, depth, path = heapq.heappop(heap)
-            if path:
-                yield path, -negative
-            if depth < len(self.acceptance):
-                for rank, p in enumerate(self.acceptance[depth]):
-                    heapq.heappush(heap, (negative * p, depth + 1, (*path, rank)))
+        Exact if a path's probability is the product of its ranks': no path is more likely than its beginning, so the
+        most likely nodes form a tree.
+        """
+        expected: list[float] = []
+        heap = [(-1.0, 0)]  # negative probabilities of the nodes to come, and their depths
+        while heap and len(expected) < nodes:
+            negative, depth = heapq.heappop(heap)
+            expected.append((expected[-1] if expected else 0.0) - negative)
+            for p in self.acceptance[depth] if depth < len(self.acceptance) else ():
+                heapq.heappush(heap, (negative * p, depth + 1))
+        return expected
 
     def save(self, folder: Path | str) -> None:
-        """Write it into the head's folder, atomically. The best trees are written for other programs."""
-        tree, taus = self.best_tree(LARGEST), self.expect_tau(LARGEST)
-        content = asdict(self) | {"best_tree": tree, "expected_tau": [round(tau, 4) for tau in taus]}
+        """Write it into the head's folder, atomically. The expected tau is written for other programs."""
+        content = asdict(self) | {"expected_tau": [round(tau, 4) for tau in self.expect_tau(LARGEST)]}
         write_aside(Path(folder) / FILE, lambda file: file.write(json.dumps(content).encode()))
 
 

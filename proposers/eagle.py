@@ -18,7 +18,6 @@ from proposers.fast_heads import Inputs, pad_tokens
 from proposers.feature_history import CHUNK, expand_last
 from proposers.fixed_eagle import FixedEagleDrafter
 from proposers.head_proposer import HeadProposer
-from proposers.trees.fixed import EAGLE_TREE
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -31,7 +30,6 @@ class EagleProposer(HeadProposer):
     15% of acceptance (vLLM, #14649).
     """
 
-    static = EAGLE_TREE
     levels, width, ranks = DEPTH, WIDTH, WIDTH
 
     @torch.no_grad()
@@ -74,8 +72,8 @@ class EagleProposer(HeadProposer):
 
     @property
     def _most_drafted(self) -> int:
-        """The tokens that a draft has at most: of a fixed tree, or of the levels that a merged tree takes."""
-        return max(self.depth * self.width, len(self.paths or ()))
+        """The tokens that a draft has at most."""
+        return self.depth * self.width
 
 
 class EagleDrafter:

@@ -27,34 +27,28 @@ from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
 from proposers.feature_history import FeatureHistory, numbers_of
 from proposers.trees.candidates import BestTree, Candidates
-from proposers.trees.fixed import MEDUSA_TREE, FixedTree, Ranks, check_tree, cut_tree
-from proposers.trees.sampled import SampledTokens, find_seeds, renumber
-from proposers.trees.search import RANKS, Drafter, ScoredDrafter, fill_tree, search
-
-TREES = ("dynamic", "calibrated", "static")
+from proposers.trees.sampled import SampledTokens, find_seeds
+from proposers.trees.search import RANKS, Drafter, ScoredDrafter, search
 
 
 class HeadProposer(ABC):
     """Drafts trees with a trained head.
 
     depth: how many levels a tree has at most. None takes as many as the method has.
-    width: how broad a dynamic tree is: the paths that are followed at each level, and the next tokens of each path
-    (EAGLE-2, section 4). 1 drafts a chain. None takes the method's width.
-    tree: "dynamic" takes the most likely nodes in each text; "calibrated" the tree that was best on average when the
-    head was measured; "static" the method's published tree. Or the paths of a tree (`trees.fixed`).
-    nodes: the size of every tree, root included, unless tree or budget is smaller. None adapts it to this device, down
-    to no draft at all.
+    width: how broad a tree is: the paths that are followed at each level, and the next tokens of each path (EAGLE-2,
+    section 4). 1 drafts a chain. None takes the method's width.
+    nodes: the size of every tree, root included, unless the budget is smaller. None adapts it to this device, down to
+    no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
     sampled: if the target samples, sample the draft tokens as well (`proposers.trees.sampled`). The text keeps its
     distribution, but a seed gives another text than without a proposer.
 
-    Raises ValueError for an impossible tree or size, for a calibration of another head, and, in its first step, for a
+    Raises ValueError for an impossible size, for a calibration of another head, and, in its first step, for a
     head that was trained for another target.
     """
 
-    static: ClassVar[tuple[Ranks, ...]] = MEDUSA_TREE  # the method's published tree
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
-    width: int  # paths followed at each level of a dynamic tree, at most
+    width: int  # paths followed at each level, at most
     ranks = RANKS  # next tokens of each path that become candidates
     levelwise: ClassVar[bool] = True  # each level takes a pass of the head
 
@@ -64,15 +58,12 @@ class HeadProposer(ABC):
         *,
         depth: int | None = None,
         width: int | None = None,
-        tree: str | Sequence[Ranks] = "dynamic",
         nodes: int | None = None,
         calibration: Calibration | None = None,
         sampled: bool = False,
     ) -> None:
         self.head: Any = head
         if width is not None:
-            if tree != "dynamic":
-                raise ValueError(f"width is for a dynamic tree; {tree} has its own paths")
             self.width = self.ranks = width
         heads = self.levels or self.head.config.heads
         self.depth = heads if depth is None else depth
@@ -86,11 +77,9 @@ class HeadProposer(ABC):
             raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {heads}")
         self.dtype = next(head.parameters()).dtype
         self.nodes, self.sampled, self.calibration = nodes, sampled, calibration
-        self.paths = choose_paths(tree, calibration, self.static)
         self.draft_budget = DraftBudget() if calibration is None else DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory()
         self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
-        self._fixed_trees: dict[tuple[Any, ...], FixedTree] = {}
         self._graphs = DraftGraphs()
 
     @property
@@ -111,7 +100,7 @@ class HeadProposer(ABC):
         """The same proposer with nothing learned."""
         fresh = copy(self)
         fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau)
-        fresh._history, fresh._fixed_trees, fresh._graphs = FeatureHistory(), {}, DraftGraphs()
+        fresh._history, fresh._graphs = FeatureHistory(), DraftGraphs()
         return fresh
 
     def prepare(self, target: Target) -> Self:
@@ -189,7 +178,7 @@ class HeadProposer(ABC):
         inputs = self.read_step(step) | {"roots": numbers_of(step)["roots"]}
         if sampled:
             inputs["seeds"] = find_seeds(step)
-        if self.paths is None and self._adapts_depth and step.target.device.type != "cpu":
+        if self._adapts_depth and step.target.device.type != "cpu":
             levels = self.draft_budget.choose_depth(levels)
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
@@ -211,15 +200,8 @@ class HeadProposer(ABC):
         roots = inputs["roots"]
         sampler = None if sampling is None else SampledTokens(sampling, target.vocabulary, inputs["seeds"])
         drafter = ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, sampler)
-        if self.paths is None:
-            budget = self.draft_budget if self._adapts_depth else None
-            return search(roots, drafter, levels, self.width, self.ranks, most, budget)
-        key = levels, most, sampler is not None, roots.device
-        if key not in self._fixed_trees:
-            paths = renumber(self.paths) if sampler is not None else self.paths
-            paths = cut_tree(paths, levels, self.head.draft_size, most - 1)
-            self._fixed_trees[key] = FixedTree.from_paths(paths, roots.device)
-        return fill_tree(roots, drafter, self._fixed_trees[key])
+        budget = self.draft_budget if self._adapts_depth else None
+        return search(roots, drafter, levels, self.width, self.ranks, most, budget)
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
@@ -242,18 +224,3 @@ class HeadProposer(ABC):
     def written(self) -> Tensor | None:
         """The keys of the cache that drafting writes to, if there is one."""
         return None
-
-
-def choose_paths(
-    tree: str | Sequence[Ranks], calibration: Calibration | None, static: tuple[Ranks, ...]
-) -> tuple[Ranks, ...] | None:
-    """The paths of a fixed tree; None for a dynamic one. static: the method's published tree."""
-    if not isinstance(tree, str):
-        return check_tree(tree)
-    if tree not in TREES:
-        raise ValueError(f"there is no tree {tree!r}; choose from {', '.join(TREES)}, or give paths of ranks")
-    if tree == "calibrated" and calibration is None:
-        raise ValueError("the head was not calibrated; run `draftless calibrate`, or choose another tree")
-    if tree == "dynamic":
-        return None
-    return calibration.best_tree(LARGEST) if calibration is not None and tree == "calibrated" else static

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
@@ -31,9 +31,8 @@ from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
-from proposers.trees.fixed import Ranks
 
-_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "tree", "nodes", "sampled"), ("depth", "width")
+_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "nodes", "sampled"), ("depth", "width")
 _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and options of `load_proposer`
     "none": (PlainProposer, ()),
     "ngram": (NGramProposer, ()),
@@ -65,7 +64,6 @@ def load_proposer(
     *,
     head: str | Path | None = None,
     draft_model: Target | str | Path | None = None,
-    tree: str | Sequence[Ranks] | None = None,
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
@@ -81,13 +79,13 @@ def load_proposer(
     of the kind that `name` is; "merged" then has no head.
     draft_model: for "draft", a target, or a folder or hub id to load.
     store: finished answers to draft from, see `MergedProposer`.
-    tree, nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
+    nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
 
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
     another target; TypeError unless `target` is a target.
     """
     check_target(target)
-    options: dict[str, Any] = {"head": head, "draft_model": draft_model, "tree": tree, "nodes": nodes, "store": store}
+    options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
     options |= {"depth": depth, "width": width, "sampled": sampled}
     check_options(name, options)
     given = {option: options[option] for option in _find_given(options)}
@@ -128,8 +126,6 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
     has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
     _refuse_options(str(name), given, has)
-    if "width" in given and options.get("tree") not in (None, "dynamic"):
-        raise ValueError(f"width is for dynamic trees; the tree {options['tree']!r} has its own paths")
     if name == "draft" and "draft_model" not in given:
         raise ValueError("draft needs draft_model, a smaller model with the same vocabulary")
     if name in HEAD_PROPOSERS or "head" in given:

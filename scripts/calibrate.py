@@ -24,8 +24,8 @@ The model answers the prompts greedily, and the head drafts at each position of 
 was not trained on.
 
 Written to DIR/calibration.json: acceptance (for each head, how often its draft token of rank 0, 1, ... is accepted if
-its ancestors are), confidence (how to map its own probabilities to acceptance), best_tree (the first n - 1 paths are
-the best tree of n nodes), expected_tau (of these trees, by number of nodes).
+its ancestors are), confidence (how to map its own probabilities to acceptance), expected_tau (of the best trees of 1,
+2, ... nodes).
 """
 PROMPT_FILE_HELP = """prompts: a .jsonl file of prompts, conversations or distilled answers (docs/training.md has the
 formats); of turns, only the first is used"""
@@ -81,11 +81,10 @@ def describe(calibration: Calibration) -> str:
     heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
     for number, (positions, row) in enumerate(measured, start=1):
         heads.append([str(number), str(positions), *(f"{share:.1%}" for share in row)])
-    trees = [["nodes", "expected tau", "deepest"]]
+    trees = [["nodes", "expected tau"]]
     taus = calibration.expect_tau(max(SHOWN))
     for nodes in (size for size in SHOWN if size <= len(taus)):
-        deepest = max(map(len, calibration.best_tree(nodes)))
-        trees.append([str(nodes), f"{taus[nodes - 1]:.2f}", str(deepest)])
+        trees.append([str(nodes), f"{taus[nodes - 1]:.2f}"])
     return f"{to_markdown(heads)}\n\n{to_markdown(trees)}"
 
 

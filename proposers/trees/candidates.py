@@ -24,7 +24,6 @@ class Candidates:
     scores: the log-probabilities that whole paths are right.
     lay_out_q: makes the tree's `q` [B, C + 1, V], which the verifier needs if tokens were sampled. It takes the chosen
     candidates [B, C] and the number of all candidates; it returns None if no token was sampled.
-    ordered: the best n candidates are the first n (a fixed tree); otherwise they are those with the best scores.
     right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
     """
 
@@ -34,14 +33,11 @@ class Candidates:
     scores: Tensor  # [B, M] float32
     levels: int
     lay_out_q: Callable[[Tensor, int], Tensor | None]
-    ordered: bool = False
     right: Tensor | None = None  # [levels]
 
     @cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Scores [B, M] and whose they are. The first n are the best tree of n nodes and its root."""
-        if self.ordered:
-            return self.scores, torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return rank(self.scores)
 
     def tree(self, nodes: int) -> Tree:

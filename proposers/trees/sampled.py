@@ -16,7 +16,7 @@ a node is kept must not depend on the node's own token. These conditions ensure 
     known before the node's token is sampled. Choosing the best size of the finished tree would be biased.
  5. The number of levels is chosen from the first level's scores, which depend on no sampled token.
 
-A fixed tree needs only 1 and 4. The rows of a batch may share n: each row gets its i-th node at the same time.
+The rows of a batch may share n: each row gets its i-th node at the same time.
 
 Shapes: B rows, W paths followed, R ranks (samples per path), M candidates, N nodes, D draft vocabulary, V the target's
 vocabulary, P paths of all rows.
@@ -24,7 +24,6 @@ vocabulary, P paths of all rows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +34,6 @@ from decode import Sampling, Step
 from decode.gpu.fusion import fused
 from decode.noise import DRAFT, KEY_NAMES, inverse_cdf, make_exponential, row_keys, stream_uniforms
 from decode.sampling import upcast_half, warp
-from proposers.trees.fixed import Ranks
 
 GROUP = 256  # tokens whose probabilities are kept as one sum
 LEAST = -80.0  # stands for the log of 0: a calibration would turn -inf into NaN
@@ -170,17 +168,3 @@ def sample_by_gumbel(q: Tensor, exponential: Tensor, ranks: int) -> Tensor:
     exponential [B, W, D]: independent noise. It is more work than `sample_without_replacement`, but few launches.
     """
     return (q / exponential).topk(ranks, dim=2).indices
-
-
-def renumber(paths: Sequence[Ranks]) -> tuple[Ranks, ...]:
-    """The same tree with each node's children numbered in the order in which they are listed.
-
-    A tree of ranks may have the third child without the second, but there is no third sample without a second.
-    """
-    names: dict[Ranks, Ranks] = {(): ()}
-    children = Counter[Ranks]()
-    for path in paths:
-        parent = names[path[:-1]]
-        names[path] = (*parent, children[parent])
-        children[parent] += 1
-    return tuple(names[path] for path in paths)

@@ -1,4 +1,4 @@
-"""Draft trees from a drafter: a best-first search level by level, or the tokens of a fixed tree.
+"""Draft trees from a drafter: a best-first search level by level.
 
 Shapes: B rows, W paths that are followed further, R ranks (next tokens of a path), M candidates, D draft vocabulary.
 """
@@ -17,7 +17,6 @@ from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.trees.candidates import Candidates
-from proposers.trees.fixed import FixedTree
 from proposers.trees.sampled import SampledTokens
 
 RANKS = 10  # most likely next tokens of a path that become candidates
@@ -130,7 +129,8 @@ def search(
     A GPU would have to wait for such decisions. There all levels are drafted with `width` paths, and the budget chooses
     the levels of the next step from `Candidates.right`.
     """
-    scores, places = begin_paths(roots)
+    scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # of the only path before the first level
+    places = torch.full_like(roots[:, None], -1)  # the root
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
     best: list[Tensor] = []  # of each level: the scores of the paths that could be followed further
     waits = roots.device.type == "cpu"
@@ -157,11 +157,6 @@ def search(
     wants_right = not waits and budget is not None
     tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None, is_sampled)
     return Candidates(roots, tokens, parents, scores, len(found), drafter.lay_out_q, right=right)
-
-
-def begin_paths(roots: Tensor) -> tuple[Tensor, Tensor]:
-    """The only path before the first level is the root: its score and its place, [B, 1] each."""
-    return torch.zeros_like(roots[:, None], dtype=torch.float32), torch.full_like(roots[:, None], -1)
 
 
 def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -218,19 +213,3 @@ def count_useful(scores: Tensor, found: Sequence[Tensor], nodes: int, least: flo
     if candidates.shape[1] > nodes - 2:
         useful &= scores >= candidates.topk(nodes - 2, dim=1).values[:, -1:]
     return int(useful.sum(dim=1).max())
-
-
-def fill_tree(roots: Tensor, drafter: ScoredDrafter, tree: FixedTree) -> Candidates:
-    """The candidates of a fixed tree: the tokens at the ranks that it names, whatever their scores. roots [B]."""
-    scores, places = begin_paths(roots)
-    found: list[tuple[Tensor, Tensor]] = []
-    for depth, level in enumerate(tree.levels):
-        ranked, longer = drafter.next_tokens(depth, level.ranks_needed, scores, places)  # [B, W, R]
-        found.append((ranked[:, level.parents, level.ranks], longer[:, level.parents, level.ranks]))
-        tokens, scores = (part[:, level.followed] for part in found[-1])  # [B, W]
-        places = level.places.expand_as(tokens)
-        if depth + 1 < len(tree.levels):
-            drafter.inner.extend(level.followed_parents.expand_as(tokens), tokens)
-    tokens, scores = (torch.cat(parts, dim=1)[:, tree.order] for parts in zip(*found, strict=True))
-    parents, levels = tree.parents.expand_as(tokens), len(tree.levels)
-    return Candidates(roots, tokens, parents, scores, levels, drafter.lay_out_q, ordered=True)

@@ -17,7 +17,6 @@ from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
 from proposers.eagle import DEPTH, WIDTH
-from proposers.head_proposer import TREES
 from proposers.load import OPTIONS
 from scripts.shared.command import at_least
 
@@ -34,8 +33,6 @@ NODES_HELP = """for heads, suffix, recycling, merged, auto: trees of N nodes (de
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "a smaller model with the same vocabulary, folder or hub id"
-TREE_HELP = """for heads: dynamic, the most likely nodes of each step (the default); calibrated, the best tree when the
-head was calibrated; static, the method's published tree"""
 SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
 distribution, but a seed gives another text than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
@@ -79,7 +76,6 @@ class ProposerOptions(Options):
     proposer: str = "auto"
     draft_model: str | None = None
     head: str | None = None
-    tree: str | None = None
     nodes: int | None = None
     depth: int | None = None
     width: int | None = None
@@ -108,7 +104,6 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
     add("--head", metavar="DIR", help=HEAD_HELP)
-    add("--tree", choices=TREES, metavar="NAME", help=TREE_HELP)
     add("--nodes", type=at_least(1), metavar="N", help=NODES_HELP)
     add(
         "--depth",

@@ -71,7 +71,7 @@ def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREED
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("settings", [{"nodes": 40}, {"nodes": 40, "tree": "static"}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"nodes": 40}, {}], ids=str)
 @pytest.mark.parametrize("spoil", SPOILED)
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
 def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) -> None:

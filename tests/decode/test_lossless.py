@@ -28,7 +28,6 @@ from proposers import (
 )
 from proposers.load import OPTIONS, load_proposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
-from proposers.trees.fixed import EAGLE_TREE
 from tests.support.drafting import make_head, tree_of_rows
 from tests.support.models import VOCABULARY, tiny
 
@@ -75,15 +74,15 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "itself": lambda target: DraftProposer(target, length=4),
     "itself as a tree": lambda target: DraftProposer(target, width=2),
     "medusa": lambda target: MedusaProposer(make_head("medusa", target, output="target")),
-    "medusa static": lambda target: MedusaProposer(make_head("medusa", target, draft_size=40), tree="static", nodes=64),
+    "medusa large": lambda target: MedusaProposer(make_head("medusa", target, draft_size=40), nodes=64),
     "hydra": lambda target: HydraProposer(make_head("hydra", target, output="target"), nodes=16),
-    "hydra static": lambda target: HydraProposer(make_head("hydra", target), tree=EAGLE_TREE, nodes=9),
+    "hydra small": lambda target: HydraProposer(make_head("hydra", target), nodes=9),
     "hydra++": lambda target: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
     "eagle chain": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=1, nodes=4),
-    "eagle static": lambda target: EagleProposer(make_head("eagle", target, draft_size=40), tree="static", nodes=9),
+    "eagle small": lambda target: EagleProposer(make_head("eagle", target, draft_size=40), nodes=9),
     "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
     "eagle3 chain": lambda target: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
-    "eagle3 static": lambda target: EagleProposer(make_head("eagle3", target), tree="static", depth=3, nodes=20),
+    "eagle3 large": lambda target: EagleProposer(make_head("eagle3", target), depth=3, nodes=20),
     "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3),
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
@@ -271,7 +270,7 @@ def draft_with_heads(kind: str) -> list[Callable[[int], Proposer]]:
     return [
         lambda width: MedusaProposer(medusa, nodes=2 * width + 1),
         lambda width: HydraProposer(hydra, nodes=2 * width),
-        lambda width: HydraProposer(prefix, tree="static", nodes=9),
+        lambda width: HydraProposer(prefix, nodes=9),
         lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
         lambda width: DraftProposer(target, width=width, length=3),
         lambda width: MergedProposer([HostileSource(width)], HydraProposer(hydra), nodes=3 * width),

@@ -1,11 +1,11 @@
-"""Calibration: what is measured of a head, the trees that follow from it, and its file."""
+"""Calibration: what is measured of a head, the tau that follows from it, and its file."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,14 @@ GOOD = Calibration(TABLE, ((0.1, 0.9, 0.2),) * 3, (100, 70, 40))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_tree_has_the_most_likely_paths(seed: int) -> None:
+def test_the_expected_tau_is_that_of_the_most_likely_paths(seed: int) -> None:
     choose = random.Random(seed)
     table = tuple(tuple(choose.random() for _ in range(4)) for _ in range(3))
     calibration = Calibration(table, (PLAIN,) * 3, (1,) * 3)
-    products = {
-        path: math.prod(table[depth][rank] for depth, rank in enumerate(path))
-        for length in (1, 2, 3)
-        for path in product(range(4), repeat=length)
-    }
-    for nodes in (1, 2, 7, 30, 85):
-        tree = calibration.best_tree(nodes)
-        best = sorted(products.values(), reverse=True)[: nodes - 1]
-        assert len(tree) == nodes - 1 and all(path[:-1] in ((), *tree) for path in tree)
-        assert [products[path] for path in tree] == pytest.approx(best)
-        assert tree == calibration.best_tree(85)[: nodes - 1]
-        assert calibration.expect_tau(nodes)[-1] == pytest.approx(1 + sum(best))
-    assert len(calibration.best_tree(1000)) == len(products)
+    products = [math.prod(path) for length in range(4) for path in product(*table[:length])]
+    expected = [*accumulate(sorted(products, reverse=True))]
+    for nodes in (1, 2, 7, 30, 85, 1000):
+        assert calibration.expect_tau(nodes) == pytest.approx(expected[:nodes])
 
 
 def made_up_trials(count: int) -> Trials:
@@ -125,8 +116,10 @@ def test_a_calibration_is_saved_and_loaded(tmp_path: Path) -> None:
     GOOD.save(tmp_path)
     assert load_calibration(tmp_path) == GOOD
     content = json.loads((tmp_path / FILE).read_text())
-    assert content["best_tree"][:3] == [[0], [1], [0, 0]] and content["expected_tau"][:3] == [1.0, 1.5, 1.7]
+    assert content["expected_tau"][:3] == [1.0, 1.5, 1.7]
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    (tmp_path / FILE).write_text(json.dumps(content | {"best_tree": [[0], [1], [0, 0]]}))  # of an older version
+    assert load_calibration(tmp_path) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -158,14 +151,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: Any, message: str) -
 def test_a_calibration_of_other_heads_is_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="of 3 heads, not of 2"):
         make("medusa", target, {"heads": 2}, calibration=GOOD)
-
-
-def test_a_calibrated_tree_has_its_ranks(target: Target) -> None:
-    proposer = make("medusa", target, tree="calibrated", calibration=GOOD)
-    assert proposer.paths == GOOD.best_tree(256) and len(proposer.paths) == 3 + 9 + 27
-    calibration = Calibration(((0.5, 0.2), (0.4, 0.1)), (PLAIN,) * 2, (9, 9))
-    drafted = record(make("eagle3", target, tree="calibrated", nodes=4, calibration=calibration), target).drafted
-    assert {tuple(map(len, paths)) for paths in drafted.values() if len(paths) == 3} == {(1, 1, 2)}
 
 
 def test_levels_that_were_not_measured_are_calibrated_like_the_deepest(target: Target) -> None:

@@ -17,7 +17,6 @@ from heads.layer_cache import attend, hide
 from proposers import EagleProposer, HeadProposer, HydraProposer, MedusaProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
 from proposers.feature_history import attend_like_target
-from proposers.trees.fixed import EAGLE_TREE
 from tests.support.drafting import Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
@@ -45,7 +44,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3"]
 READ_ALL = MAIN[2:]  # features of a text
 EAGLES = [kind for kind in KINDS if "eagle" in kind]
-ODD = ((0,), (0, 1), (2,), (0, 1, 3), (2, 0), (1,))
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +114,6 @@ class Written:
             beam = dict(_most_likely(grown, proposer.width))
         return dict(_most_likely(pool, nodes - 1))
 
-    def fill(self, tree: Sequence[Sequence[int]]) -> Paths:
-        """A tree of ranks."""
-        found: Paths = {}
-        for ranks in tree:
-            path, score = (), 0.0
-            for rank in ranks:
-                path, log_p = [*self.best(path, rank + 1).items()][rank]
-                score += log_p
-            found[path] = score
-        return found
-
 
 def _most_likely(paths: Paths, count: int) -> list[Any]:
     return sorted(paths.items(), key=lambda item: -item[1])[:count]
@@ -160,18 +147,6 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
     assert any(len({*accepted}) > 1 for accepted in recorder.accepted)
     for text in [*found[:4], *found[4::7]]:
         assert agree(recorder.drafted[text], Written(target, proposer.head, text).grow(proposer, 14)), text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_fixed_trees(target: Target, kind: str) -> None:
-    for tree, paths in (("static", EAGLE_TREE), (ODD, ODD)) if kind in MAIN[3:] else ((ODD, ODD),):
-        proposer = make(kind, target, tree=tree, nodes=26)
-        drafted = record(proposer, target, max_new_tokens=30).drafted
-        whole = [text for text, found in drafted.items() if len(found) == len(paths)]
-        assert len(whole) > 12
-        for text in whole[:: 9 if kind not in EAGLES else 17]:
-            assert agree(drafted[text], Written(target, proposer.head, text).fill(paths))
 
 
 @pytest.mark.parametrize("kind", MAIN[3:])
@@ -213,15 +188,13 @@ def test_no_feature_is_missed_while_drafting_backs_off(
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 13))
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", MAIN)
-def test_rows_do_not_affect_each_other(target: Target, kind: str, tree: str) -> None:
+def test_rows_do_not_affect_each_other(target: Target, kind: str) -> None:
     """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
     settings: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=3), "stop_ids": [3, 9], "max_new_tokens": 30}
     shape = {"depth": 4} if kind in EAGLES else {}
     recorders = [
-        record(make(kind, target, tree=tree, nodes=12, **shape), target, batch_size=size, **settings)
-        for size in (1, 2, 4)
+        record(make(kind, target, nodes=12, **shape), target, batch_size=size, **settings) for size in (1, 2, 4)
     ]
     alone, *together = [
         {text: paths for text, paths in recorder.drafted.items() if len(paths) == 11 and has_room(text)}
@@ -269,9 +242,9 @@ def test_the_text_is_the_targets(
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 2.0]))
     sampling = Sampling(temperature=temperature, seed=3)
     plain = texts(target, None, sampling=sampling)
-    trees: list[dict[str, Any]] = [{"nodes": 20}, {"tree": "static"}, {"width": 1, "nodes": 5}, {}]
+    trees: list[dict[str, Any]] = [{"nodes": 20}, {"width": 1, "nodes": 5}, {}]
     for batch_size in (1, 2, 4):
-        for settings in trees[:: 3 if batch_size == 2 else 1]:
+        for settings in trees[:: 2 if batch_size == 2 else 1]:
             proposer = make(kind, target, **settings)
             assert texts(target, proposer, sampling=sampling, batch_size=batch_size) == plain, settings
 
@@ -295,10 +268,6 @@ def test_random_heads_are_rarely_right(target: Target, kind: str) -> None:
         *((kind, {"nodes": 64}, 1, 1) for kind in MAIN),
         *((kind, {"nodes": 7}, 2, 2) for kind in MAIN),
         *((kind, {"nodes": 200}, 64, 64) for kind in MAIN),
-        *((kind, {"nodes": 200, "tree": "static"}, 64, 62) for kind in MAIN[1:3]),  # cut to depth 3
-        *((kind, {"nodes": 200, "tree": EAGLE_TREE}, 64, 21) for kind in MAIN[:3]),
-        ("eagle", {"nodes": 64, "tree": "static"}, 64, 26),
-        ("eagle3", {"nodes": 64, "tree": "static", "depth": 2}, 64, 13),
         ("eagle", {"nodes": 64, "depth": 1, "width": 4}, 64, 5),
         ("eagle3", {"nodes": 64, "depth": 2, "width": 3}, 64, 13),
         ("eagle", {"nodes": 64, "depth": 3, "width": 30}, 40, 40),
@@ -337,9 +306,8 @@ def test_levels_that_do_not_pay_are_left_out(
 
 @pytest.mark.parametrize("kind", MAIN[:3])
 @pytest.mark.parametrize("size", [1, 3, VOCABULARY])
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
-def test_small_draft_vocabularies(target: Target, kind: str, size: int, tree: str) -> None:
-    proposer = make(kind, target, {"draft_size": size}, tree=tree, nodes=64)
+def test_small_draft_vocabularies(target: Target, kind: str, size: int) -> None:
+    proposer = make(kind, target, {"draft_size": size}, nodes=64)
     recorder = record(proposer, target, max_new_tokens=8)
     known = set(proposer.head.tokens(torch.arange(size)).tolist())
     assert {token for paths in recorder.drafted.values() for path in paths for token in path} <= known
@@ -386,27 +354,15 @@ def test_a_borrowed_matrix_is_that_of_the_current_target(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("medusa", {"tree": ((0,), (1, 0))}, r"the tree has the path \(1, 0\) but not \(1,\)"),
-        ("medusa", {"tree": ((0,), ())}, "one rank or more"),
-        ("medusa", {"tree": ((-1,),)}, "a whole number from 0 on"),
-        ("medusa", {"tree": "oak"}, "no tree 'oak'; choose from dynamic, calibrated, static, or give paths"),
-        ("medusa", {"tree": "calibrated"}, "was not calibrated; run `draftless calibrate`"),
         ("medusa", {"nodes": 0}, "nodes is 0"),
         ("medusa", {"depth": 10}, "depth is 10; this head drafts 3 levels"),
         ("eagle", {"depth": 0}, "depth 0 and width 10 must be at least 1"),
         ("eagle", {"width": 0}, "depth 6 and width 0 must be at least 1"),
-        ("eagle", {"tree": "static", "width": 3}, "width is for a dynamic tree; static has its own paths"),
     ],
 )
 def test_bad_settings_are_refused(target: Target, kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(kind, target, **settings)
-
-
-def test_a_tree_without_a_usable_rank_is_refused(target: Target) -> None:
-    proposer = make("medusa", target, {"draft_size": 3}, tree=((3,), (4,)), nodes=4)
-    with pytest.raises(ValueError, match="no path with ranks below 3"):
-        generate(target, [[5]], proposer)
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ def test_a_name_gives_its_proposer(target: Target, heads: Path) -> None:
     for kind in ("medusa", "hydra", "eagle3"):
         proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
         assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
-    assert load_proposer("eagle3", target, head=heads / "eagle3", tree="static").paths is not None
+    eagle: Any = load_proposer("eagle3", target, head=heads / "eagle3", nodes=7)
+    assert (eagle.head.kind, eagle.nodes) == ("eagle3", 7)
     hydra: Any = load_proposer(str(heads / "hydra"), target)  # a folder in the place of a name
     assert hydra.head.kind == "hydra" and hydra.calibration == load_calibration(heads / "hydra") is not None
-    eagle: Any = load_proposer(heads / "eagle3", target, depth=4, width=2)
+    eagle = load_proposer(heads / "eagle3", target, depth=4, width=2)
     assert (eagle.depth, eagle.width) == (4, 2)
 
 
@@ -186,10 +187,9 @@ HAVE_HEADS = "it is for merged, medusa, hydra, eagle, eagle3, auto"
         ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
         ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, medusa"),
         ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
-        ("draft", {"tree": "static"}, "draft has no option tree; it is for medusa, hydra, eagle, eagle3"),
+        ("auto", {"sampled": True}, "auto has no option sampled; it is for draft, medusa, hydra, eagle, eagle3"),
         ("draft", {}, "draft needs draft_model, a smaller model with the same vocabulary"),
         ("medusa", {"width": 3}, "medusa has no option width; it is for draft, eagle, eagle3"),
-        ("eagle3", {"width": 3, "tree": "static"}, "width is for dynamic trees; the tree 'static' has its own paths"),
         ("medusa", {"head": "nowhere"}, "cannot load a head from 'nowhere': there is no such local folder"),
         ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
         ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),

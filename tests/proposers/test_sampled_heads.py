@@ -23,7 +23,6 @@ from proposers import (
     HydraProposer,
     MedusaProposer,
     draft_budget,
-    head_proposer,
 )
 from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
@@ -45,11 +44,9 @@ EAGLES = ["eagle", "eagle3"]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 3, "width": 1, "nodes": 4},
     "dynamic": {"depth": 2, "width": 2, "nodes": 5},
+    "dynamic, many nodes": {"depth": 2, "width": 2, "nodes": 6},  # two paths with children
     "dynamic, few nodes": {"depth": 2, "width": 2, "nodes": 3},
-    "static": {"depth": 2, "nodes": 6, "tree": ((0,), (1,), (0, 0), (0, 1), (1, 0))},
-    "ranks with gaps": {"depth": 2, "nodes": 6, "tree": ((2,), (0,), (2, 1), (0, 0))},
     "adaptive": {"depth": 2, "width": 2},
-    "adaptive, fixed": {"depth": 2, "tree": ((0,), (0, 0), (1,), (1, 0), (0, 1))},
     "adaptive, chain": {"depth": 3, "width": 1},
 }
 
@@ -175,14 +172,14 @@ STEPS = (1.0, 2.0, 2.0)  # more than two nodes cost nothing, so the size depends
 CASES = [
     ("eagle", "chain", "block", CUT),
     ("eagle", "dynamic, few nodes", "traversal", PLAIN),
-    ("eagle", "static", "traversal", CUT),
+    ("eagle", "dynamic, many nodes", "traversal", CUT),
     ("eagle", "adaptive", "traversal", PLAIN),
     ("eagle3", "chain", "traversal", TARGET_CUT),
     ("eagle3", "adaptive", "rrsw", CUT),
     ("eagle3", "dynamic", "traversal", CUT),
     ("eagle3", "dynamic, few nodes", "traversal", TARGET_CUT),
-    ("hydra", "ranks with gaps", "rrsw", PLAIN),
-    ("hydra", "adaptive, fixed", "traversal", TARGET_CUT),
+    ("hydra", "dynamic, many nodes", "rrsw", PLAIN),
+    ("hydra", "adaptive", "traversal", TARGET_CUT),
     ("eagle", "adaptive, chain", "block", PLAIN),
     ("medusa", "dynamic, few nodes", "traversal", PLAIN),
 ]
@@ -239,16 +236,10 @@ def share_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled.SampledTokens, "pick", copy)
 
 
-def skip_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the second sample without the first."""
-    monkeypatch.setattr(head_proposer, "renumber", lambda paths: paths)
-
-
 WRONGS = [
     (choose_by_token, "hydra", "dynamic, few nodes"),
     (size_afterwards, "eagle", "adaptive, chain"),
-    (share_samples, "medusa", "static"),
-    (skip_ranks, "hydra", "ranks with gaps"),
+    (share_samples, "medusa", "dynamic, many nodes"),
 ]
 
 

@@ -14,7 +14,7 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import stream_uniforms
-from proposers.trees.sampled import renumber, sample_without_replacement
+from proposers.trees.sampled import sample_without_replacement
 from proposers.trees.search import keep_order
 from tests.decode.test_lossless import texts
 from tests.proposers.test_sampled_heads import EAGLES, PROPOSERS, make
@@ -24,13 +24,13 @@ from tests.support.models import tiny
 WORDS = 12
 BATCHES = [  # kind, settings of the proposer and of its head, batch size, runs
     ("eagle", {"width": 1, "nodes": 4}, {"draft_size": 9}, 1, 90),
-    ("eagle", {"tree": "static", "nodes": 12}, {}, 3, 150),
+    ("eagle", {"nodes": 12}, {}, 3, 150),
     ("eagle", {}, {"draft_size": 9}, 30, 300),
     ("eagle3", {"depth": 3, "width": 4, "nodes": 10}, {"draft_size": 9}, 1, 90),
     ("eagle3", {"width": 1, "nodes": 4}, {}, 3, 150),
     ("eagle3", {"depth": 3, "nodes": 8}, {"draft_size": 9}, 30, 300),
     ("hydra", {"nodes": 8}, {"draft_size": 9}, 30, 300),
-    ("medusa", {"tree": "static", "nodes": 8}, {}, 30, 300),
+    ("medusa", {"nodes": 8}, {}, 30, 300),
 ]
 
 
@@ -84,7 +84,7 @@ def test_text_has_the_distribution_of_plain_sampling(
     assert statistic < 31.3  # at most 11 degrees of freedom: one in a thousand
 
 
-@pytest.mark.parametrize("settings", [{"nodes": 9}, {"width": 1, "nodes": 5}, {"tree": "static", "nodes": 12}])
+@pytest.mark.parametrize("settings", [{"nodes": 9}, {"width": 1, "nodes": 5}])
 @pytest.mark.parametrize("kind", EAGLES)
 def test_draft_tokens_depend_on_their_keys_only(words: Target, kind: str, settings: dict[str, Any]) -> None:
     """With equally many nodes in every step, the whole text then does too, in any batch."""
@@ -99,13 +99,12 @@ def test_draft_tokens_depend_on_their_keys_only(words: Target, kind: str, settin
     assert decode(None, sampling=sampling) != text
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "static", ((2,), (0,), (2, 1))])
 @pytest.mark.parametrize("kind", EAGLES)
-def test_nothing_is_sampled_at_temperature_0(words: Target, kind: str, tree: Any) -> None:
-    proposer = make(kind, words, tree=tree, nodes=9)
+def test_nothing_is_sampled_at_temperature_0(words: Target, kind: str) -> None:
+    proposer = make(kind, words, nodes=9)
     generate(words, [[3]], proposer, sampling=Sampling(temperature=1.0, seed=1), max_new_tokens=8)
     drafts = []
-    for drafter in (proposer, make(kind, words, tree=tree, nodes=9, sampled=False)):
+    for drafter in (proposer, make(kind, words, nodes=9, sampled=False)):
         recorder = Recorder(drafter)
         assert texts(words, recorder, [[3, 4], [5]]) == texts(words, None, [[3, 4], [5]])
         assert all(tree.q is None for tree in recorder.trees)
@@ -116,7 +115,7 @@ def test_nothing_is_sampled_at_temperature_0(words: Target, kind: str, tree: Any
 @pytest.mark.parametrize("kind", PROPOSERS)
 def test_trees_carry_the_probabilities_that_they_were_sampled_from(words: Target, kind: str) -> None:
     """Over the target's tokens, and zero outside the draft vocabulary; siblings differ."""
-    for settings in ({"nodes": 10}, {"tree": "static", "nodes": 10}, {"width": 1, "nodes": 4}):
+    for settings in ({"nodes": 10}, {"width": 1, "nodes": 4}):
         if kind in ("medusa", "hydra") and "width" in settings:
             continue
         proposer = make(kind, words, {"draft_size": 7}, **settings)
@@ -168,17 +167,6 @@ def test_sampling_more_tokens_than_have_probability() -> None:
         assert sampled[0][:2] == [1, 3] and sorted(sampled[1]) == [0, 1, 2, 3, 4]
         assert all(q[0, token] == 0 or token in (1, 3) for token in sampled[0])
     assert q[1].tolist() == [0.2] * 5
-
-
-def test_children_are_numbered_as_they_are_listed() -> None:
-    assert renumber([(2,), (0,), (2, 1), (0, 5), (2, 0), (0, 5, 1)]) == (
-        (0,),
-        (1,),
-        (0, 0),
-        (1, 0),
-        (0, 1),
-        (1, 0, 0),
-    )
 
 
 def test_a_later_sample_never_scores_higher() -> None:

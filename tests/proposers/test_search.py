@@ -1,4 +1,4 @@
-"""The search for draft trees, compared with a search path by path; and fixed trees."""
+"""The search for draft trees, compared with a search path by path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from proposers.draft_budget import DraftBudget
 from proposers.trees.candidates import Candidates
-from proposers.trees.fixed import EAGLE_TREE, MEDUSA_TREE, check_tree, cut_tree
 from proposers.trees.search import RANKS, ScoredDrafter, expect_right, search
 from tests.support.drafting import list_paths
 
@@ -134,11 +133,3 @@ def test_right_levels_are_those_with_a_right_path() -> None:
     best = [torch.tensor([[0.5], [0.7]]).log(), torch.tensor([[0.3, 0.1], [0.2, 0.2]]).log()]
     assert expect_right(best, sampled=False).tolist() == pytest.approx([0.6, 0.4])
     assert expect_right(best, sampled=True).tolist() == pytest.approx([0.6, (0.5**2 + 0.7**2) / 2])
-
-
-def test_fixed_trees_are_ordered_and_cut() -> None:
-    for paths, count in ((MEDUSA_TREE, 63), (EAGLE_TREE, 25)):
-        assert check_tree(paths) == paths and len(paths) == count  # in this order already
-    assert MEDUSA_TREE[:6] == ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0))
-    assert check_tree([(1, 0), [0], (1,), (0,)]) == ((1,), (1, 0), (0,))
-    assert cut_tree(((0,), (0, 5), (1,), (0, 0), (0, 0, 0)), depth=2, ranks=5, nodes=2) == ((0,), (1,))

@@ -64,7 +64,7 @@ def read_tokens(run: Run) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in run.out.splitlines()]
 
 
-TREES = [[], ["--nodes", "9"], ["--tree", "static"]]
+TREES = [[], ["--nodes", "9"]]
 CHAIN = ["--depth", "3", "--width", "1", "--nodes", "4"]
 
 
@@ -96,7 +96,6 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
         (["--proposer", "medusa", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
         (["--proposer", "medusa", "--head", "deep"], "number of layers is 3; this target's is 2"),
         (["--proposer", "medusa", "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
-        (["--proposer", "medusa", "--head", "medusa", "--tree", "calibrated"], "run `draftless calibrate`"),
         (
             ["--proposer", "ngram", "--head", "medusa"],
             "ngram has no option head; it is for merged, medusa, hydra, eagle, eagle3, auto",
@@ -106,11 +105,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
             ["--proposer", "hydra", "--head", "hydra", "--depth", "3"],
             "hydra has no option depth; it is for draft",
         ),
-        (
-            ["--proposer", "eagle3", "--head", "eagle3", "--width", "2", "--tree", "static"],
-            "width is for dynamic trees; the tree 'static' has its own paths",
-        ),
-        (["--tree", "static"], "auto has no option tree; it is for medusa, hydra, eagle, eagle3"),
+        (["--sampled"], "auto has no option sampled; it is for draft, medusa, hydra, eagle, eagle3"),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
@@ -142,19 +137,17 @@ def test_a_store_is_kept_in_its_file(call: Call, folder: Path) -> None:
 
 def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
     ask = [*BASE, "--questions", "questions.jsonl", "--repeats", "1", "--max-new-tokens", "6"]
-    names = (
-        "medusa:head=medusa,hydra:head=hydra,tree=static,nodes=3,eagle3:head=eagle3,depth=2,width=1,merged:head=hydra"
-    )
+    names = "medusa:head=medusa,hydra:head=hydra,nodes=3,eagle3:head=eagle3,depth=2,width=1,merged:head=hydra"
     status, out, _ = call(bench, *ask, "--json", "report.json", "--methods", names)
     report = json.loads((folder / "report.json").read_text())
     assert status == 0 and "| eagle3:head=eagle3,depth=2,width=1 " in out and not report["differences"]
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
-    assert rows["hydra:head=hydra,tree=static,nodes=3"]["nodes_per_step"] <= 2
+    assert rows["hydra:head=hydra,nodes=3"]["nodes_per_step"] <= 2
     assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "hydra"}
     for names, message in (
         ("medusa", "medusa needs head, the folder"),
         ("medusa:head=hydra", "is of kind hydra, not medusa"),
-        ("eagle3:head=eagle3,width=2,tree=static", "width is for dynamic trees"),
+        ("medusa:head=medusa,width=2", "medusa has no option width"),
     ):
         call(bench, *ask, "--methods", names).refused(message)
 
@@ -181,14 +174,13 @@ def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, kind: st
     assert calibration is not None and calibration.positions[0] in range(2, 39)
     rows = re.findall(r"^\| (\d) +\| +(\d+) \|((?: +[\d.]+% \|){10})$", out, re.M)
     assert [int(row[1]) for row in rows] == list(calibration.positions)
-    taus = re.findall(r"^\| (\d+) +\| +([\d.]+) \| +\d \|$", out, re.M)
+    taus = re.findall(r"^\| (\d+) +\| +([\d.]+) \|$", out, re.M)
     expected = calibration.expect_tau(64)
     assert [(int(nodes), float(tau)) for nodes, tau in taus] == [
         (nodes, pytest.approx(expected[nodes - 1], abs=0.006)) for nodes in calibrate.SHOWN
     ]
     plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
-    for tree in ("calibrated", "dynamic"):
-        assert read_tokens(call(generate, *ASK, "--proposer", kind, "--head", kind, "--tree", tree)) == plain
+    assert read_tokens(call(generate, *ASK, "--proposer", kind, "--head", kind)) == plain
     (folder / kind / FILE).unlink()
 
 

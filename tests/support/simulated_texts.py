@@ -90,7 +90,7 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "draft tree": DraftProposer(target, width=2, length=2),
         "medusa": MedusaProposer(head("medusa"), nodes=9),
         "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
-        "eagle": EagleProposer(head("eagle"), depth=3, tree="static", nodes=9),
+        "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
         "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
         "garbage": OnDevice(Adversary(1)),
