@@ -1,4 +1,4 @@
-"""Saved heads: bit-exact when loaded, never half-written, and with the tensors that vLLM's Medusa class reads."""
+"""Saved heads: bit-exact when loaded, never half-written, and with the tensors and config that servers read."""
 
 from __future__ import annotations
 
@@ -13,58 +13,62 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from heads import HEADS, LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
-from tests.heads.test_head_layouts import PUBLISHED, made_medusa, name_all, write
-from tests.heads.test_heads import HIDDEN, drawn, randomised
-from tests.support.models import VOCABULARY, tiny
+from heads import MedusaConfig, MedusaHead, RopeScaling, load_head, save_head
+from tests.support.models import tiny
+from tests.support.published_heads import MEDUSA, READ, name_medusa, write
+from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, made
 
-PREFIX = LayerConfig(6, 2, 4, 10, rope_theta=1234.0, rms_norm_eps=1e-3, input_norm=False)
 ORIGIN = {"target_layers": 30, "target_name": "little"}
 FILES = ["config.json", "model.safetensors"]
+QWEN3 = {"qkv_bias": True, "qk_norm": True, "rope_scaling": RopeScaling("llama3", 8.0, 64)}
+FLAGS = dict.fromkeys(("embedding", "bias", "fc_norm", "norm_before_residual", "normed_feedback"), True)
+YARN = {"qkv_bias": True, "input_norm": True, "rope_scaling": RopeScaling("yarn", 2.0, 64)}
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (kind, {**settings, "output": output, "draft_size": draft_size})
+        for output in ("own", "shared", "target")
+        for draft_size in (None, 7)
+        for kind, settings in (
+            ("medusa", {"layers": 2, "bias": False}),
+            ("medusa", ORIGIN),
+            ("hydra", {"layers": 3, "projected": True, "output_bias": output != "target"}),
+            ("hydra", {"prefix": LAYER, **ORIGIN}),
+        )
+    ),
+    ("eagle", {**ORIGIN, "max_position_embeddings": 512}),
+    ("eagle", {"layer": YARN, "bias": True, "draft_size": 5}),
+    ("eagle3", {**ORIGIN, "draft_size": 5}),
+    ("eagle3", {"output": "target"}),
+    ("eagle3", {"layer": QWEN3, **FLAGS, "target_hidden_size": 12, "features": (1, 2)}),
+    ("eagle3", {"norm_before_fc": True, "final_norm": False}),
+]
 
 
-def made(kind: str, **settings: Any) -> Any:
-    head_class, config_class = HEADS[kind]
-    head = randomised(head_class(config_class(HIDDEN, VOCABULARY, **settings)))
-    if head.token_map is not None:
-        head.token_map = torch.arange(head.draft_size) * 2 + 1
-    if head.output == "target":
-        head.borrow(drawn(VOCABULARY, HIDDEN))
-    return head
-
-
-@pytest.mark.parametrize("output", ["own", "shared", "target"])
-@pytest.mark.parametrize("draft_size", [None, 7])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("medusa", {"heads": 3, "layers": 2, "bias": False}),
-        ("medusa", ORIGIN),
-        ("hydra", {"heads": 3, "layers": 3, "projected": True, "output_bias": True}),
-        ("hydra", {"prefix": PREFIX, **ORIGIN}),
-    ],
-)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
-def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, output, draft_size, dtype):
-    if output == "target":
-        settings = {name: value for name, value in settings.items() if name != "output_bias"}
-    head = made(kind, output=output, draft_size=draft_size, **settings)
-    save_head(head, tmp_path / "new" / "head", dtype)
-    loaded = load_head(tmp_path / "new" / "head")
+def assert_equal(loaded: Any, head: Any) -> None:
     assert type(loaded) is type(head) and loaded.config == head.config
-    stored = head if dtype is None else head.to(dtype)
-    assert_equal(loaded.state_dict(), stored.state_dict())
-    if output == "target" and kind == "medusa":
-        assert torch.equal(loaded.borrowed, stored.borrowed)
-    assert sorted(os.listdir(tmp_path / "new" / "head")) == FILES
-
-
-def assert_equal(states: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    states, expected = loaded.state_dict(), head.state_dict()
     assert states.keys() == expected.keys()
-    assert all(
-        states[name].dtype == state.dtype and torch.equal(states[name], state) for name, state in expected.items()
-    )
+    assert all(states[name].dtype == state.dtype for name, state in expected.items())
+    assert all(torch.equal(states[name], state) for name, state in expected.items())
+
+
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
+    head, folder = made(kind, **settings), tmp_path / "new" / "head"
+    save_head(head, folder, dtype)
+    head = head.to(dtype or torch.float64)
+    for _ in range(2):  # the second time, a loaded head is saved in its own folder
+        assert sorted(os.listdir(folder)) == FILES
+        loaded = load_head(folder)
+        assert_equal(loaded, head)
+        save_head(loaded, folder)
+
+
+# ---- what servers read ----
 
 
 def list_vllm_parameters(config: dict[str, Any]) -> dict[str, list[int]]:
@@ -88,20 +92,81 @@ def list_vllm_parameters(config: dict[str, Any]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
 @pytest.mark.parametrize("draft_size", [None, 7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_tensors_are_those_of_vllms_class(tmp_path, output, draft_size, bias):
-    head = made("medusa", heads=3, layers=2, output=output, draft_size=draft_size, bias=bias)
+def test_vllm_can_read_a_medusa_head(tmp_path, output, draft_size, bias):
+    head = made("medusa", layers=2, output=output, draft_size=draft_size, bias=bias)
     save_head(head, tmp_path, torch.bfloat16)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config, tensors = read(tmp_path)
     assert config["architectures"] == ["MedusaModel"] and config["model_type"] == "medusa"
     assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCABULARY)
     renamed = {"num_heads": "heads", "num_hidden_layers": "layers"}  # vLLM renames every key with these words
     assert {name for name in config if "num" in name and ("heads" in name or "layers" in name)} == {*renamed}
-    tensors = load_file(tmp_path / "model.safetensors")
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == list_vllm_parameters(config)
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in tensors.items() if name != "token_map")
     for index in range(3):
         matrix = tensors.get("lm_head.weight", tensors.get(f"lm_heads.{index}.weight"))
         assert torch.equal(matrix, head.output_layer(index)[0].bfloat16())
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def check_layer(folder: Path, prefix: str, inputs: int) -> dict[str, list[int]]:
+    """Check the layer that a server builds from the config. Returns the shapes of all other tensors."""
+    config, tensors = read(folder)
+    assert (config["num_hidden_layers"], config["tie_word_embeddings"], config["attention_bias"]) == (1, False, False)
+    assert (config["vocab_size"], config["hidden_size"], config["rope_theta"]) == (VOCABULARY, HIDDEN, 50.0)
+    parsed = AutoConfig.from_pretrained(folder)
+    assert (parsed.model_type, parsed.dtype, parsed.rope_parameters["rope_theta"]) == ("llama", torch.float64, 50.0)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name, tensor in LlamaDecoderLayer(parsed, 0).state_dict().items():
+        if name != "input_layernorm.weight":
+            width = [inputs * HIDDEN] if name[10:16] in ("q_proj", "k_proj", "v_proj") else list(tensor.shape[1:])
+            assert shapes.pop(f"{prefix}{name}") == [len(tensor), *width]
+    return shapes
+
+
+SERVED = {"num_attention_heads": 4}  # LlamaConfig needs a divisor of the hidden size
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_size": 5}, {"bias": True}])
+def test_servers_can_read_an_eagle_head(tmp_path, settings):
+    """vLLM has no bias of fc, so a head with one does not name vLLM's class. SGLang needs one."""
+    bias = "bias" in settings
+    save_head(made("eagle", layer=SERVED, **settings), tmp_path)
+    config, tensors = read(tmp_path)
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"][: 1 if bias else 2]
+    assert config["draftless"]["bias"] == bias == bool(tensors["fc.bias"].any())
+    assert config["max_position_embeddings"] == 131_072
+    # vLLM refuses unknown tensors such as lm_head
+    assert check_layer(tmp_path, "layers.0.", 1) == {"fc.weight": [HIDDEN, 2 * HIDDEN], "fc.bias": [HIDDEN]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_size": 5}, {"output": "target"}])
+@pytest.mark.parametrize("scaling", [None, RopeScaling("llama3", 8.0, 64)])
+def test_servers_can_read_an_eagle3_head(tmp_path, settings, scaling):
+    head = made("eagle3", layer={**SERVED, "rope_scaling": scaling}, max_position_embeddings=512, **settings)
+    save_head(head, tmp_path)
+    config, tensors = read(tmp_path)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["max_position_embeddings"] == 512
+    assert config["draft_vocab_size"] == (None if head.output == "target" else head.draft_size)
+    assert (config[READ], config["eagle_config"][READ]) == ([2, 5, 9], [1, 4, 8])
+    assert config["num_aux_hidden_states"] == 3
+    assert not any(config[flag] for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+    assert (config["rope_scaling"] or {}).get("rope_type", "default") == config["rope_parameters"]["rope_type"]
+    expected = {f"midlayer.{name}.weight": [HIDDEN] for name in ("input_layernorm", "hidden_norm")}
+    expected |= {"fc.weight": [HIDDEN, 3 * HIDDEN], "norm.weight": [HIDDEN]}
+    if head.output != "target":
+        expected["lm_head.weight"] = [head.draft_size, HIDDEN]
+    if head.token_map is not None:
+        expected |= {"d2t": [5], "t2d": [VOCABULARY]}
+        assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+        assert (tensors["d2t"] + torch.arange(5)).equal(head.token_map), "offsets"
+        assert tensors["t2d"].nonzero().flatten().equal(head.token_map)
+    assert check_layer(tmp_path, "midlayer.", 2) == expected
+
+
+# ---- when files are replaced ----
 
 
 def test_a_medusa_head_without_its_matrix_is_not_saved(tmp_path):
@@ -129,13 +194,10 @@ def test_a_full_disk_leaves_a_whole_head(tmp_path, monkeypatch, name, calls):
     with pytest.raises(OSError, match="No space left"):
         save_head(new, tmp_path)
     monkeypatch.undo()
-    expected = old if calls == 1 else new
-    loaded = load_head(tmp_path)
-    assert loaded.config == expected.config
-    assert_equal(loaded.state_dict(), expected.state_dict())
+    assert_equal(load_head(tmp_path), old if calls == 1 else new)
     assert sorted(os.listdir(tmp_path)) == FILES
     save_head(new, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "hydra"
+    assert read(tmp_path)[0]["model_type"] == "hydra"
 
 
 def kill_during_save(head: Any, folder: Path, calls: int) -> None:
@@ -176,21 +238,14 @@ def test_a_kill_leaves_a_whole_head(tmp_path, calls):
 def test_saving_replaces_only_a_saved_head(tmp_path):
     tiny("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
     before = (tmp_path / "target" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"holds something else \(model.safetensors, config.json\)"):
-        save_head(made("medusa"), tmp_path / "target")
-    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
     (tmp_path / "published").mkdir()
-    write(tmp_path / "published", "medusa_lm_head.pt", name_all(made_medusa()), PUBLISHED)
-    with pytest.raises(ValueError, match="holds something else"):
-        save_head(made("medusa"), tmp_path / "published")
+    write(tmp_path / "published", "medusa_lm_head.pt", name_medusa(made("medusa", output="own")), MEDUSA)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="it is a file; name a folder"):
-        save_head(made("medusa"), tmp_path / "file")
-
-
-def test_a_loaded_head_can_be_saved_in_its_folder(tmp_path):
-    head = made("medusa", output="target")
-    save_head(head, tmp_path)
-    loaded = load_head(tmp_path)
-    save_head(loaded, tmp_path)
-    assert_equal(load_head(tmp_path).state_dict(), head.state_dict())
+    for name, fault in (
+        ("target", r"holds something else \(model.safetensors, config.json\)"),
+        ("published", "holds something else"),
+        ("file", "it is a file; name a folder"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            save_head(made("medusa"), tmp_path / name)
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before

@@ -1,236 +1,248 @@
-"""Medusa and Hydra heads in every published format: files built here with the published names load bit-exact."""
+"""Heads in every published format: files built here with the published names load bit-exact."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from heads import HydraConfig, HydraHead, LayerConfig, MedusaConfig, MedusaHead, load_head
-from tests.heads.test_heads import HIDDEN, drawn, randomised
-from tests.support.models import VOCABULARY, tiny
+from heads import HydraHead, LayerConfig, MedusaHead, RopeScaling, load_head
+from tests.support.models import tiny
+from tests.support.published_heads import (
+    EAGLE,
+    EMBEDDING,
+    HYDRA,
+    MEDUSA,
+    READ,
+    SPECULATORS,
+    VICUNA,
+    VLLM,
+    Tensors,
+    name_eagle,
+    name_eagle3,
+    name_hydra,
+    name_medusa,
+    write,
+)
+from tests.support.small_heads import HIDDEN, VOCABULARY, drawn, made
 
-Tensors = dict[str, Tensor]
-PUBLISHED = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1}
-HYDRA = {
-    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-    "grounded_heads": True,
-    "hidden_state_offset": 0,
-    "hydra_head_arch": "prefix-mlp",
-    "hydra_num_heads": 4,
-    "hydra_num_layers": 4,
+EAGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+FILES = {
+    "medusa": ("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+    "hydra": ("hydra_lm_head.safetensors", "hydra_lm_head.pt"),
+    "eagle": EAGLE_FILES,
+    "eagle3": EAGLE_FILES,
 }
-EMBEDDING = "prefix_embeding_layer.embed_tokens.weight"
+FIVE = {"output": "own", "heads": 5}
+FOUR = {"output": "own", "output_bias": True, "projected": True, "heads": 4, "target_name": VICUNA}
+SMALL = {"draft_size": 5}
+BIASED, UNBIASED, FLAT = {"bias": True}, EAGLE | {"bias": False}, EAGLE | {READ: [2, 5, 9]}
+RESIDUAL, FEEDBACK = {"norm_before_residual": True}, {"normed_feedback": True}
+name_with_prefix = partial(name_medusa, prefix="medusa_heads.")
+name_speculators = partial(name_eagle3, prefix="layers.0.")
+name_without_dropout = partial(name_hydra, dropout=False)
 
 
-def write(folder: Path, name: str, tensors: Tensors, config: dict[str, Any] | None = None) -> Path:
-    if name.endswith(".safetensors"):
-        save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+def name_vllm(head: Any, prefix: str = "medusa_heads.") -> Tensors:
+    return {prefix + name: state for name, state in head.state_dict().items()}
+
+
+def name_one_matrix(head: Any, name: str = "lm_head.weight") -> Tensors:
+    return name_medusa(head) | {name: head.lm_head.weight}
+
+
+def without(*dropped: str) -> Callable[[Any], Tensors]:
+    """An EAGLE head's names, a copy of the embeddings included, without some tensors."""
+
+    def name(head: Any) -> Tensors:
+        tensors = name_eagle(head) if head.kind == "eagle" else EMBEDDING | name_eagle3(head)
+        return {name: tensor for name, tensor in tensors.items() if name not in dropped}
+
+    return name
+
+
+def outputs(head: Any) -> list[Any]:
+    """The logits of all its heads, or after a state was fed back, and all tokens."""
+    features, embedded = drawn(2, 6, head.target_hidden_size * len(head.features)), drawn(2, 6, HIDDEN, seed=2)
+    dtype = next(head.parameters()).dtype
+    features, embedded = features.to(dtype), embedded.to(dtype)
+    if isinstance(head, MedusaHead):
+        states = [*head(features).unbind(dim=-2)]
+    elif isinstance(head, HydraHead):
+        features = head.contextualize(features)
+        states = [head(features, embedded[:, :, None].repeat(1, 1, i + 1, 1), i) for i in range(head.depth)]
     else:
-        torch.save(OrderedDict(tensors), folder / name)
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def made_medusa(**settings: Any) -> MedusaHead:
-    head = randomised(MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, **{"output": "own", "heads": 5, **settings})))
-    head.borrow(drawn(VOCABULARY, HIDDEN, seed=9)) if head.output == "target" else None
-    return head.bfloat16()
-
-
-def name_blocks(head: MedusaHead, prefix: str = "") -> Tensors:
-    """FasterDecoding's names of the residual blocks."""
-    return {
-        f"{prefix}{i}.{j}.linear.{part}": tensor
-        for i, block in enumerate(head.blocks)
-        for j, layer in enumerate(block.layers)
-        for part, tensor in layer.named_parameters()
-    }
-
-
-def name_all(head: MedusaHead, prefix: str = "") -> Tensors:
-    """The same, with the output matrix of each head."""
-    own = {f"{prefix}{i}.{head.config.layers}.weight": head.output_layer(i)[0] for i in range(head.depth)}
-    return name_blocks(head, prefix) | own
-
-
-def test_medusa_v01_heads_are_counted_in_the_file(tmp_path):
-    head = made_medusa()
-    loaded = load_head(write(tmp_path, "medusa_lm_head.pt", name_all(head), PUBLISHED))
-    assert loaded.config == replace(head.config, target_name="lmsys/vicuna-7b-v1.3")
-    assert_same(loaded, head)
+        first = head(embedded, head.fuse(features), torch.arange(6)[None])
+        states = [head(embedded, first, torch.arange(1, 7)[None])]
+    logits = [head.logits(state, index) for index, state in enumerate(states)]
+    return [*logits, head.tokens(torch.arange(head.draft_size))]
 
 
 def assert_same(loaded: Any, head: Any) -> None:
-    """Every logit is bit-equal and has the same dtype."""
-    assert type(loaded) is type(head) and loaded.depth == head.depth
-    features, embedded = drawn(2, HIDDEN).bfloat16(), drawn(2, head.depth, HIDDEN, seed=3).bfloat16()
-    for index in range(head.depth):
-        if isinstance(head, MedusaHead):
-            one, other = (each(features)[:, index] for each in (loaded, head))
-        else:
-            one, other = (each(features, embedded[:, : index + 1], index) for each in (loaded, head))
-        assert one.dtype == other.dtype and torch.equal(loaded.logits(one, index), head.logits(other, index))
-    every = torch.arange(head.draft_size)
-    assert torch.equal(loaded.tokens(every), head.tokens(every))
+    """The config and every output are equal, to the bit."""
+    assert type(loaded) is type(head) and loaded.config == head.config
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+    if head.output == "target":
+        loaded.borrow(drawn(VOCABULARY, HIDDEN, seed=7))
+    assert all(torch.equal(found, expected) for found, expected in zip(outputs(loaded), outputs(head), strict=True))
 
 
-def test_medusa_of_two_aliased_blocks(tmp_path):
-    head = made_medusa(layers=2)
-    tensors = name_all(head) | {
-        name.replace(".0.", ".1.", 1): t for name, t in name_blocks(head).items() if ".0.l" in name
-    }
-    loaded = load_head(write(tmp_path, "medusa_lm_head.pt", tensors, PUBLISHED))
-    for block in loaded.blocks:
-        first, second = block.layers
-        assert torch.equal(first.weight, second.weight) and first.weight.data_ptr() != second.weight.data_ptr()
-    head.load_state_dict(loaded.state_dict())
+QWEN2 = {"qkv_bias": True, "num_key_value_heads": 6, "rope_theta": 10_000.0}
+QWEN2_CONFIG = {"qkv_bias": True, "num_key_value_heads": None, "head_dim": 99, "rope_theta": None}
+LINEAR = {"layer": {"rope_scaling": RopeScaling("linear", 4.0)}}
+LAYOUTS = [
+    ("medusa", {**FIVE, "target_name": VICUNA}, name_medusa, MEDUSA),
+    ("medusa", {"output": "target"}, name_medusa, {"vocab_size": VOCABULARY, "version": "2"}),
+    # of vLLM, which also takes FasterDecoding's names
+    ("medusa", {**FIVE, "layers": 2}, name_vllm, VLLM),
+    ("medusa", {**FIVE, "bias": False}, partial(name_vllm, prefix=""), VLLM | {"medusa_fc_bias": True}),
+    ("medusa", {**FIVE, "layers": 2, "bias": False}, name_with_prefix, VLLM),
+    ("medusa", FIVE, name_with_prefix, VLLM | {"original_lm_head": True}),
+    ("medusa", {}, name_one_matrix, VLLM | {"original_lm_head": True}),
+    ("medusa", {}, partial(name_one_matrix, name="lm_heads.0.weight"), VLLM | {"original_lm_head": True}),
+    ("hydra", {**FOUR, "layers": 1}, name_hydra, HYDRA),
+    ("hydra", {**FOUR, "layers": 4}, name_hydra, HYDRA),
+    ("hydra", {**FOUR, "layers": 1}, name_without_dropout, HYDRA),
+    ("hydra", {**FOUR, "layers": 4}, name_without_dropout, HYDRA),
+    # a missing bias means true, a missing rope_theta 10000
+    ("eagle", BIASED, name_eagle, EAGLE),
+    ("eagle", BIASED, without(*EMBEDDING), EAGLE | BIASED),
+    ("eagle", {}, name_eagle, UNBIASED),
+    ("eagle", {}, without(*EMBEDDING), UNBIASED),
+    ("eagle", {"layer": QWEN2}, name_eagle, UNBIASED | QWEN2_CONFIG),
+    ("eagle", LINEAR, name_eagle, UNBIASED | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    ("eagle", LINEAR, name_eagle, UNBIASED | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    # both numberings of the layers
+    ("eagle3", SMALL, without(), FLAT),
+    ("eagle3", SMALL, name_eagle3, EAGLE | {"eagle_config": {READ: [1, 4, 8]}}),
+    ("eagle3", SMALL, name_speculators, FLAT | {"eagle_config": {READ: [1, 4, 8]}}),
+    ("eagle3", SMALL, name_eagle3, FLAT | {"eagle_config": {READ: [2, 5, 9]}}),
+    # every form of a draft vocabulary
+    ("eagle3", SMALL, without("t2d"), FLAT),
+    ("eagle3", SMALL, without("d2t"), FLAT),
+    ("eagle3", {}, name_eagle3, FLAT),
+    ("eagle3", {"output": "target"}, name_eagle3, FLAT),
+]
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(("kind", "settings", "named", "config"), LAYOUTS)
+def test_published_layouts_load_bit_exact(tmp_path, kind, settings, named, config, pickled):
+    head = made(kind, **settings)
+    assert_same(load_head(write(tmp_path, FILES[kind][pickled], named(head), config)), head)
+
+
+@pytest.mark.parametrize(
+    ("published", "prefix", "config", "norms"),
+    [
+        (SPECULATORS, "layers.0.", {}, RESIDUAL),
+        (SPECULATORS, "layers.0.", {"norm_before_residual": False}, {}),
+        (SPECULATORS, "layers.0.", {"norm_before_fc": True, **RESIDUAL}, {"norm_before_fc": True, **RESIDUAL}),
+        (SPECULATORS, "layers.0.", {"fc_norm": True, "norm_output": False}, {"fc_norm": True, **RESIDUAL}),
+        (SPECULATORS, "layers.0.", {"norm_output": True}, FEEDBACK | RESIDUAL),
+        (FLAT, "midlayer.", {"norm_output": True}, {}),
+        (FLAT, "midlayer.", {"norm_output": False}, {"final_norm": False}),
+        (FLAT, "layers.0.", {"norm_output": True}, FEEDBACK),
+        (FLAT, "layers.0.", {"norm_output": False}, {}),
+        (FLAT, "midlayer.", {"norm_output": True, "fc_norm": True}, {"fc_norm": True, **FEEDBACK}),
+        (FLAT, "midlayer.", {"norm_output": False, "fc_norm": True}, {"fc_norm": True}),
+        (FLAT, "midlayer.", RESIDUAL, RESIDUAL),
+    ],
+)
+def test_norms_of_eagle3(tmp_path, published, prefix, config, norms):
+    """`norm_output` is about the input of the output matrix in SpecForge, and about the feedback in servers."""
+    head = made("eagle3", draft_size=5, target_name="little" if published is SPECULATORS else None, **norms)
+    tensors = {"norm.weight": drawn(HIDDEN), **name_eagle3(head, prefix), **EMBEDDING}
+    assert_same(load_head(write(tmp_path, "model.safetensors", tensors, published | config)), head)
+
+
+def test_what_a_file_lacks_is_given(tmp_path):
+    medusa, eagle3 = made("medusa", output="target"), made("eagle3", draft_size=5, features=(2, 16, 29))
+    (tmp_path / "medusa").mkdir()
+    folder = write(tmp_path / "medusa", "medusa_lm_head.safetensors", name_medusa(medusa), {"version": "2"})
+    with pytest.raises(ValueError, match="the target's vocabulary size; pass vocab_size="):
+        load_head(folder)
+    assert_same(load_head(folder, vocab_size=VOCABULARY), medusa)
+    write(tmp_path, "model.safetensors", name_eagle3(eagle3), EAGLE)
+    with pytest.raises(ValueError, match=f"the layers it reads; pass layers=, or add {READ}"):
+        load_head(tmp_path)
+    assert_same(load_head(tmp_path, layers=32), eagle3)
+
+
+def test_a_published_head_refuses_other_targets(tmp_path):
+    """The number of layers in a published config is not the target's."""
+    loaded = load_head(write(tmp_path, "pytorch_model.bin", name_eagle(made("eagle")), UNBIASED))
+    loaded.check_target(HIDDEN, VOCABULARY, 3)
+    with pytest.raises(ValueError, match=f"vocabulary size is {VOCABULARY}; this target's is 99"):
+        loaded.check_target(HIDDEN, 99, 40)
+
+
+def test_aliased_blocks_get_memory_of_their_own(tmp_path):
+    """Medusa's published blocks are one block with several names. safetensors stores it once, with its other names."""
+    head = made("medusa", layers=2, target_name=VICUNA, **FIVE)
+    for block in head.blocks:
+        block.layers[1].load_state_dict(block.layers[0].state_dict())
+    tensors = name_medusa(head)
+    names = {name: name.replace(".1.", ".0.", 1) for name in tensors if ".1.linear" in name}
+    tensors |= {name: tensors[original] for name, original in names.items()}
+    write(tmp_path, "medusa_lm_head.pt", tensors, MEDUSA)
+    loaded = load_head(tmp_path)
     assert_same(loaded, head)
-    # safetensors stores a shared tensor once and lists its other name in the metadata
-    names = [name for name in tensors if ".1.linear" in name]
+    assert all(len({layer.weight.data_ptr() for layer in block.layers}) == 2 for block in loaded.blocks)
     once = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
-    os.remove(tmp_path / "medusa_lm_head.pt")
-    save_file(once, tmp_path / "medusa_lm_head.safetensors", {name: name.replace(".1.", ".0.", 1) for name in names})
+    save_file(once, tmp_path / "medusa_lm_head.safetensors", names)
     assert_same(load_head(tmp_path), head)
 
 
-def test_medusa_version_2_shares_the_targets_matrix(tmp_path):
-    head = made_medusa(output="target")
-    folder = write(tmp_path, "medusa_lm_head.safetensors", name_blocks(head), {**PUBLISHED, "version": "2"})
-    with pytest.raises(ValueError, match="the target's vocabulary size; pass vocab_size="):
-        load_head(folder)
-    loaded = load_head(folder, vocab_size=VOCABULARY)
-    assert loaded.output == "target" and loaded.borrowed is None
-    loaded.borrow(head.borrowed)
-    assert_same(loaded, head)
-    loaded = load_head(write(tmp_path, "medusa_lm_head.safetensors", name_blocks(head), {"vocab_size": VOCABULARY}))
-    assert loaded.vocab_size == VOCABULARY
-
-
-@pytest.mark.parametrize("suffix", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("own", [True, False])
-def test_medusa_2_is_a_whole_model(tmp_path, suffix, own):
-    model = tiny("llama", hidden_size=HIDDEN, dtype=torch.bfloat16)
-    head = made_medusa(output="own" if own else "target")
-    ours = (name_all if own else name_blocks)(head, "medusa_head.")
-    shards = [{**model.state_dict()}, dict(list(ours.items())[:3]), dict(list(ours.items())[3:])]
+@pytest.mark.parametrize("suffix", EAGLE_FILES)
+@pytest.mark.parametrize("output", ["own", "target"])
+def test_medusa_2_is_a_whole_model(tmp_path, suffix, output):
+    """Its target is the model in its folder, not the base model."""
+    model = tiny("llama", hidden_size=HIDDEN, vocab_size=VOCABULARY)
+    head = made("medusa", heads=5, output=output, target_layers=model.config.num_hidden_layers)
+    ours = [*name_medusa(head, "medusa_head.").items()]
     stem, _, kind = suffix.partition(".")
     listed = {}
-    for number, shard in enumerate(shards, start=1):
+    for number, shard in enumerate((model.state_dict(), dict(ours[:3]), dict(ours[3:])), start=1):
         name = f"{stem}-0000{number}-of-00003.{kind}"
         write(tmp_path, name, shard)
         listed |= dict.fromkeys(shard, name)
     (tmp_path / f"{suffix}.index.json").write_text(json.dumps({"weight_map": listed}))
     config = {**model.config.to_dict(), "base_model_name_or_path": "another", "medusa_num_heads": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_head(tmp_path)
-    expected = replace(head.config, target_layers=model.config.num_hidden_layers)
-    assert loaded.config == expected, "its target is the model in its folder, not the base model"
-    loaded.check_target(HIDDEN, VOCABULARY, 2)
-    if not own:
-        loaded.borrow(head.borrowed)
-    assert_same(loaded, head)
+    assert_same(load_head(tmp_path), head)
     os.remove(tmp_path / f"{stem}-00002-of-00003.{kind}")
     with pytest.raises(ValueError, match=f"index.json lists files that do not exist: {stem}-00002-of-00003"):
         load_head(tmp_path)
 
 
-VLLM = {"model_type": "medusa", "num_heads": 5, "num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
-
-
-@pytest.mark.parametrize("prefix", ["", "medusa_heads."])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("published_names", [True, False])
-def test_medusa_of_vllm(tmp_path, prefix, bias, published_names):
-    head = made_medusa(layers=2, bias=bias)
-    tensors = (
-        name_all(head, prefix)
-        if published_names
-        else {prefix + name: state for name, state in head.state_dict().items()}
-    )
-    config = {**VLLM, "medusa_fc_bias": not bias, "num_hidden_layers": 7, "original_lm_head": True}
-    loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
-    assert loaded.config == head.config
-    assert_same(loaded, head)
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "lm_heads.0.weight"])
-def test_medusa_of_vllm_with_one_matrix(tmp_path, name):
-    head = made_medusa(output="shared")
-    tensors = name_blocks(head) | {name: head.lm_head.weight}
-    loaded = load_head(write(tmp_path, "model.safetensors", tensors, {**VLLM, "original_lm_head": True}))
-    assert loaded.config == head.config
-    assert_same(loaded, head)
-
-
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_medusa_of_vllm_with_a_token_map_in_any_order(tmp_path, whole, dtype):
-    head = made_medusa(draft_size=6)
-    head.token_map = torch.tensor([2, 7, 31, 40, 41, 95])
+def test_a_token_map_in_any_order(tmp_path, dtype):
+    """As in vLLM's Medusa heads, and in ModelOpt's d2t, which is in the order of frequency."""
     shuffle = torch.tensor([3, 1, 5, 0, 2, 4])
-    states = head.state_dict()
-    states["token_map"] = head.token_map[shuffle].to(dtype)
-    for index in range(head.depth):
-        name = f"lm_heads.{index}.weight"
-        full = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
-        full[head.token_map] = states[name]
-        states[name] = full if whole else states[name][shuffle]
-    loaded = load_head(write(tmp_path, "model.safetensors", states, VLLM))
-    assert loaded.config == head.config
-    assert_same(loaded, head)
+    medusa, eagle3 = made("medusa", draft_size=6), made("eagle3", draft_size=6)
+    states = medusa.state_dict()
+    states |= {"token_map": medusa.token_map[shuffle].to(dtype), "lm_head.weight": medusa.lm_head.weight[shuffle]}
+    (tmp_path / "medusa").mkdir()
+    assert_same(load_head(write(tmp_path / "medusa", "model.safetensors", states, VLLM)), medusa)
+    tensors = name_eagle3(eagle3)
+    offsets = (eagle3.token_map[shuffle] - torch.arange(6)).to(dtype)
+    tensors |= {"d2t": offsets, "lm_head.weight": eagle3.lm_head.weight[shuffle]}
+    assert_same(load_head(write(tmp_path, "model.safetensors", tensors, FLAT)), eagle3)
 
 
 def test_a_token_map_of_the_whole_vocabulary_is_dropped(tmp_path):
-    head = made_medusa(output="shared")
+    head = made("medusa", heads=5)
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     tensors = head.state_dict() | {"lm_head.weight": head.lm_head.weight[order], "token_map": order}
-    loaded = load_head(write(tmp_path, "model.safetensors", tensors, VLLM))
-    assert loaded.config == head.config and loaded.token_map is None
-    assert_same(loaded, head)
-
-
-def name_hydra(head: HydraHead, dropout: bool) -> Tensors:
-    """Names as in Ankner et al.'s repository. All blocks after the first are the same one, with several names."""
-    first, tensors = int(dropout), {"input_embed_fn.weight": drawn(VOCABULARY, HIDDEN)}
-    for i in range(head.depth):
-        for part in ("weight", "bias"):
-            place = f"hydra_mlp.{i}.{first}"
-            tensors[f"{place}.linear.{part}"] = getattr(head.grounded[i].linear, part)
-            tensors[f"{place}.res_connection.{part}"] = getattr(head.grounded[i].residual, part)
-            for j in range(head.config.layers - 1):
-                place = f"hydra_mlp.{i}.{(3 + 2 * j) if dropout else 1 + j}"
-                tensors[f"{place}.linear.{part}"] = getattr(head.blocks[i].layers[0], part)
-            place = f"hydra_lm_head.{i}.1" if dropout else f"hydra_lm_head.{i}"
-            tensors[f"{place}.{part}"] = getattr(head.lm_heads[i], part)
-        for layer in head.blocks[i].layers[1:]:
-            layer.load_state_dict(head.blocks[i].layers[0].state_dict())
-    return tensors
-
-
-def made_hydra(**settings: Any) -> HydraHead:
-    config = HydraConfig(HIDDEN, VOCABULARY, 4, 4, "own", True, True, target_name="lmsys/vicuna-7b-v1.3")
-    return randomised(HydraHead(replace(config, **settings))).bfloat16()
-
-
-@pytest.mark.parametrize("dropout", [True, False])
-@pytest.mark.parametrize("layers", [1, 4])
-def test_hydra_mlp(tmp_path, dropout, layers):
-    head = made_hydra(layers=layers)
-    loaded = load_head(write(tmp_path, "hydra_lm_head.pt", name_hydra(head, dropout), HYDRA))
-    assert loaded.config == head.config
-    assert_same(loaded, head)
+    assert_same(load_head(write(tmp_path, "model.safetensors", tensors, VLLM)), head)
 
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 4, "rope_theta": 50.0, "rms_norm_eps": 1e-3}])
@@ -245,23 +257,48 @@ def test_hydra_prefix_mlp(tmp_path, more):
         num_key_value_heads=2,
         **{"head_dim": 128, "rms_norm_eps": 1e-6, **more},
     )
-    llama = randomised(LlamaModel(config))
-    tensors = {f"prefix_embeding_layer.{name}": state for name, state in llama.state_dict().items()}
-    assert EMBEDDING in tensors
-    tensors["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = drawn(2)
     layer = LayerConfig(4, 2, config.head_dim, 12, more.get("rope_theta", 10_000.0), config.rms_norm_eps)
-    head = made_hydra()
-    loaded = load_head(write(tmp_path, "hydra_lm_head.pt", name_hydra(head, True) | tensors, {**HYDRA, **more}))
-    assert loaded.config == replace(head.config, prefix=layer)
+    head, llama = made("hydra", prefix=layer, layers=4, **FOUR), LlamaModel(config).double()
+    states = head.state_dict()
+    ours = {
+        name: states[f"prefix.{name.replace('layers.0', 'layer')}"] for name in llama.state_dict() if "emb" not in name
+    }
+    llama.load_state_dict(ours | {"embed_tokens.weight": drawn(VOCABULARY, HIDDEN)})
+    tensors = {f"prefix_embeding_layer.{name}": state for name, state in llama.state_dict().items()}
+    tensors["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = drawn(2)
+    loaded = load_head(write(tmp_path, "hydra_lm_head.pt", name_hydra(head) | tensors, {**HYDRA, **more}))
     assert_same(loaded, head)
-    exact = load_head(tmp_path, torch.float64)
     features = drawn(2, 9, HIDDEN)
-    assert torch.allclose(exact.contextualize(features), llama(inputs_embeds=features)[0], rtol=0, atol=1e-6)
+    assert torch.allclose(loaded.contextualize(features), llama(inputs_embeds=features)[0], rtol=0, atol=1e-6)
+
+
+def test_eagle3_of_other_sizes(tmp_path):
+    layer, read = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "qk_norm": True}, [1, 17, 33, 35]
+    head = made("eagle3", layer=layer, draft_size=5, target_hidden_size=12, embedding=True, features=tuple(read))
+    for more in ({}, {"target_hidden_size": 12}):
+        config = {**EAGLE, "num_attention_heads": 40, READ: read, **more}
+        loaded = load_head(write(tmp_path, "model.safetensors", name_eagle3(head), config))
+        assert_same(loaded, head)
+        loaded.check_target(12, VOCABULARY, 36)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_trained_embeddings_are_kept(tmp_path, trained):
+    tensors = name_speculators(made("eagle3", draft_size=5, embedding=True, **RESIDUAL))
+    loaded = load_head(write(tmp_path, "model.safetensors", tensors, {**SPECULATORS, "embed_requires_grad": trained}))
+    assert (loaded.embed_tokens is not None) == trained
+
+
+def test_shapes_come_before_the_config(tmp_path):
+    """The config's head_dim was ignored in training."""
+    head = made("eagle3", layer={"num_attention_heads": 4, "head_dim": 6}, draft_size=5)
+    config = {**FLAT, "num_attention_heads": 4, "head_dim": 12}
+    assert_same(load_head(write(tmp_path, "model.safetensors", name_eagle3(head), config)), head)
 
 
 def test_the_dtype_is_the_given_one_or_the_files(tmp_path):
-    tensors = name_all(made_medusa())
+    tensors = name_medusa(made("medusa", dtype=torch.bfloat16, **FIVE))
     tensors["0.0.linear.bias"] = tensors["0.0.linear.bias"].double()
-    folder = write(tmp_path, "medusa_lm_head.pt", tensors, PUBLISHED)
+    folder = write(tmp_path, "medusa_lm_head.pt", tensors, MEDUSA)
     for dtype in (None, torch.float32):
         assert {parameter.dtype for parameter in load_head(folder, dtype).parameters()} == {dtype or torch.bfloat16}

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads import RopeScaling
 from heads.rope import rotary_table, rotate
-from tests.heads.test_heads import drawn
+from tests.support.small_heads import drawn
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from proposers.calibration import Calibration
 from scripts import check
 from scripts.checking.report import USELESS_TAU, judge_tau
 from scripts.checking.rules import find_faults
-from tests.heads.test_eagle_layouts import READ
-from tests.heads.test_head_layouts import write
 from tests.support.commands import Run
 from tests.support.drafting import make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
+from tests.support.published_heads import READ, write
 
 HIDDEN, LAYERS = 32, 12
 WEIGHTS = "model.safetensors"

@@ -11,44 +11,39 @@ import torch
 
 from decode import Proposer, Step, Target, Tree
 from decode.models.cost_curve import CostCurve
-from heads import (
-    Eagle3Config,
-    Eagle3Head,
-    EagleConfig,
-    EagleHead,
-    HydraConfig,
-    HydraHead,
-    LayerConfig,
-    MedusaConfig,
-    MedusaHead,
-    choose_features,
-)
+from heads import HEADS, LayerConfig, choose_features
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 Paths = dict[tuple[int, ...], float]
 
 
-def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False, **settings: Any) -> Any:
-    """A head with random weights, in the target's sizes and number format; 3 of them where the kind has several."""
-    width, layers = target.config.hidden_size, target.config.num_hidden_layers
-    settings = {"target_layers": layers, **settings}
-    head: Any
-    if kind == "medusa":
-        head = MedusaHead(MedusaConfig(width, target.vocabulary, **{"heads": 3, **settings}))
-    elif kind == "hydra":
-        layer = LAYER if prefix else None
-        head = HydraHead(HydraConfig(width, target.vocabulary, prefix=layer, **{"heads": 3, **settings}))
-    elif kind == "eagle":
-        head = EagleHead(EagleConfig(width, target.vocabulary, replace(LAYER, input_norm=False), **settings))
-    else:
-        settings = {"features": choose_features(layers), **settings}
-        head = Eagle3Head(Eagle3Config(width, target.vocabulary, LAYER, **settings))
+def draw_head(
+    kind: str, hidden_size: int, vocab_size: int, dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any
+) -> Any:
+    """A head with random weights and a random draft vocabulary; 3 of them where the kind has several."""
+    network, config = HEADS[kind]
+    defaults: dict[str, Any] = {"heads": 3}
+    if kind.startswith("eagle"):
+        defaults = {"layer": replace(LAYER, input_norm=kind == "eagle3")}
+    head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in head.to(target.dtype).parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+    for parameter in head.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
         parameter.data = noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + noise / 5
     if head.token_map is not None:
-        head.token_map.copy_(torch.randperm(target.vocabulary, generator=generator)[: head.draft_size].sort().values)
+        head.token_map.copy_(torch.randperm(vocab_size, generator=generator)[: head.draft_size].sort().values)
+    return head
+
+
+def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False, **settings: Any) -> Any:
+    """`draw_head` in the target's sizes and number format."""
+    width, layers = target.config.hidden_size, target.config.num_hidden_layers
+    defaults: dict[str, Any] = {"target_layers": layers}
+    if kind == "eagle3":
+        defaults["features"] = choose_features(layers)
+    if prefix:
+        defaults["prefix"] = LAYER
+    head = draw_head(kind, width, target.vocabulary, target.dtype, seed, **{**defaults, **settings})
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     return head
