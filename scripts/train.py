@@ -16,7 +16,6 @@ from scripts.shared.command import failing_clearly
 from training.checkpoint import load_checkpoint
 from training.factory import make_objective
 from training.feature_cache import BatchLoader
-from training.schedule import Schedule
 from training.teacher import Teacher
 from training.trainer import Trainer
 
@@ -32,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         head = get_head(options, target, dataset)
         objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
         if options.plan:
-            print_plan(objective, dataset, options.take(Schedule), BatchLoader(dataset.examples, teacher))
+            print_plan(objective, dataset, options.schedule, BatchLoader(dataset.examples, teacher))
             return
 
-        settings = describe_settings(options, target, head)
+        settings = describe_settings(options, dataset, head)
         model = describe_model(target.model, target.tokenizer)
         state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
         if state is None and accelerator.is_main_process:
-            print_plan(objective, dataset, options.take(Schedule), BatchLoader(dataset.examples, teacher))
+            print_plan(objective, dataset, options.schedule, BatchLoader(dataset.examples, teacher))
         options.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             objective,
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator)),
             partial(validate, target, head, dataset.prompts),
             partial(save_head, head, options.out, torch.bfloat16),
-            options.take(Schedule),
+            options.schedule,
             options.out,
             accelerator,
             {**settings, **model},

@@ -29,7 +29,7 @@ def load_checkpoint(
     """The folder's state, or None without a checkpoint.
 
     Raises ValueError if it is damaged, has other settings, or is of a model with other fingerprints, unless that may
-    have changed. Settings that the checkpoint does not know are ignored.
+    have changed.
     """
     file = folder / CHECKPOINT
     if not file.exists():
@@ -37,12 +37,11 @@ def load_checkpoint(
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         begun = state["settings"]
-        state["optimizers"]  # older checkpoints have another key
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
         raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
-    changed = [name for name in settings if begun.get(name, settings[name]) != settings[name]]
+    changed = [name for name in settings if begun.get(name) != settings[name]]
     if changed:
-        listed = ", ".join(f"{name} was {begun[name]!r}, now {settings[name]!r}" for name in changed)
+        listed = ", ".join(f"{name} was {begun.get(name)!r}, now {settings[name]!r}" for name in changed)
         raise ValueError(f"the training in {folder} was begun with other settings: {listed}; resume with the same")
     if not changed_model and (changes := find_changes(begun, fingerprints)):
         raise ValueError(

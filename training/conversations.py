@@ -1,10 +1,14 @@
-"""Conversations: the one reader of prompt, question and training rows. docs/training.md has the table of formats."""
+"""Conversations: the one reader of prompt, question and training rows. docs/training.md has the table of formats.
+
+All these files are JSON Lines: one JSON object per line.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
@@ -45,6 +49,37 @@ class Conversation:
             self.messages.append({"role": "user", "content": self.later.pop(0)})
 
 
+def read_lines(path: Path, faults: list[str] | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON Lines file with their line numbers; empty lines are skipped.
+
+    Raises ValueError, naming the line, if a line is not a JSON object, and if there is no line at all. With `faults`,
+    lines that are no objects are skipped, and the errors are added to it.
+    """
+    # Not splitlines: JSON strings may contain other line breaks than \n.
+    text = decode_text(path.read_bytes(), str(path))
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty; it needs one JSON object a line")
+    rows = []
+    for number, line in lines:
+        try:
+            rows.append((number, _parse(line, f"{path}, line {number}")))
+        except ValueError as error:
+            if faults is None:
+                raise
+            faults.append(str(error))
+    return rows
+
+
+def decode_text(raw: bytes, name: str) -> str:
+    """The text of file `name`. Raises ValueError, naming the line, if it is not UTF-8."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{name}, line {number}: this is not UTF-8 text") from error
+
+
 def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Conversation:
     """The conversation of a row: up to its last answer to train on, or else up to its last question, to be asked.
 
@@ -76,12 +111,8 @@ def list_answers(messages: Sequence[Message]) -> list[int]:
     return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
 
 
-def is_trained(message: Message, place: str) -> bool:
-    """Whether the loss flags of an answer, `train` and `weight`, let it be trained. Raises ValueError for others."""
-    for name in FLAGS:
-        flag = message.get(name)
-        if flag is not None and flag not in (0, 1):
-            raise ValueError(f"{place}: {name!r} of a message is true or false, or 1 or 0, not {json.dumps(flag):.40}")
+def is_trained(message: Message) -> bool:
+    """Whether the loss flags of an answer, `train` and `weight`, let it be trained."""
     return all(message.get(name) in (None, 1) for name in FLAGS)
 
 
@@ -143,7 +174,9 @@ def _read_message(message: Message, place: str) -> Message:
     role = SPEAKERS.get(said) if isinstance(said, str) else None
     if role is None:
         raise ValueError(f"{place}: a message is by one of {', '.join(SPEAKERS)}, not by {json.dumps(said):.40}")
-    is_trained(message, place)
+    for name in FLAGS:
+        if (flag := message.get(name)) not in (None, 0, 1):
+            raise ValueError(f"{place}: {name!r} of a message is true or false, or 1 or 0, not {json.dumps(flag):.40}")
     return {"role": role, "content": message.get("content", message.get("value")), **rest}
 
 
@@ -192,3 +225,15 @@ def _check_characters(text: str, place: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{place}: character {error.start + 1} of the text is half of one (a surrogate)") from error
+
+
+def _parse(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: this is not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits or brackets
+        raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a line is a JSON object, not {json.dumps(row):.40}")
+    return row

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.conversations import Conversation, is_trained, list_answers, read_conversation
-from training.json_lines import read_lines
+from training.conversations import Conversation, is_trained, list_answers, read_conversation, read_lines
 from training.rendering import Renderer, Texts
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
@@ -54,6 +53,11 @@ class Dataset:
     def answer_tokens(self) -> int:
         return sum(example.answer_tokens for example in self.examples)
 
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that depend on all examples."""
+        return hashlib.sha256(repr(self.examples).encode()).hexdigest()[:16]
+
 
 def load_dataset(
     files: Sequence[Path],
@@ -71,14 +75,21 @@ def load_dataset(
     Raises ValueError if more than `max_bad` of the rows are bad, if token ids are of another vocabulary, or if no
     example is left.
     """
-    rows, count, bad = _read_rows(files)
+    bad: list[str] = []
+    read = [(f"{file}, line {line}", row) for file in files for line, row in read_lines(file, bad)]
+    rows = [(place, row) for place, row in read if "dropped" not in row]
+    count = len(rows) + len(bad)
     found: list[tuple[bytes, list[Example]]] = []
-    for row in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
-        if TOKENS in row.fields and not use_text:
-            _check_vocabulary(row, renderer.vocabulary)
+    for place, row in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
+        if TOKENS in row and not use_text and row.get(VOCABULARY) != renderer.vocabulary:
+            raise ValueError(
+                f"{place}: the token ids are of another vocabulary (fingerprint {row.get(VOCABULARY)}, the model's is "
+                f"{renderer.vocabulary}); distil with this model, or give --use-text to train on the text"
+            )
         try:
-            if made := make_examples(row, renderer, use_text):
-                found.append((_hash_prompt(row), made))
+            conversation = read_conversation(row, place, answered=True)
+            if made := make_examples(conversation, renderer, use_text):
+                found.append((_hash_prompt(conversation), made))
         except ValueError as error:
             bad.append(str(error))
     if len(bad) > max_bad * count:
@@ -102,7 +113,7 @@ def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False)
         texts = _check_tokens(row.fields[TOKENS], row.place)
     else:
         texts = renderer.encode_answers(row, bool(row.fields.get("finished", True)))
-    answers = [is_trained(row.messages[turn], row.place) for turn in list_answers(row.messages)]
+    answers = [is_trained(row.messages[turn]) for turn in list_answers(row.messages)]
     count = sum(len(text) // 2 for text in texts)
     if count > len(answers):
         raise ValueError(f"{row.place}: there are token ids of {count} answers, but {len(answers)} in the text")
@@ -142,29 +153,20 @@ def _find_period(tokens: Sequence[int]) -> int:
     return next((period for period in range(1, LOOP_PERIOD) if tokens[period:] == tokens[:-period]), 0)
 
 
-def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int) -> Tensor:
-    """The `size` tokens most frequent in answers, ascending, as in EAGLE-3. Ties go to the lower ids."""
-    counts = _count_answer_tokens(examples)
+def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: int | None) -> Tensor:
+    """The tokens that a new head drafts, ascending: the `size` most frequent in answers, as in EAGLE-3. Ties go to the
+    lower ids.
+
+    None: all tokens, or of a large vocabulary those that cover 98 % of the answers' tokens, at most 32k. Small data
+    names few tokens, and other texts need more, so there are at least 8k.
+    """
+    counts = Counter(token for one in examples for begin, end in one.spans for token in one.tokens[begin:end])
+    if size is None and vocab_size > LARGE_VOCABULARY:
+        enough = COVERAGE * counts.total()
+        covered = accumulate((count for _, count in counts.most_common()), initial=0)
+        size = min(max(sum(before < enough for before in covered), SMALLEST_DRAFT), LARGEST_DRAFT)
     chosen = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size]
     return torch.tensor(sorted(chosen))
-
-
-def size_draft_vocabulary(examples: Sequence[Example], vocab_size: int) -> int:
-    """The size of a new head's draft vocabulary: all tokens, or of a large vocabulary those that answers need.
-
-    These are the most frequent ones that cover 98 % of the answers' tokens, at most 32k. Small data names few tokens,
-    and other texts need more, so there are at least 8k.
-    """
-    if vocab_size <= LARGE_VOCABULARY:
-        return vocab_size
-    frequent = sorted(_count_answer_tokens(examples).values(), reverse=True)
-    enough = COVERAGE * sum(frequent)
-    covered = sum(before < enough for before in accumulate(frequent, initial=0))
-    return min(max(covered, SMALLEST_DRAFT), LARGEST_DRAFT)
-
-
-def _count_answer_tokens(examples: Sequence[Example]) -> Counter[int]:
-    return Counter(token for one in examples for begin, end in one.spans for token in one.tokens[begin:end])
 
 
 def _split(
@@ -192,28 +194,6 @@ def _split(
         )
     kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
     return Dataset(examples, kept[:prompts], dropped, too_long, bad)
-
-
-def _read_rows(files: Sequence[Path]) -> tuple[list[Conversation], int, list[str]]:
-    """The conversations of all files, the number of rows that are not marked as dropped, and the faults of bad rows."""
-    found: list[Conversation] = []
-    bad: list[str] = []
-    for file in files:
-        for number, row in read_lines(file, bad):
-            if "dropped" not in row:
-                try:
-                    found.append(read_conversation(row, f"{file}, line {number}", answered=True))
-                except ValueError as error:
-                    bad.append(str(error))
-    return found, len(found) + len(bad), bad
-
-
-def _check_vocabulary(row: Conversation, vocabulary: str) -> None:
-    if (theirs := row.fields.get(VOCABULARY)) != vocabulary:
-        raise ValueError(
-            f"{row.place}: the token ids are of another vocabulary (fingerprint {theirs}, the model's is "
-            f"{vocabulary}); distil with this model, or give --use-text to train on the text"
-        )
 
 
 def _check_tokens(texts: Any, place: str) -> Texts:

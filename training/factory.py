@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from decode import Target
 from heads import HEADS, LayerConfig, choose_features
 from heads.vocabulary import Output
-from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, size_draft_vocabulary
+from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
@@ -20,37 +19,36 @@ REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's 
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """The shape of a new head; None is its config's default, or what a large vocabulary needs.
+def make_head(
+    kind: str,
+    target: Target,
+    examples: Sequence[Example],
+    *,
+    draft_vocab: int | None = None,
+    heads: int | None = None,
+    layers: int | None = None,
+    output: Output | None = None,
+    prefix: bool = False,
+    seed: int = 0,
+) -> Any:
+    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
 
-    draft_vocab: draft only the tokens most frequent in the examples' answers; above 64k tokens the default is what
-    `size_draft_vocabulary` finds. heads, layers, output: for Medusa and Hydra; above 64k tokens the default output is
-    the target's. prefix: Hydra++'s prefix layer.
+    None is the default of the kind's config. draft_vocab: see `choose_draft_vocabulary`. heads, layers, output: for
+    Medusa and Hydra; above 64k tokens the default output is the target's. prefix: Hydra++'s prefix layer.
     """
-
-    draft_vocab: int | None = None
-    heads: int | None = None
-    layers: int | None = None
-    output: Output | None = None
-    prefix: bool = False
-
-
-def make_head(kind: str, target: Target, examples: Sequence[Example], shape: HeadShape, seed: int = 0) -> Any:
-    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's."""
     torch.manual_seed(seed)
     network, config = HEADS[kind]
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
-    draft_size = min(shape.draft_vocab or size_draft_vocabulary(examples, vocab), vocab)
+    drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
     large: Output | None = "target" if vocab > LARGE_VOCABULARY and kind not in REGRESSION else None
     sizes: dict[str, Any] = {
-        "draft_size": draft_size,
+        "draft_size": len(drafted),
         "target_layers": model_config.num_hidden_layers,
         "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
-        "heads": shape.heads,
-        "layers": shape.layers,
-        "output": shape.output or large,
-        "prefix": _layer_config(target) if shape.prefix else None,
+        "heads": heads,
+        "layers": layers,
+        "output": output or large,
+        "prefix": _layer_config(target) if prefix else None,
     }
     if kind in REGRESSION:
         sizes["layer"] = _layer_config(target, input_norm=kind != "eagle")
@@ -59,12 +57,12 @@ def make_head(kind: str, target: Target, examples: Sequence[Example], shape: Hea
         sizes["features"] = choose_features(model_config.num_hidden_layers)
     given = {name: value for name, value in sizes.items() if value is not None}
     head: Any = network(config(model_config.hidden_size, vocab, **given))
-    if draft_size < vocab:
-        head.token_map.copy_(choose_draft_vocabulary(examples, vocab, draft_size))
+    if len(drafted) < vocab:
+        head.token_map.copy_(drafted)
     head.borrow(target.output_matrix, target.output_bias)
     if kind == "eagle3":
         _match_norm(head, target, examples)
-    if shape.prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
+    if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features
         head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
     return head

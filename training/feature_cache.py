@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from tqdm import tqdm
 
-from decode.models.fingerprint import find_changes
 from heads.atomic_write import write_aside
 from training.data import Example
 from training.schedule import plan_batches
@@ -26,23 +25,22 @@ from training.teacher import LABELS, Batch, Targets, Teacher, collate
 SHARD_TOKENS = 100_000
 PASS_TOKENS = 4096  # in one forward pass of the model
 SETTINGS, LOCK = "settings.json", ".lock"
-MAX_DIFFERENCE = 0.1  # relative; features of one text that differ by more come from different models
 
 
 class FeatureCache:
     """A folder of safetensors files (shards) with the training targets of examples, by example number.
 
-    settings: what the targets depend on (model, layers, data); fingerprints: of the model, as `describe_model` names
-    them. Raises ValueError if the folder was made with others.
+    settings: what the targets depend on: data, layers, fingerprints of the model. Raises ValueError if the folder was
+    made with others.
     Shards are written atomically: a kill loses at most the shard being computed.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], fingerprints: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         self._files: set[Path] = set()
         self._shards: dict[int, Any] = {}  # by example number
         folder.mkdir(parents=True, exist_ok=True)
-        self._check_settings(settings, fingerprints or {})
+        self._check_settings(settings)
         self.scan()
 
     def __contains__(self, number: int) -> bool:
@@ -65,38 +63,42 @@ class FeatureCache:
             yield
 
     def scan(self) -> None:
-        """Register shards that other processes have written. Raises ValueError if one is damaged."""
+        """Open new shards, of other processes too. Raises ValueError if one is damaged."""
         for shard in sorted(self.folder.glob("*.safetensors")):
-            if shard not in self._files:
-                self._register(shard)
+            if shard in self._files:
+                continue
+            try:
+                opened = safe_open(shard, framework="pt")
+                numbers = [int(name.split(".")[0]) for name in opened.keys()]  # noqa: SIM118  (not a mapping)
+            except (SafetensorError, ValueError) as error:
+                raise ValueError(f"{shard} is damaged ({error}); delete it, and it is made again") from error
+            self._files.add(shard)
+            self._shards |= dict.fromkeys(numbers, opened)
 
     def fill(
         self, teacher: Teacher, examples: Sequence[Example], limit: int, process: int = 0, processes: int = 1
     ) -> None:
         """Add the targets of all examples, up to `limit` bytes. Forward passes do not depend on what is there already.
 
-        Each of several processes computes its share of the shards. Raises ValueError if what is there belongs to
-        other examples or another model.
+        Each of several processes computes its share of the shards.
         """
         self.scan()
-        self._check_contents(teacher, examples)
-        shards = dict(list(_plan_shards(self.folder, examples))[process::processes])
-        left = limit // processes - sum(path.stat().st_size for path in shards if path.exists())
-        missing = {path: batches for path, batches in shards.items() if path not in self._files}
+        left = limit // processes
+        missing: dict[Path, list[list[int]]] = {}
+        for path, batches in list(_plan_shards(self.folder, examples))[process::processes]:
+            left -= _count_bytes([examples[number] for number in chain(*batches)], teacher)
+            if left >= 0 and path not in self._files:
+                missing[path] = batches
         total = sum(len(examples[number].tokens) for batches in missing.values() for number in chain(*batches))
         shown = {"desc": "features", "unit": " tokens", "unit_scale": True, "disable": process > 0 or total == 0}
         interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
         with tqdm(total=total, mininterval=interval, **shown) as bar:
             for path, batches in missing.items():
-                numbers = [*chain(*batches)]
-                left -= _count_bytes([examples[number] for number in numbers], teacher)
-                if left < 0:
-                    return
                 targets = chain(*(teacher.compute([examples[number] for number in batch]) for batch in batches))
-                self._write(path, dict(zip(numbers, targets, strict=True)))
-                bar.update(sum(len(examples[number].tokens) for number in numbers))
+                self._write(path, dict(zip(chain(*batches), targets, strict=True)))
+                bar.update(sum(len(examples[number].tokens) for number in chain(*batches)))
 
-    def _check_settings(self, settings: dict[str, Any], fingerprints: dict[str, Any]) -> None:
+    def _check_settings(self, settings: dict[str, Any]) -> None:
         """Compare the folder's settings with these; a new folder gets these."""
         file = self.folder / SETTINGS
         if not file.exists():
@@ -104,36 +106,13 @@ class FeatureCache:
                 raise ValueError(f"{self.folder} holds other things than cached features; choose a new folder")
             with self.locked():
                 if not file.exists():  # another training may have written them meanwhile
-                    write_aside(file, lambda stream: stream.write(json.dumps({**settings, **fingerprints}).encode()))
+                    write_aside(file, lambda stream: stream.write(json.dumps(settings).encode()))
         try:
             stored = json.loads(file.read_text())
         except ValueError as error:
             raise ValueError(f"{file} is damaged ({error}); choose another folder") from error
-        if changes := find_changes(stored, fingerprints):
-            raise ValueError(f"the model's {changes} changed since {self.folder} was filled; choose another folder")
-        for name in sorted(settings):
-            if stored.get(name) != settings[name]:
-                raise ValueError(
-                    f"the features in {self.folder} were made with {name} {stored.get(name)!r}, now it is "
-                    f"{settings[name]!r}; choose another folder"
-                )
-
-    def _check_contents(self, teacher: Teacher, examples: Sequence[Example]) -> None:
-        """Raise ValueError unless all sizes are those of the examples and one example's features are this model's."""
-        last = max(self._shards, default=-1)
-        fits = last < len(examples) and all(
-            shard.get_slice(f"{number}.{name}").get_shape()[0] == size
-            for number, shard in self._shards.items()
-            for name, size in (("features", len(examples[number].tokens)), ("labels", examples[number].answer_tokens))
-        )
-        if fits and last >= 0:
-            expected = teacher.compute([examples[last]])[0].features.float().cpu()
-            fits = bool((expected - self[last].features.float()).norm() < MAX_DIFFERENCE * expected.norm())
-        if not fits:
-            raise ValueError(
-                f"the features in {self.folder} are of other texts, or of another model at the same place; "
-                "choose another folder"
-            )
+        if changed := " and ".join(name for name in settings if stored.get(name) != settings[name]):
+            raise ValueError(f"the features in {self.folder} were made with other {changed}; choose another folder")
 
     def _write(self, path: Path, targets: dict[int, Targets]) -> None:
         """Store the targets of examples by number: labels as int32, probabilities in half precision."""
@@ -144,16 +123,7 @@ class FeatureCache:
             tensors |= {f"{number}.{name}": part.cpu().contiguous() for name, part in named}
         content = save(tensors)
         write_aside(path, lambda file: file.write(content))
-        self._register(path)
-
-    def _register(self, path: Path) -> None:
-        try:
-            shard = safe_open(path, framework="pt")
-            numbers = [int(name.split(".")[0]) for name in shard.keys()]  # noqa: SIM118  (not a mapping)
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}); delete it, and it is made again") from error
-        self._files.add(path)
-        self._shards |= dict.fromkeys(numbers, shard)
+        self.scan()
 
 
 class BatchLoader:

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and speed of training. `patience`: validations without a better tau before training stops early.
-
-    Raises ValueError if a value is out of range.
-    """
+    """Length and speed of training. `patience`: validations without a better tau before training stops early."""
 
     epochs: int = 1
     max_steps: int | None = None
     batch_tokens: int = 2048
-    accumulate: int = 1
     lr: float = 1e-3
     seed: int = 0
     save_every: int = 200
     validate_every: int = 200
     patience: int = 10
 
-    def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "batch_tokens", "accumulate", "save_every", "validate_every", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"seed is {self.seed}; it must be between 0 and {(1 << 32) - 1}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr is {self.lr}; it must be a positive number")
-
-    def plan(self, lengths: Sequence[int]) -> Iterator[list[list[int]]]:
-        """The batches of each step: `accumulate` lists of example numbers, fewer at the end of an epoch.
-
-        lengths: the number of tokens in each example.
-        """
+    def plan(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """The batch of each step, as example numbers. lengths: the number of tokens in each example."""
         epochs = (plan_batches(lengths, self.batch_tokens, self.seed, epoch) for epoch in range(self.epochs))
-        size = self.accumulate
-        steps = (batches[begin : begin + size] for batches in epochs for begin in range(0, len(batches), size))
-        return islice(steps, self.max_steps)
+        return islice(chain.from_iterable(epochs), self.max_steps)
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -68,9 +48,3 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: in
         batches.append(batch)
     shuffled = torch.randperm(len(batches), generator=generator).tolist()
     return [batches[index] for index in shuffled]
-
-
-def padding_share(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """The share of the batches' positions that are padding."""
-    positions = sum(len(batch) * max(lengths[number] for number in batch) for batch in batches)
-    return 1 - sum(lengths[number] for batch in batches for number in batch) / positions

@@ -10,8 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from training.conversations import check_prompt
-from training.json_lines import read_lines
+from training.conversations import check_prompt, read_lines
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 ALL = "all"  # the row that sums all tasks

@@ -20,7 +20,7 @@ from scripts.shared.plot import save_figure
 from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.feature_cache import BatchLoader
-from training.schedule import Schedule, padding_share
+from training.schedule import Schedule
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
@@ -35,8 +35,7 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
     """
     examples = dataset.examples
     lengths = [len(example.tokens) for example in examples]
-    steps = list(schedule.plan(lengths))
-    batches = [batch for step in steps for batch in step]
+    batches = list(schedule.plan(lengths))
     measured = batches[:TRIALS]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     share = count / _count_parameters(load_batch.teacher.target)
@@ -52,10 +51,10 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
         f"{len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
-        "steps": f"{len(steps):,}, padding {padding_share(lengths, batches):.1%}",
+        "steps": f"{len(batches):,}",
         "memory": f"{memory / 2**30:.2f} GiB, measured on {len(measured)} batches",
         "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
-        "a step": f"{seconds * len(batches) / len(measured) / len(steps):.2f} s",
+        "a step": f"{seconds / len(measured):.2f} s",
         "time": _format_time(seconds * len(batches) / len(measured)) + ", without validations",
         "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }

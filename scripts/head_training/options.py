@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from heads import HEADS
 from heads.vocabulary import Output
@@ -37,9 +37,6 @@ EPILOG = """\
 loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
 fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
 """
-
-
-Part = TypeVar("Part")
 
 
 def flag(text: str, default: Any = None, **settings: Any) -> Any:
@@ -104,10 +101,9 @@ class TrainOptions:
     epochs: int = number("passes over the data", Schedule.epochs)
     max_steps: int | None = number("stop after N steps")
     batch_tokens: int = number("tokens in a batch, padding included", Schedule.batch_tokens)
-    accumulate: int = number("batches a step", Schedule.accumulate)
     max_length: int = number("cut examples to N tokens", 2048, low=2)
     lr: float = number("highest learning rate", Schedule.lr)
-    seed: int = flag("of weights and order (default: %(default)s)", Schedule.seed, type=int, metavar="N")
+    seed: int = number("of weights and order", Schedule.seed, low=0)
     save_every: int = number("steps between checkpoints", Schedule.save_every)
     validate_every: int = number("steps between validations", Schedule.validate_every)
     patience: int = number("stop after N validations without a better tau", Schedule.patience)
@@ -125,18 +121,21 @@ class TrainOptions:
         for name in NOT_FOR[self.kind]:
             if getattr(self, name):
                 raise ValueError(f"--{name.replace('_', '-')} is not for {self.kind} heads; leave it out")
-        if not 0 < self.decay < math.inf:
-            raise ValueError(f"--decay is {self.decay}; it must be a positive number")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"--seed is {self.seed}; it must be at most {(1 << 32) - 1}")
         if not 0 <= self.max_bad <= 1:
             raise ValueError(f"--max-bad is {self.max_bad}; it must be a share from 0 to 1")
+        for name in ("lr", "decay"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} is {getattr(self, name)}; it must be a positive number")
         for name in ("regression", "noise", "cache_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be a number from 0 on")
 
-    def take(self, part: type[Part]) -> Part:
-        """A dataclass whose fields are some of these options."""
-        return part(**{field.name: getattr(self, field.name) for field in fields(part)})  # type: ignore[arg-type]
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(**{each.name: getattr(self, each.name) for each in fields(Schedule)})
 
     @property
     def objective(self) -> dict[str, Any]:

@@ -25,10 +25,9 @@ from scripts.distillation.answers_file import settings_path
 from scripts.head_training.options import TrainOptions
 from scripts.shared.options import ModelOptions, load_target
 from training.data import Dataset, describe_bad, load_dataset
-from training.factory import HeadShape, make_head
+from training.factory import make_head
 from training.feature_cache import FeatureCache
 from training.rendering import Renderer
-from training.schedule import Schedule
 from training.teacher import Teacher
 
 GIB = 1 << 30
@@ -96,16 +95,18 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
-    head = _begin_head(options, target, dataset)
+    if options.init is None:
+        shape = {name: getattr(options, name) for name in ("draft_vocab", "heads", "layers", "output", "prefix")}
+        head = make_head(options.kind, target, dataset.examples, **shape, seed=options.seed)
+    else:
+        head = _load_head(options, target)
     head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
     return head
 
 
-def _begin_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
-    if options.init is None:
-        return make_head(options.kind, target, dataset.examples, options.take(HeadShape), options.seed)
+def _load_head(options: TrainOptions, target: Target) -> Any:
     sizes = target.vocabulary, target.config.num_hidden_layers
-    head = load_head(options.init, torch.float32, *sizes)
+    head: Any = load_head(options.init, torch.float32, *sizes)
     if head.kind != options.kind:
         raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
     own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
@@ -120,20 +121,20 @@ def _begin_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     return head
 
 
-def describe_settings(options: TrainOptions, target: Target, head: Any) -> dict[str, Any]:
+def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dict[str, Any]:
     """The settings that must be equal for a training to be resumed."""
-    schedule = asdict(options.take(Schedule))
+    schedule = asdict(options.schedule)
     del schedule["save_every"], schedule["validate_every"]
+    tokens = [] if head.token_map is None else head.token_map.tolist()  # a checkpoint has only draft ids
     return {
         **schedule,
-        **_describe_features(options, target),
-        "kind": options.kind,
-        "init": None if options.init is None else _resolve(str(options.init)),
+        **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
+        "template_options": dict(options.template_option or ()),
+        "data": dataset.fingerprint,
+        "init": None if options.init is None else str(options.init.resolve()),
         "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
-        # A checkpoint has only draft ids.
-        "draft_vocabulary": None if head.token_map is None else _hash(head.token_map.cpu().numpy().tobytes()),
+        "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
         **options.objective,
-        "validation": options.validation,
     }
 
 
@@ -143,10 +144,9 @@ def fill_cache(
     """The cache of --cache, filled up to --cache-gib; each process fills its part."""
     if options.cache is None:
         return None
-    settings = {**_describe_features(options, teacher.target), "layers": list(teacher.layers)}
+    settings = {"data": dataset.fingerprint, "dtype": options.dtype, "layers": list(teacher.layers)}
     with accelerator.main_process_first():
-        model = describe_model(teacher.target.model, teacher.target.tokenizer)
-        cache = FeatureCache(options.cache, settings, model)
+        cache = FeatureCache(options.cache, settings | describe_model(teacher.target.model, teacher.target.tokenizer))
     limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
     with cache.locked() if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()
@@ -154,25 +154,3 @@ def fill_cache(
         accelerator.wait_for_everyone()
     cache.scan()
     return cache
-
-
-def _describe_features(options: TrainOptions, target: Target) -> dict[str, Any]:
-    """The settings that the features of the examples depend on."""
-    reading = {"template_options": dict(options.template_option or ()), "use_text": options.use_text}
-    return {
-        **{name: value for name, value in reading.items() if value},  # older files do not have them
-        "model": _resolve(target.model.config.name_or_path),
-        "hidden_size": target.config.hidden_size,
-        "data": _hash(b"".join(file.read_bytes() for file in options.data)),
-        "max_length": options.max_length,
-        "dtype": options.dtype,
-    }
-
-
-def _resolve(name: str) -> str:
-    """A folder's absolute path; a hub id as it is."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Target
-from training.conversations import Conversation, check_prompt, read_conversation
-from training.json_lines import decode_text, parse_lines
+from training.conversations import Conversation, check_prompt, decode_text, read_conversation, read_lines
 from training.rendering import Renderer
 
 TEMPLATE_OPTION: dict[str, Any] = {
@@ -45,13 +44,10 @@ def read_prompts(path: str) -> list[Conversation]:
     left out. Any other file, or "-" for standard input, is one prompt, without the line break at its end.
     Raises ValueError with the line's number for a bad line, and OSError for a file that cannot be read.
     """
-    raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    content = decode_text(raw, path)
     if path.endswith(".jsonl"):
-        read = [
-            (n, read_conversation(row, f"{path}, line {n}", answered=False)) for n, row in parse_lines(content, path)
-        ]
-        return [replace(conversation, line=number) for number, conversation in read]
+        rows = read_lines(Path(path))
+        return [replace(read_conversation(row, f"{path}, line {n}", answered=False), line=n) for n, row in rows]
+    content = decode_text(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes(), path)
     row = {"prompt": content.removesuffix("\n").removesuffix("\r")}
     return [read_conversation(row, path, answered=False)]
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 import scripts.train
 import training.checkpoint
 import training.feature_cache
-import training.optimizer
+import training.trainer
 from heads.atomic_write import write_aside
 from scripts.head_training import measurements
 from tests.support.predictable import train_predictable, write_answers
@@ -60,7 +60,7 @@ def train(place: Path, out: Path, *options: str) -> int:
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:
-            patch.setattr(training.optimizer, "is_hidden", lambda *_: False)
+            patch.setattr(training.trainer, "is_hidden", lambda *_: False)
         patch.setattr(measurements, "NEW_TOKENS", NEW_TOKENS)
         patch.setattr(training.feature_cache, "SHARD_TOKENS", SHARD_TOKENS)
         patch.setattr(training.feature_cache, "PASS_TOKENS", PASS_TOKENS)

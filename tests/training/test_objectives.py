@@ -1,0 +1,210 @@
+"""Losses and objectives against plain float64 versions; which optimizer moves which weights, and how far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon
+
+from decode import Target
+from heads import HydraHead, MedusaHead
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+from training import losses
+from training.losses import LOSSES, vocabulary_loss
+from training.objectives import EagleObjective, MedusaObjective, Objective, gather_anchors
+from training.teacher import Batch
+from training.trainer import MUON_SCALE, make_optimizers
+
+ROWS, DRAFTED, SIZE, LABELS = 7, 60, 32, 20
+TARGET = Target(tiny("llama", num_hidden_layers=4))
+EMBEDDING = torch.randn(VOCABULARY, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+HEADS = 3  # of Medusa and Hydra
+
+
+def written_out(name: str, p: Tensor, q: Tensor) -> Tensor:
+    """The losses of whole distributions p and q, [R, D]."""
+    alpha = torch.minimum(p, q).sum(dim=-1)
+    entropy = -(p * q.log()).sum(dim=-1)
+    weight = torch.exp(-3 * alpha).detach()
+    return {
+        "ce": entropy,
+        "kl": entropy,
+        "tv": 1 - alpha,
+        "lk-alpha": -alpha.log(),
+        "lk": weight * entropy + (1 - weight) * (1 - alpha),
+    }[name].sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK", 3 * VOCABULARY)  # three rows at a time, the last time one
+    generator = torch.Generator().manual_seed(0)
+    states, weight, logits = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((ROWS, SIZE), (VOCABULARY, SIZE), (ROWS, VOCABULARY))
+    )
+    bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.float64) if biased else None
+    probabilities, labels = torch.softmax(2 * logits, dim=-1).topk(LABELS)
+    labels[2, 1] = -1  # not in the draft vocabulary
+    known = labels >= 0
+    p = torch.zeros(ROWS, VOCABULARY, dtype=torch.float64).scatter_add_(1, labels.clamp_min(0), probabilities * known)
+    inputs = [tensor.requires_grad_() for tensor in (states, weight, bias) if tensor is not None]
+
+    value, right = vocabulary_loss(name, states, weight, bias, labels, probabilities)
+    logits = states @ weight.T + (0 if bias is None else bias)
+    expected = written_out(name, p, logits.softmax(dim=-1))
+
+    torch.testing.assert_close(value, expected)
+    assert right.tolist() == (logits.argmax(dim=-1) == labels[:, 0]).tolist()
+    for got, wanted in zip(
+        torch.autograd.grad(value * 3, inputs), torch.autograd.grad(expected * 3, inputs), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+def make_batch(kind: str) -> Batch:
+    """Rows of different lengths and answers; the last has none."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (3, 13), generator=generator)
+    answers = torch.zeros(3, 13, dtype=torch.bool)
+    answers[0, 3:12] = True
+    answers[1, 0:2] = answers[1, 5:9] = True
+    width = 3 * SIZE if kind == "eagle3" else SIZE
+    features = torch.randn(3, 13, width, generator=generator, dtype=torch.float64)
+    p = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
+    probabilities, labels = p.topk(LABELS)
+    return Batch(tokens, answers, features, labels, probabilities)
+
+
+def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Tensor]:
+    """The states of a draft after features [T, F], one step at a time, without masks and without a cache.
+
+    tokens: the token after each feature, then the draft tokens.
+    """
+    if isinstance(head, MedusaHead):
+        return [*head(features[-1])]
+    if isinstance(head, HydraHead):
+        after = EMBEDDING[tokens[len(features) - 1 :]]
+        return [head(features[-1], after[: depth + 1], depth) for depth in range(steps)]
+    inputs = head.fuse(features[None])
+    states = []
+    for _ in range(steps):
+        count = inputs.shape[1]
+        states.append(head(EMBEDDING[tokens[:count]][None], inputs, torch.arange(count)[None])[0, -1])
+        inputs = torch.cat([inputs, states[-1][None, None]], dim=1)
+    return states
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "loss", "steps"),
+    [
+        *((kind, {"layers": 2}, loss, HEADS) for kind in ("medusa", "hydra") for loss in ("ce", "kl")),
+        *((kind, {}, "kl", steps) for kind in ("eagle", "eagle3") for steps in (1, 2, 4)),
+        *(("eagle3", {"normed_feedback": True}, "kl", steps) for steps in (1, 2, 4)),
+    ],
+)
+def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict, loss: str, steps: int) -> None:
+    """Anchors, the loss and its gradient. The targets of depth i at token t are at t + 1 + i, in the same answer."""
+    head, batch = make_head(kind, TARGET, draft_size=DRAFTED, **settings), make_batch(kind)
+    decay, regression = 0.7, 2.0 if kind == "eagle" else 0.0
+    if kind in ("medusa", "hydra"):
+        objective: Objective = MedusaObjective(head, loss, EMBEDDING, decay)
+    else:
+        objective = EagleObjective(head, loss, EMBEDDING, steps, regression, decay=decay)
+    result = objective(batch)
+    result.total.backward()
+    gradients = [parameter.grad.clone() for parameter in head.parameters()]
+    head.zero_grad()
+
+    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
+    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * steps
+    for row, column in batch.answers.nonzero().tolist():
+        tokens = batch.tokens[row].tolist()
+        states = draft(head, batch.features[row, : column + 1], tokens[1:] + [0] * steps, steps)
+        for depth, state in enumerate(states):
+            at = column + 1 + depth  # the position of this depth's training targets
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
+                break
+            log_q = head.logits(state, depth).log_softmax(dim=-1)
+            wanted = dict(zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True))
+            if loss == "ce":
+                wanted = {tokens[at + 1]: torch.tensor(1.0)}
+            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted.items() if token in draft_ids)
+            if regression:
+                value = value + regression * nn.functional.smooth_l1_loss(state, batch.features[row, at])
+            expected = expected + decay**depth * value
+            anchors[depth] += 1
+    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+    torch.testing.assert_close(result.total.double(), expected, rtol=1e-6, atol=1e-6)
+    expected.backward()
+    for parameter, gradient in zip(head.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-5)  # sums are made in float32
+
+
+def test_noise_is_for_training_only() -> None:
+    head, batch = make_head("eagle", TARGET), make_batch("eagle")
+    objective = EagleObjective(head, "kl", EMBEDDING, 1, noise=0.1)
+    assert objective(batch).total != objective(batch).total
+    assert torch.equal(objective.eval()(batch).total, EagleObjective(head, "kl", EMBEDDING, 1)(batch).total)
+
+
+def test_a_batch_without_answers_has_no_loss() -> None:
+    head, batch = make_head("eagle3", TARGET), make_batch("eagle3")
+    batch.answers.zero_()
+    loss = EagleObjective(head, "lk", EMBEDDING, 3)(batch)
+    loss.total.backward()
+    assert loss.total == 0 and loss.anchors.tolist() == [0, 0, 0]
+    assert all(not parameter.grad.any() for parameter in head.parameters())
+
+
+def test_anchors_are_gathered_in_order() -> None:
+    answers = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
+    columns, chosen = gather_anchors(answers)
+    assert columns[0].tolist() == [1, 3, 4] and columns[1, 0] == 2
+    assert chosen.tolist() == [[True, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "vocabulary"),
+    [
+        ("medusa", {"output": "own"}, {"lm_heads"}),
+        ("medusa", {"output": "target"}, set()),
+        ("hydra", {"prefix": True, "output": "shared"}, {"lm_head"}),
+        ("eagle", {}, set()),
+        ("eagle3", {}, {"lm_head"}),
+    ],
+)
+def test_muon_gets_the_matrices_between_hidden_states(kind: str, settings: dict, vocabulary: set[str]) -> None:
+    head = make_head(kind, TARGET, **settings)
+    weights = {f"head.{name}": weight for name, weight in head.named_parameters()}
+    muon, adamw = make_optimizers(weights, 1e-2)
+    assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
+    names = {id(weight): name for name, weight in weights.items()}
+    moved = [{names[id(weight)] for group in each.param_groups for weight in group["params"]} for each in (muon, adamw)]
+    assert moved[0] | moved[1] == {*weights} and not moved[0] & moved[1]
+    linears = {f"head.{name}.weight" for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+    outputs = {name for name in linears if name.split(".")[1] in vocabulary}
+    assert bool(outputs) == bool(vocabulary)
+    assert moved[0] == linears - outputs
+    assert [group["lr"] for group in muon.param_groups] == [1e-2 * MUON_SCALE]
+    assert [group["lr"] for group in adamw.param_groups] == [1e-2]
+
+
+def test_a_step_is_as_long_as_the_learning_rate() -> None:
+    """With both optimizers: the root mean square over a matrix, in the first step. One without weights is left out."""
+    torch.manual_seed(0)
+    hidden, output = (nn.Parameter(torch.randn(96, 64)) for _ in range(2))
+    for matrix in (hidden, output):
+        matrix.grad = torch.randn(96, 64)
+    before = [matrix.detach().clone() for matrix in (hidden, output)]
+    for optimizer in make_optimizers({"head.fc": hidden, "head.lm_head": output}, 1e-3):
+        optimizer.step()
+    for matrix, old in zip((hidden, output), before, strict=True):
+        assert 0.6e-3 < (matrix - old).square().mean().sqrt() < 1.1e-3
+    (only,) = make_optimizers({"head.fc": hidden}, 1.0)
+    assert isinstance(only, Muon)
