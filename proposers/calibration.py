@@ -1,6 +1,6 @@
 """Calibration: how often a head's ranked tokens are right, and how to read its probabilities.
 
-Measured on held-out text by `scripts/calibration`. Shapes: K heads, R ranks, B rows, W paths.
+Measured on held-out text by `draftless calibrate`. Shapes: K heads, R ranks, B rows, W paths.
 """
 
 from __future__ import annotations

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from decode import Target, stream
+from heads import LayerCache
 from heads.checkpoint import find_folder
+from heads.vocabulary import top_tokens
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
-from proposers.calibration import Calibration
+from proposers.calibration import Calibration, log_odds
+from proposers.eagle import EagleDrafter, EagleProposer
+from proposers.feature_history import attend_like_target
 from proposers.load import load_draft_head
+from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter
+from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.tables import to_markdown
-from scripts.calibration.measure_head import Trials, calibrate, try_head
 from scripts.shared.command import Parser, at_least, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
@@ -30,6 +38,9 @@ its ancestors are), confidence (how to map its own probabilities to acceptance),
 PROMPT_FILE_HELP = """prompts: a .jsonl file of prompts, conversations or distilled answers (docs/training.md has the
 formats); of turns, only the first is used"""
 SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes
+PRIOR = 3.0  # outcomes that the head's own probabilities count for
+CHUNK = 64  # positions that are tried together: an EAGLE head needs a copy of its cache for each
+UNCALIBRATED = (0.0, 1.0, 0.0)  # the head's own probabilities
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         head = load_draft_head(args.head, target)
         proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
-        calibration = calibrate(measure(target, proposer, prompts, args.max_new_tokens))
+        calibration = fit_calibration(measure(target, proposer, prompts, args.max_new_tokens))
         print(describe(calibration))
         calibration.save(args.head)
 
@@ -62,6 +73,42 @@ def make_parser() -> Parser:
     return parser
 
 
+def describe(calibration: Calibration) -> str:
+    """Tables of the acceptance by head and rank, and of the expected tau by tree size."""
+    measured = zip(calibration.positions, calibration.acceptance, strict=True)
+    heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
+    for number, (positions, row) in enumerate(measured, start=1):
+        heads.append([str(number), str(positions), *(f"{share:.1%}" for share in row)])
+    trees = [["nodes", "expected tau"]]
+    taus = calibration.expect_tau(max(SHOWN))
+    for nodes in (size for size in SHOWN if size <= len(taus)):
+        trees.append([str(nodes), f"{taus[nodes - 1]:.2f}"])
+    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}"
+
+
+class Trials(NamedTuple):
+    """What K heads drafted in R ranks at P positions, along the text that followed there."""
+
+    log_q: Tensor  # [P, K, R] log-probabilities, the most likely token first
+    right: Tensor  # [P, K, R] bool: it was the text's next token
+    known: Tensor  # [P, K] bool: the text is long enough to tell
+
+    @classmethod
+    def join(cls, parts: Iterable[Trials]) -> Trials:
+        """All of them together. Raises ValueError if there are none."""
+        columns = [torch.cat(c) for c in zip(*parts, strict=True)]
+        if not columns or not len(columns[0]):
+            raise ValueError("there is no position to measure at: every answer ended with its first token")
+        return cls(*columns)
+
+    @property
+    def reached(self) -> Tensor:
+        """Where a head's tokens count, [P, K] bool: the heads before had the true tokens among their ranks."""
+        found = self.right.any(dim=2)
+        before = torch.cat([torch.ones_like(found[:, :1]), found[:, :-1]], dim=1)
+        return self.known & before.cumprod(dim=1).bool()
+
+
 def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]], max_new_tokens: int) -> Trials:
     """The head's drafts along the target's own answers to the prompts."""
     chunks = stream(target, prompts, NGramProposer(), batch_size=1, max_new_tokens=max_new_tokens, text=False)
@@ -75,17 +122,95 @@ def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]]
     return Trials.join(trials)
 
 
-def describe(calibration: Calibration) -> str:
-    """Tables of the acceptance by head and rank, and of the expected tau by tree size."""
-    measured = zip(calibration.positions, calibration.acceptance, strict=True)
-    heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
-    for number, (positions, row) in enumerate(measured, start=1):
-        heads.append([str(number), str(positions), *(f"{share:.1%}" for share in row)])
-    trees = [["nodes", "expected tau"]]
-    taus = calibration.expect_tau(max(SHOWN))
-    for nodes in (size for size in SHOWN if size <= len(taus)):
-        trees.append([str(nodes), f"{taus[nodes - 1]:.2f}"])
-    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}"
+@torch.no_grad()
+def try_head(target: Target, proposer: HeadProposer, prompt: Sequence[int], answer: Sequence[int]) -> Trials:
+    """What the heads draft at each position of an answer of the target.
+
+    Each head drafts after the true text, on the target's features: as in a tree that is right so far.
+    """
+    tokens = [*prompt, *answer]
+    _, features = target.open(1, proposer.layers).extend([tokens])
+    assert features is not None
+    text = torch.tensor(tokens, device=target.device)
+    first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; the root follows it
+    parts = [(begin, min(begin + CHUNK, last)) for begin in range(first, last, CHUNK)]
+    return Trials.join(_try_part(target, proposer, features, text, *part) for part in parts)
+
+
+def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int) -> Trials:
+    drafter = _start_along_text(target, proposer, features.to(proposer.dtype), text, begin, end)
+    padded = torch.cat([text, text.new_full((proposer.depth,), -1)])
+    log_q, right, known = [], [], []
+    for level in range(proposer.depth):
+        truth = padded[begin + 2 + level : end + 2 + level, None]  # [P, 1]
+        ids, likely = top_tokens(drafter.logits(level), RANKS)  # [P, 1, R]
+        log_q.append(likely[:, 0])
+        right.append(proposer.head.tokens(ids[:, 0]) == truth)
+        known.append(truth[:, 0] >= 0)
+        if level + 1 < proposer.depth:
+            drafter.extend(torch.zeros_like(truth), truth.clamp(min=0))
+    return Trials(*(torch.stack(parts, dim=1).cpu() for parts in (log_q, right, known)))
+
+
+def _start_along_text(
+    target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int
+) -> Drafter:
+    """A drafter with a row for each position from `begin` to `end - 1`, as if the text ended there with its root.
+
+    features [1, T, F]: the target's; text [T]. The root is the token after the position.
+    """
+    head, embed = proposer.head, proposer.embedding(target)
+    if isinstance(proposer, EagleProposer):
+        cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
+        states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), context=cache)
+        cache.keep([end])
+        cache.select([0] * (end - begin))
+        cache.crop(range(begin + 1, end + 1))
+        return EagleDrafter(head, states[0, begin:end], cache, embed)
+    if isinstance(proposer, HydraProposer):
+        return HydraDrafter(head, head.contextualize(features)[0, begin:end], text[begin + 1 : end + 1], embed)
+    return MedusaDrafter(head, features[0, begin:end])
+
+
+def fit_calibration(trials: Trials) -> Calibration:
+    """How often each rank was right, and the confidences with the highest likelihood (see `Calibration`)."""
+    reached = trials.reached
+    counts = reached.sum(dim=0)  # [K]
+    right = trials.right & reached[:, :, None]
+    acceptance = right.sum(dim=0) / counts[:, None].clamp(min=1)
+    path = torch.zeros(len(reached), dtype=torch.float64)  # the score of the true path so far
+    confidence = []
+    for level in range(reached.shape[1]):
+        here = reached[:, level]
+        odds = log_odds(trials.log_q[here, level].double())  # [P, R]
+        inputs = torch.stack([torch.ones_like(odds), odds, path[here, None].expand_as(odds)], dim=2)
+        weights = fit_logistic(inputs.flatten(0, 1), right[here, level].flatten())
+        confidence.append(tuple(weights.tolist()))
+        scores = torch.nn.functional.logsigmoid(inputs @ weights)
+        path[here] += scores.where(right[here, level], 0).sum(dim=1)
+    return Calibration(tuple(map(tuple, acceptance.tolist())), tuple(confidence), tuple(counts.tolist()))
+
+
+def fit_logistic(inputs: Tensor, outcomes: Tensor) -> Tensor:
+    """The weights [3] for which sigmoid(inputs @ weights) predicts the outcomes best; inputs [N, 3].
+
+    Maximum likelihood with a weak prior for the head's own probabilities: few outcomes must not give certainty.
+    """
+    start = torch.tensor(UNCALIBRATED, dtype=inputs.dtype)
+    weights = start.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        error = torch.nn.functional.binary_cross_entropy_with_logits(inputs @ weights, outcomes.to(inputs.dtype))
+        value = error + PRIOR / len(inputs) * ((weights - start) ** 2).sum()
+        value.backward()
+        return value
+
+    if len(inputs):
+        with torch.enable_grad():
+            optimizer.step(loss)
+    return weights.detach()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 
 from decode import Target
 from proposers.calibration import FILE, Calibration, load_calibration
-from scripts.calibration import measure_head
-from scripts.calibration.measure_head import Trials, calibrate, fit_logistic, try_head
+from scripts import calibrate
+from scripts.calibrate import Trials, fit_calibration, fit_logistic, try_head
 from tests.proposers.test_head_proposers import MAIN, Written, make, record, target
 
 __all__ = ["target"]  # a fixture
@@ -50,7 +50,7 @@ def made_up_trials(count: int) -> Trials:
 
 
 def test_known_accuracies_are_found() -> None:
-    calibration = calibrate(made_up_trials(200_000))
+    calibration = fit_calibration(made_up_trials(200_000))
     for row, expected in zip(calibration.acceptance, TABLE, strict=True):
         assert row == pytest.approx(expected, abs=0.005)
     reached = [200_000, 200_000 * 0.75, 200_000 * 0.75 * 0.6 * 0.9]
@@ -72,7 +72,7 @@ def test_confidence_is_how_often_a_draft_token_is_right() -> None:
 def test_few_trials_do_not_give_certainty() -> None:
     trials = made_up_trials(6)
     trials.right[:] = False
-    calibration = calibrate(trials)
+    calibration = fit_calibration(trials)
     assert all(abs(weight) < 20 for row in calibration.confidence for weight in row)
     assert calibration.positions == (6, 0, 0) and calibration.confidence[1] == PLAIN
 
@@ -92,8 +92,8 @@ def test_heads_are_tried_along_the_text(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, together: int, ranks: int
 ) -> None:
     """Each position and level alone, from the true features before it and the true tokens after it."""
-    monkeypatch.setattr(measure_head, "CHUNK", together)
-    monkeypatch.setattr(measure_head, "RANKS", ranks)
+    monkeypatch.setattr(calibrate, "CHUNK", together)
+    monkeypatch.setattr(calibrate, "RANKS", ranks)
     proposer = make(kind, target, depth=3)
     trials, text = try_head(target, proposer, PROMPT, ANSWER), PROMPT + ANSWER
     ranks = min(ranks, proposer.head.draft_size)
@@ -154,7 +154,7 @@ def test_a_calibration_of_other_heads_is_refused(target: Target) -> None:
 
 
 def test_levels_that_were_not_measured_are_calibrated_like_the_deepest(target: Target) -> None:
-    short = calibrate(try_head(target, make("eagle", target, depth=2), PROMPT, ANSWER))
+    short = fit_calibration(try_head(target, make("eagle", target, depth=2), PROMPT, ANSWER))
     parts = short.acceptance, short.confidence, short.positions
     assert len(short.acceptance) == 2
     longer = Calibration(*((*part, part[1]) for part in parts))  # type: ignore[arg-type]

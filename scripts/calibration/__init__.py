@@ -1,1 +1,0 @@
-"""The parts of `draftless calibrate`: measuring how often a head is right."""
