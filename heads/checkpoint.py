@@ -18,12 +18,26 @@ from heads.atomic_write import write_aside
 from heads.formats.eagle import export_eagle, read_eagle
 from heads.formats.eagle3 import export_eagle3, read_eagle3
 from heads.formats.hydra import read_hydra
-from heads.formats.layout import MAP, OWN, ConfigDict, Head, Layout, Shapes, build_empty
+from heads.formats.layout import (
+    HEADS,
+    MAP,
+    OWN,
+    ConfigDict,
+    Head,
+    Layout,
+    Shapes,
+    build_empty,
+    replace_prefix,
+    section,
+)
 from heads.formats.medusa import export_medusa, read_medusa
 from heads.formats.token_map import read_token_map, sort_vocabulary
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
+from heads.layers import LayerConfig
+from heads.rope import RopeScaling
 
 EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
+EXTRA = {"medusa": {"lm_head.weight"}, "eagle": {"fc.bias"}, "eagle3": {"t2d"}}  # in our files, for servers
 
 
 def load_head(
@@ -38,9 +52,11 @@ def load_head(
     try:
         tensors, metadata = read_weights(path)
         config = _read_config(path, metadata)
-        tensors = read_token_map(tensors, config)
+        own = section(config, OWN)
+        tensors = read_token_map(tensors, own.get(MAP))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return _assemble(_find_layout(shapes, config, vocab_size, layers), tensors, dtype)
+        layout = _read_own(own) if "kind" in own else _find_layout(shapes, config, vocab_size, layers)
+        return _assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
@@ -57,8 +73,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     """Save a head in a new folder, or replace the head saved there. dtype: of the weights; None keeps the head's.
 
     Files are replaced atomically and the weights contain the config, so a kill or a full disk leaves a whole head.
-    docs/serving-and-check.md lists the servers that load it. Raises ValueError if the folder holds something else, or
-    if a Medusa head uses the target's output matrix and has not borrowed it: vLLM needs it in the file.
+    docs/serving-and-check.md lists the servers that load it. Raises ValueError if the folder holds something else.
     """
     path = Path(folder)
     _check_overwrite(path)
@@ -110,43 +125,49 @@ def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
+def _read_own(own: ConfigDict) -> Layout:
+    """The layout of a folder of `save_head`, whose config has all settings. Raises ValueError if they are damaged."""
+    settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
+    try:
+        for name in ("layer", "prefix"):
+            if layer := settings.get(name):
+                scaling = layer.get("rope_scaling")
+                settings[name] = LayerConfig(**{**layer, "rope_scaling": scaling and RopeScaling(**scaling)})
+        if "features" in settings:
+            settings["features"] = tuple(settings["features"])
+        return Layout(HEADS[own["kind"]][1](**settings), ignored=EXTRA.get(own["kind"], set()))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"its config's section {OWN} is damaged: {error}") from error
+
+
 def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
-    states = {ours: tensors[name] for name, ours in layout.names.items() if name in tensors}
+    """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
+    head = build_empty(layout.config)
+    expected = {name: list(state.shape) for name, state in head.state_dict().items()}
+    names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
+    states = {ours: tensors[name] for ours, name in names.items() if name in tensors}
     if MAP in states:
         sort_vocabulary(states, layout.config.vocab_size)
-    head = build_empty(layout.config)
-    _refuse_misfits(layout, tensors, states, head)
+    wrong = []
+    for ours, state in states.items():
+        if list(state.shape) != expected[ours]:
+            wrong.append(f"{names[ours]} is {list(state.shape)}, not {expected[ours]}")
+        elif not state.is_floating_point() and ours != MAP:
+            wrong.append(f"{names[ours]} is of {state.dtype}, not of a floating-point type")
+    known = {*names.values(), *layout.ignored}
+    faults = {
+        "missing": [names[ours] for ours in expected if ours not in states],
+        "unexpected": [name for name in tensors if name not in known],
+        "wrong": wrong,
+    }
+    if found := [f"{fault}: {_list(named)}" for fault, named in faults.items() if named]:
+        raise ValueError("; ".join(found))
     dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
-    states = {name: _convert(state, dtype, copy=True) for name, state in states.items()}  # out of the mapped file
-    _refuse_no_numbers(layout, states)
-    head.borrowed = states.pop("borrowed", None)
+    states = {ours: _convert(state, dtype, copy=True) for ours, state in states.items()}  # out of the mapped file
+    if bad := [names[ours] for ours, state in states.items() if not bool(state.isfinite().all())]:
+        raise ValueError(f"values are NaN or infinite in {str(dtype).removeprefix('torch.')}: {_list(bad)}")
     head.load_state_dict(states, assign=True)
     return head
-
-
-def _refuse_misfits(layout: Layout, tensors: Mapping[str, Tensor], states: Mapping[str, Tensor], head: Head) -> None:
-    """Raise ValueError with the file's names of tensors that are missing, unexpected or wrong."""
-    expected = {name: list(state.shape) for name, state in head.state_dict().items()}
-    expected["borrowed"] = [head.draft_size, head.hidden_size]
-    wrong = []
-    for name, ours in layout.names.items():
-        if ours in states and list(states[ours].shape) != expected[ours]:
-            wrong.append(f"{name} is {list(tensors[name].shape)}, not {expected[ours]}")
-        elif ours in states and not states[ours].is_floating_point() and ours != MAP:
-            wrong.append(f"{name} is of {states[ours].dtype}, not of a floating-point type")
-    missing = [name for name in layout.names if name not in tensors]
-    unexpected = [name for name in tensors if name not in layout.names and name not in layout.ignored]
-    faults = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
-    if found := [f"{fault}: {_list(names)}" for fault, names in faults.items() if names]:
-        raise ValueError("; ".join(found))
-
-
-def _refuse_no_numbers(layout: Layout, states: Mapping[str, Tensor]) -> None:
-    """Raise ValueError with the file's names of tensors that are NaN or infinite somewhere, for example in float16."""
-    bad = [name for name, ours in layout.names.items() if ours in states and not bool(states[ours].isfinite().all())]
-    if bad:
-        dtype = states[layout.names[bad[0]]].dtype
-        raise ValueError(f"values are NaN or infinite in {str(dtype).removeprefix('torch.')}: {_list(bad)}")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -43,11 +43,13 @@ class Eagle3Config(HeadConfig):
         if self.output == "own":
             raise ValueError("an EAGLE-3 head has one output matrix; choose shared or target")
         if self.output == "target" and (self.draft_size or self.vocab_size) < self.vocab_size:
-            raise ValueError("an EAGLE-3 head with a draft vocabulary needs its own output matrix; choose shared")
+            raise ValueError("a draft vocabulary needs an output matrix of its own, lm_head.weight; choose shared")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are two ways to norm the features; choose one")
-        if (self.target_hidden_size or self.hidden_size) != self.hidden_size and not self.embedding:
-            raise ValueError("a head whose hidden size differs from the target's needs its own embeddings")
+        target_size = self.target_hidden_size or self.hidden_size
+        if target_size != self.hidden_size and not self.embedding:
+            sizes = f"hidden size is {self.hidden_size} and whose target's is {target_size}"
+            raise ValueError(f"a head whose {sizes} needs its own embeddings, embed_tokens.weight")
 
 
 class Eagle3Head(VocabularyHead):

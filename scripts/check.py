@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from decode import Target
 from decode.models.loading import DTYPES
 from heads.checkpoint import load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
@@ -20,8 +21,9 @@ EPILOG = """\
 Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands
 follow that serve the model with the head, and tau, the mean acceptance length on four prompts. The exit status is 1 if
 there is an error. docs/serving-and-check.md explains the findings, and how to install vLLM for --serve on a CPU."""
-EXPORT_HELP = """for a Medusa head with a draft vocabulary: write a copy with the whole vocabulary, which vLLM 0.32
-serves (older versions were not tried), and check the copy. It drafts the same tokens and is larger"""
+EXPORT_HELP = """for a Medusa head with a draft vocabulary or the model's output matrix: write a copy with a matrix for
+the whole vocabulary, which vLLM 0.32 serves (older versions were not tried), and check the copy. It drafts the same
+tokens and is larger"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
             check_engine(args.engine_python)
-        folder = args.folder if args.export is None else export(args.folder, args.export)
         target = load_target(ModelOptions.from_args(args, accelerate="packed"))
+        folder = args.folder if args.export is None else export(args.folder, args.export, target)
         name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
         report = check_folder(folder, target, name, not args.no_decode, python)
         print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
@@ -56,11 +58,13 @@ def make_parser() -> Parser:
     return parser
 
 
-def export(folder: Path, into: Path) -> Path:
+def export(folder: Path, into: Path, target: Target) -> Path:
     """Write a copy of a Medusa head that needs no token map. Raises ValueError for other heads."""
-    head = load_head(folder)
+    head = load_head(folder, vocab_size=target.vocabulary)
     if not isinstance(head, MedusaHead):
         raise ValueError(f"--export is for Medusa heads; {folder} has a head of kind {head.kind}")
+    if head.output == "target":
+        head.borrow(target.output_matrix)
     save_head(widen_medusa(head), into)
     return into
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
-from heads.formats.layout import OWN, ConfigDict, Shapes, extent, number, section
+from heads.formats.layout import ConfigDict, Shapes, extent, number, section
 from heads.layers import LayerConfig
 from heads.rope import RopeScaling
 
@@ -20,10 +20,8 @@ LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's
 def read_layer(shapes: Shapes, prefix: str, config: ConfigDict) -> LayerConfig:
     """The sizes of the decoder layer with this prefix.
 
-    What shapes do not show comes from the config (ours or transformers'), then from Vicuna.
+    What shapes do not show comes from the config (transformers' or speculators'), then from Vicuna.
     """
-    own = section(config, OWN)
-    config = section(own, "layer") or section(own, "prefix") or config
     q, k, v = (f"{prefix}self_attn.{name}_proj.weight" for name in "qkv")
     query_size, key_size = (extent(shapes, names, 0, VICUNA_HEAD_DIM) for names in ((q, k), (k, v, q)))
     head_dim = _read_head_dim(shapes, prefix, config, query_size, key_size)

@@ -12,9 +12,20 @@ from torch import Tensor
 
 from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
 from heads.formats.decoder_layer import export_layer, read_layer
-from heads.formats.eagle import EMBEDDING, LAYER, find_vocab_size
-from heads.formats.layout import MAP, OWN, ConfigDict, Layout, Shapes, count, extent, number, read_target, section
-from heads.vocabulary import Output
+from heads.formats.eagle import LAYER
+from heads.formats.layout import (
+    EMBEDDING,
+    MAP,
+    ConfigDict,
+    Layout,
+    Shapes,
+    count,
+    extent,
+    number,
+    read_common,
+    rename,
+    section,
+)
 
 MIDLAYER = "midlayer."
 READ = "eagle_aux_hidden_state_layer_ids"
@@ -30,27 +41,31 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in shapes
     if not fuses or not any(name.startswith(f"{prefix}self_attn.") for name in shapes):
         return None
-    own, layer_config = section(config, OWN), {**config, **section(config, NESTED)}
-    query_width = extent(shapes, [f"{prefix}self_attn.q_proj.weight"], 1, 2)
-    hidden_size = extent(shapes, [f"{prefix}self_attn.o_proj.weight"], 0, query_width // 2)
+    renamed, layer_config = {MIDLAYER: prefix}, {**config, **section(config, NESTED)}
+    norms = _read_norms(shapes, config, prefix)
+    shapes = rename(shapes, renamed)
+    query_width = extent(shapes, [f"{MIDLAYER}self_attn.q_proj.weight"], 1, 2)
+    hidden_size = extent(shapes, [f"{MIDLAYER}self_attn.o_proj.weight"], 0, query_width // 2)
     features = _read_features(config, layers)
-    target_size = _read_target_size(shapes, own or layer_config, len(features), hidden_size)
-    trained = bool(own or config.get("embed_requires_grad"))  # else a file's embeddings are a copy of the target's
-    vocab_size = find_vocab_size(shapes, layer_config, vocab_size, hidden_size)
+    width = extent(shapes, ["fc.weight"], 1, len(features))
+    target_size = number(layer_config, "target_hidden_size") or width // len(features)
+    if target_size * len(features) != width:
+        read = f"{len(features)} layers of {target_size}"
+        raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
+    # A file's embeddings are a copy of the target's, unless they were trained.
+    is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
     head_config = Eagle3Config(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        layer=read_layer(shapes, prefix, layer_config),
+        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
+        layer=read_layer(shapes, MIDLAYER, layer_config),
         features=features,
-        target_hidden_size=None if target_size == hidden_size else target_size,
-        embedding=target_size != hidden_size or (trained and EMBEDDING in shapes),
+        output="shared" if "lm_head.weight" in shapes else "target",
+        target_hidden_size=None if target_size == hidden_size else int(target_size),
+        embedding=is_embedding,
         bias="fc.bias" in shapes,
-        **_read_draft_vocabulary(shapes, vocab_size),
-        **_read_norms(shapes, config, prefix),
-        **read_target(config),
+        **norms,
     )
     ignored = {EMBEDDING, "t2d", *([] if head_config.final_norm else ["norm.weight"])}
-    return Layout.of(head_config, {MIDLAYER: prefix}, ignored)
+    return Layout(head_config, renamed, ignored)
 
 
 def _refuse_unknown(config: ConfigDict) -> None:
@@ -67,7 +82,7 @@ def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
     vLLM and speculators use this numbering, at the top of the config. SGLang and SpecForge list them inside
     `eagle_config`, by the index of the layer that outputs them, from 0: one less.
     """
-    outer = section(config, OWN).get("features") or config.get(READ)
+    outer = config.get(READ)
     given = outer or section(config, "eagle_config").get(READ)
     if not given and layers is not None:
         return choose_features(layers)
@@ -78,49 +93,22 @@ def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
     return tuple(given) if outer else tuple(layer + 1 for layer in given)
 
 
-def _read_target_size(shapes: Shapes, config: ConfigDict, parts: int, hidden_size: int) -> int:
-    width = extent(shapes, ["fc.weight"], 1, parts)
-    size = number(config, "target_hidden_size") or width // parts
-    if size * parts != width:
-        raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {parts} layers of {size}; see {READ}")
-    if size != hidden_size and EMBEDDING not in shapes:
-        raise ValueError(
-            f"missing: {EMBEDDING}; fc.weight's {width} columns and {parts} layers ({READ}) mean that its target's "
-            f"hidden size is {size}, and its own is {hidden_size}"
-        )
-    return int(size)
-
-
-def _read_draft_vocabulary(shapes: Shapes, vocab_size: int) -> dict[str, Any]:
-    """output and draft_size. Raises ValueError if a draft vocabulary has no token map or no output matrix."""
-    output: Output = "shared" if "lm_head.weight" in shapes else "target"
-    mapped = extent(shapes, [MAP], 0) if MAP in shapes else vocab_size
-    rows = extent(shapes, ["lm_head.weight"], 0, mapped)
-    if MAP not in shapes and rows != vocab_size:
-        raise ValueError(f"missing: d2t, which must map the {rows} rows of lm_head.weight to {vocab_size} tokens")
-    if output == "target" and mapped < vocab_size:
-        raise ValueError(f"missing: lm_head.weight, which a draft vocabulary of {mapped} tokens needs")
-    return {"output": output, "draft_size": mapped if mapped < vocab_size else None}
-
-
 def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, Any]:
     """The norms. A norm in the file is used, whatever the config has.
 
     `norm_output` in speculators, vLLM, SGLang and EAGLE-3.1 (`fc_norm`): normed states are fed back. Elsewhere in
     SpecForge, whose configs are flat and whose layer is `midlayer`: the output matrix reads normed states.
     """
-    own, nested = section(config, OWN), NESTED in config
+    nested, norm_output = NESTED in config, config.get("norm_output")
     fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))
-    norm_before_fc = bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes
-    norm_output, is_feedback = config.get("norm_output"), nested or fc_norm or prefix == LAYER
-    others = {
+    is_feedback = nested or fc_norm or prefix == LAYER
+    return {
+        "fc_norm": fc_norm,
+        "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes,
         "norm_before_residual": bool(config.get("norm_before_residual", nested)),
         "normed_feedback": is_feedback and bool(norm_output),
         "final_norm": is_feedback or norm_output is not False,
     }
-    if own:
-        others = {name: bool(own.get(name, getattr(Eagle3Config, name))) for name in others}
-    return {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc, **others}
 
 
 def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:

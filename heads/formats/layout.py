@@ -6,8 +6,8 @@ Sizes that tensor names or shapes show are never taken from the config, because 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,7 @@ HEADS = {
 }
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,8 @@ class Layout:
     """A head as one file stores it."""
 
     config: HeadConfig
-    names: dict[str, str]  # the file's name of each tensor that the head needs -> our name
-    ignored: Set[str] = frozenset()  # other tensors that the file can have
-
-    @classmethod
-    def of(cls, config: HeadConfig, renamed: Mapping[str, str] = {}, ignored: Set[str] = frozenset()) -> Layout:
-        """The layout of a file whose names are ours except for some prefixes: `renamed` maps ours to the file's."""
-        return cls(config, {replace_prefix(ours, renamed): ours for ours in build_empty(config).state_dict()}, ignored)
+    renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of our names -> the file's, where they differ
+    ignored: Set[str] = frozenset()  # tensors that the file can have and the head does not need
 
 
 def build_empty(config: HeadConfig) -> Head:
@@ -59,16 +55,29 @@ def replace_prefix(name: str, replaced: Mapping[str, str]) -> str:
     return replaced.get(prefix, "") + name.removeprefix(prefix)
 
 
+def rename(shapes: Shapes, renamed: Mapping[str, str]) -> Shapes:
+    """The shapes by our names. renamed: as in `Layout`."""
+    ours = {file: prefix for prefix, file in renamed.items()}
+    return {replace_prefix(name, ours): shape for name, shape in shapes.items()}
+
+
 def count(form: str, names: Iterable[str]) -> tuple[int, ...]:
     """For each {} of a form such as "blocks.{}.layers.{}.weight", 1 + its highest number; () if no name matches."""
-    pattern = re.compile(re.escape(form).replace(r"\{\}", r"(\d+)"))
-    found = [match.groups() for match in map(pattern.fullmatch, names) if match]
+    found = [match.groups() for match in map(_compile(form).fullmatch, names) if match]
     return tuple(1 + max(map(int, column)) for column in zip(*found, strict=True))
 
 
-def extent(shapes: Shapes, names: Iterable[str], axis: int, otherwise: int = 1) -> int:
-    """The size of this axis in the first of these tensors that has it. Missing tensors are reported later."""
-    return next((shapes[name][axis] for name in names if axis < len(shapes.get(name, ()))), otherwise)
+def extent(shapes: Shapes, forms: Iterable[str], axis: int, otherwise: int = 1) -> int:
+    """The size of this axis in the first tensor that has it and a name of one of these forms.
+
+    Missing tensors are reported later.
+    """
+    found = (shape for form in forms for name, shape in shapes.items() if _compile(form).fullmatch(name))
+    return next((shape[axis] for shape in found if axis < len(shape)), otherwise)
+
+
+def _compile(form: str) -> re.Pattern[str]:
+    return re.compile(re.escape(form).replace(r"\{\}", r"(\d+)"))
 
 
 def section(config: ConfigDict, name: str) -> ConfigDict:
@@ -87,34 +96,26 @@ def number(config: ConfigDict, name: str) -> Any:
     return value
 
 
-def read_vocab_size(config: ConfigDict, given: int | None) -> int:
-    """The target's vocabulary size from the config, else `given`. Raises ValueError if both lack it."""
-    size = number(section(config, OWN), "vocab_size") or number(config, "vocab_size") or given
-    if size is None:
-        raise ValueError("it does not contain the target's vocabulary size; pass vocab_size=, or add it to its config")
-    return int(size)
+def read_common(
+    shapes: Shapes, hidden_size: int, matrices: Iterable[str], config: ConfigDict, given: int | None
+) -> dict[str, Any]:
+    """`HeadConfig`'s entries for a head with output matrices of these forms. given: the target's vocabulary size.
 
-
-def read_target(config: ConfigDict) -> dict[str, Any]:
-    """What the config has of the target: its layers, name, weights and longest context, None if missing."""
-    own, verifier = section(config, OWN), section(section(config, "speculators_config"), "verifier")
-    return {
-        "target_layers": number(own, "target_layers"),
-        "target_name": own.get("target_name") or config.get("base_model_name_or_path") or verifier.get("name_or_path"),
-        "target_weights": own.get("target_weights"),
-        "max_position_embeddings": number(own, "max_position_embeddings"),
-    }
-
-
-def read_common(shapes: Shapes, matrices: Collection[str], config: ConfigDict, given: int | None) -> dict[str, Any]:
-    """`HeadConfig`'s entries except hidden_size, for a Medusa or Hydra head with these output matrices.
-
-    Raises ValueError if the target's vocabulary size is needed and unknown, or if a draft vocabulary has no token map.
+    Raises ValueError if that is needed and unknown, or if a draft vocabulary has no token map.
     """
-    rows = extent(shapes, matrices, 0, 0)
-    mapped = extent(shapes, [MAP], 0) if MAP in shapes else None
-    size = rows if rows > (mapped or 0) else read_vocab_size(config, given)
-    drafted = number(section(config, OWN), "draft_size") or number(config, "truncated_vocab_size")
-    if mapped is None and rows == drafted and rows < (whole := read_vocab_size(config, given or rows)):
-        raise ValueError(f"missing: token_map, which must list its {rows} of {whole} tokens")
-    return {"vocab_size": size, "draft_size": None if mapped == size else mapped, **read_target(config)}
+    rows, mapped = extent(shapes, matrices, 0, 0), extent(shapes, [MAP], 0, 0)
+    shown = extent(shapes, [EMBEDDING, "t2d"], 0, 0)
+    size = shown or number(config, "vocab_size") or (not mapped and rows) or given
+    if not size:
+        raise ValueError("it does not contain the target's vocabulary size; pass vocab_size=, or add it to its config")
+    if EMBEDDING in shapes and tuple(shapes[EMBEDDING]) != (size, hidden_size):
+        raise ValueError(f"wrong: {EMBEDDING} is {list(shapes[EMBEDDING])}, not {[size, hidden_size]}")
+    if not mapped and rows not in (0, size):
+        raise ValueError(f"missing: token_map or d2t, which must map its {rows} output rows to {size} tokens")
+    verifier = section(section(config, "speculators_config"), "verifier")
+    return {
+        "hidden_size": hidden_size,
+        "vocab_size": int(size),
+        "draft_size": None if mapped in (0, size) else mapped,
+        "target_name": config.get("base_model_name_or_path") or verifier.get("name_or_path"),
+    }

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.layout import MAP, OWN, ConfigDict, section
+from heads.formats.layout import MAP
 
 
-def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[str, Tensor]:
-    """The tensors with a `token_map` [D], from EAGLE-3's `d2t` or `t2d` or the list in our section of the config.
+def read_token_map(tensors: Mapping[str, Tensor], listed: Any) -> dict[str, Tensor]:
+    """The tensors with a `token_map` [D], from EAGLE-3's `d2t` or `t2d`, or as listed in our section of the config.
 
     d2t [D] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] is true for the target's tokens in
     the draft vocabulary; it stays, because its length is V. Raises ValueError if they are malformed or differ.
     """
     found = dict(tensors)
-    if (listed := section(config, OWN).get(MAP)) is not None:
+    if listed is not None:
         if not isinstance(listed, list) or not all(type(token) is int for token in listed):
             raise ValueError(f"its config's {MAP} must be a list of tokens")
         found[MAP] = torch.tensor(listed)
@@ -38,9 +38,8 @@ def read_token_map(tensors: Mapping[str, Tensor], config: ConfigDict) -> dict[st
 
 
 def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
-    """Sort the token map, and the rows of the output matrices with it, in place.
+    """Sort the token map, and the rows of the output matrices with it, in place. A map of all tokens is dropped.
 
-    vLLM allows a matrix with a row for each of the target's tokens; the rows outside the map are dropped.
     Raises ValueError if the map is not a list of different tokens.
     """
     tokens = states.pop(MAP)
@@ -49,7 +48,7 @@ def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
     tokens, order = tokens.long().sort()
     for name, rows in states.items():
-        if name.startswith(("lm_head", "borrowed")) and rows.shape[:1] in ((len(tokens),), (vocab_size,)):
-            states[name] = rows[order if len(rows) == len(tokens) else tokens]
+        if name.startswith("lm_head") and rows.shape[:1] == tokens.shape:
+            states[name] = rows[order]
     if len(tokens) < vocab_size:
         states[MAP] = tokens

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
-from heads.formats.eagle import EMBEDDING
 from heads.formats.eagle3 import NESTED, READ
-from heads.formats.layout import ConfigDict, Head, number, section
+from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
 
 Engine = Literal["vllm", "sglang", "both", "draftless"]
@@ -66,8 +65,8 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
 def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
     if head.config.bias and not config.get("medusa_fc_bias"):
         yield error("vllm", "biases", "vLLM ignores the biases without medusa_fc_bias: true in config.json: add it")
-    if head.token_map is not None:
-        text = "vLLM 0.21 to 0.32 refuses a token_map; write a copy without one: draftless check HEAD --export DIR"
+    if head.token_map is not None or head.output == "target":
+        text = "vLLM 0.21 to 0.32 needs all rows of an output matrix; write a copy: draftless check HEAD --export DIR"
         yield error("vllm", "medusa-token-map", text)
 
 

@@ -150,7 +150,7 @@ def test_a_target_that_does_not_fit_is_refused():
         ({"features": (2, 2, 3)}, r"\[2, 2, 3\]; it must be ascending"),
         ({"features": ()}, "must be ascending"),
         ({"output": "own"}, "has one output matrix"),
-        ({"output": "target", "draft_size": 5}, "needs its own output matrix"),
+        ({"output": "target", "draft_size": 5}, "needs an output matrix of its own"),
         ({"fc_norm": True, "norm_before_fc": True}, "choose one"),
         ({"target_hidden_size": WIDE}, "needs its own embeddings"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,14 @@ from tests.support.published_heads import (
 )
 from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, drawn, made
 
+SAVED = made("hydra", prefix=LAYER, draft_size=5)
 # Intact files: tensors and config.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
     "medusa": (name_medusa(made("medusa", output="own", heads=5)), MEDUSA),
     "mapped": (made("medusa", draft_size=5).state_dict(), {"vocab_size": VOCABULARY, "truncated_vocab_size": 5}),
     "hydra": (name_hydra(made("hydra", output="own", output_bias=True, projected=True, layers=2)), HYDRA),
-    "prefix": (
-        made("hydra", prefix=LAYER).state_dict(),
-        {"vocab_size": VOCABULARY, "draftless": {"prefix": {"head_dim": 4}}},
-    ),
+    "saved": (SAVED.state_dict(), {"draftless": {"kind": "hydra", **asdict(SAVED.config)}}),
     "eagle": (name_eagle(made("eagle")), EAGLE | {"bias": False}),
     "eagle3": (name_eagle3(made("eagle3", draft_size=5)), EAGLE | {READ: [2, 5, 9]}),
 }
@@ -67,13 +66,16 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("hydra", PREFIX_NORM, {}, "missing: prefix_embeding_layer.layers"),
         ("hydra", {"hydra_what": drawn(8)}, {}, "unexpected: hydra_what$"),
         ("none", UNGROUNDED, {}, "grounded_heads: false"),
-        ("prefix", {"prefix.layer.mlp.up_proj.weight": drawn(9, 8)}, {}, r"\[9, 8\], not \[10, 8\]$"),
-        ("prefix", {"prefix.layer.self_attn.k_proj.weight": drawn(9, 8)}, {}, "24 and 9 rows, .* head_dim 4;"),
+        ("saved", {"prefix.layer.mlp.up_proj.weight": drawn(9, 8)}, {}, r"\[9, 8\], not \[10, 8\]$"),
+        ("saved", {"token_map": None}, {}, "missing: token_map$"),
+        ("saved", {}, {"draftless": {"kind": "hydra", "prefix": 1}}, "section draftless is damaged"),
+        ("saved", {}, {"draftless": {"kind": "hydra", "hidden_size": 8}}, "is damaged: .* argument: 'vocab_size'"),
+        ("saved", {}, {"draftless": {"kind": "oak"}}, "is damaged: 'oak'"),
         ("mapped", {"token_map": torch.arange(5) * 4}, {}, "must be a list of different tokens, each below 13"),
         ("mapped", {"token_map": torch.zeros(5, dtype=torch.long)}, {}, "token_map must be"),
         ("mapped", {"token_map": torch.arange(5) - 1}, {}, "token_map must be"),
         ("mapped", {"token_map": drawn(5)}, {}, "token_map must be"),
-        ("mapped", {"token_map": None}, {}, "missing: token_map, which must list its 5 of 13 tokens"),
+        ("mapped", {"token_map": None}, {}, "missing: token_map or d2t, which must map its 5 output rows to 13 tokens"),
         ("mapped", {}, {"vocab_size": "96"}, "vocab_size: '96'; it must be a positive number"),
         ("mapped", {}, {"vocab_size": True}, "vocab_size: True; it must"),
         ("mapped", {}, {"vocab_size": -1}, "vocab_size: -1; it must"),
@@ -84,6 +86,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("mapped", {}, {"vocab_size": 4}, "draft_size is 5; it must be from 1 to the vocabulary size, 4"),
         ("eagle", {}, {"bias": True}, "missing: fc.bias, which is required unless its config has bias: false"),
         ("eagle", {"layers.0.mlp.up_proj.weight": None}, {}, "missing: layers.0.mlp.up_proj.weight$"),
+        ("eagle", {"layers.0.self_attn.k_proj.weight": drawn(9, 8)}, {}, "24 and 9 rows, .* head_dim 128;"),
         ("eagle", {"fc.weight": None}, {}, "of no known head"),
         ("eagle", {"what": drawn(3)}, {}, "unexpected: what$"),
         ("eagle", {"lm_head.weight": drawn(13, 8)}, {}, "unexpected: lm_head.weight$"),
@@ -102,8 +105,8 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle", {}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has rotary positions .*; supported"),
         ("eagle", {}, {"speculators_model_type": "dflash"}, "it is speculators' dflash head; only their eagle3"),
         ("eagle3", {}, {"speculators_model_type": "peagle"}, "it is speculators' peagle head; only their eagle3"),
-        ("eagle3", NO_MAP, {}, "missing: d2t, which must map the 5 rows of lm_head.weight to 13 tokens"),
-        ("eagle3", {"lm_head.weight": None}, {}, "missing: lm_head.weight, which a draft vocabulary of 5 tokens needs"),
+        ("eagle3", NO_MAP, {}, "missing: token_map or d2t, which must map its 5 output rows to 13"),
+        ("eagle3", {"lm_head.weight": None}, {}, "draft vocabulary needs an output matrix of its own, lm_head.weight"),
         ("eagle3", {"t2d": torch.ones(13, dtype=torch.bool)}, {}, "d2t and t2d are of different tokens"),
         ("eagle3", {"t2d": None, "d2t": torch.arange(5) * 9}, {}, "a list of different tokens, each below 13"),
         ("eagle3", {"t2d": None, "d2t": drawn(5)}, {}, "its d2t is .5. of torch.float64; it must be a list of offsets"),
@@ -113,7 +116,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle3", {}, {"fc_norm": True}, "missing: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight$"),
         ("eagle3", {}, {"target_hidden_size": 12}, "fc.weight has 24 columns, but it reads 3 layers of 12"),
         ("eagle3", {}, {READ: [1, 2, 3, 4, 5]}, "fc.weight has 24 columns, but it reads 5 layers of 4"),
-        ("eagle3", {}, {READ: [1, 2]}, "24 columns and 2 layers .* hidden size is 12, and its own is 8$"),
+        ("eagle3", {}, {READ: [1, 2]}, "hidden size is 8 and whose target's is 12 needs its own embeddings"),
         ("eagle3", {}, {READ: [9, 5, 2]}, r"\[9, 5, 2\]; it must be ascending"),
         ("eagle3", {}, {READ: "all"}, "'all'; it must be a list of layers"),
         ("eagle3", OTHER_LAYER, {}, "unexpected: layers.1.mlp.gate_proj.weight, "),

@@ -97,6 +97,7 @@ def test_saved_folders_have_no_fault(saved: Path, target: Target, name: str) -> 
 
 
 # Changes of the config, changes of the tensors, and what is found.
+MAPPED = {"token_map": torch.arange(5), "lm_head.weight": ones(5, HIDDEN)}
 EMBEDDING = {"embed_tokens.weight": ones(VOCABULARY, HIDDEN)}
 LAYER_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({}, {}, set()),
@@ -144,7 +145,8 @@ EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
         *(("eagle3", *fault) for fault in EAGLE3_FAULTS),
         ("whole", {"draft_vocab_size": None}, {}, {"error both sizes"}),
         ("medusa", {"medusa_fc_bias": GONE}, {}, {"error vllm biases"}),
-        ("medusa", {"truncated_vocab_size": 5}, {"token_map": torch.arange(5)}, {"error vllm medusa-token-map"}),
+        ("medusa", {"truncated_vocab_size": 5}, MAPPED, {"error vllm medusa-token-map"}),
+        ("medusa", {}, {"lm_head.weight": GONE}, {"error vllm medusa-token-map"}),
     ],
 )
 def test_silent_faults(spoil: Spoil, target: Target, name: str, changes: Any, tensors: Any, expected: set[str]) -> None:
