@@ -54,7 +54,6 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "steps": f"{len(batches):,}",
         "memory": f"{memory / 2**30:.2f} GiB, measured on {len(measured)} batches",
         "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
-        "a step": f"{seconds / len(measured):.2f} s",
         "time": _format_time(seconds * len(batches) / len(measured)) + ", without validations",
         "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }

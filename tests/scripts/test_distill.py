@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import re
 import shutil
-import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,6 @@ from training.rendering import Renderer
 SPECIAL = re.compile(r"</s>|<pad>")
 BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
 QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
-
-BAD = 3 + ord("^") - 32  # the token of "^"
-
 
 Call = Callable[..., Run]
 
@@ -142,8 +136,7 @@ def test_files_of_several_kinds_are_combined(call: Call) -> None:
 def test_a_repeated_temperature_gets_a_larger_share(call: Call) -> None:
     rows = [{"prompt": str(number)} for number in range(300)]
     jobs = distill.read_jobs([write("in.jsonl", rows)], [0.0, 0.0, 0.8])
-    greedy = sum(job.temperature == 0 for job in jobs)
-    assert 170 < greedy < 230
+    assert 170 < sum(job.temperature == 0 for job in jobs) < 230
     fewer = distill.read_jobs([write("in.jsonl", rows[:50])], [0.0, 0.0, 0.8])
     assert [job.temperature for job in fewer] == [job.temperature for job in jobs[:50]]
 
@@ -159,34 +152,26 @@ def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, m
     assert call(*options, name=str(looping)).out == run.out
 
 
-def spoil(folder: Path, tokens: Any) -> Path:
-    """Make the model's embeddings of tokens NaN."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64")
-    model.model.embed_tokens.weight.data[tokens] = float("nan")
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_a_prompt_without_numbers_is_dropped_alone(call: Call, save_model: Callable[..., Path]) -> None:
-    folder = str(save_model())
+def test_prompts_whose_logits_are_no_numbers_are_dropped_alone(call: Call, save_model: Callable[..., Path]) -> None:
+    folder = save_model()
     rows = [{"prompt": "zz"}, {"prompt": "t^o"}, {"prompt": "Why?"}, {"turns": ["^", "x"]}]
     options = [write("in.jsonl", rows), "--max-new-tokens", "6"]
-    call(*options, "--out", "before.jsonl", name=folder)
-    before = {row["id"]: row for row in map(json.loads, Path("before.jsonl").read_text().splitlines())}
-    assert not any("^" in before[row]["response"] for row in (1, 3))
-    spoil(Path(folder), BAD)
+    assert call(*options, name=folder).status == 0
+    before = read()
+    assert not any("^" in row["response"] for row in before[:3:2])
+    Path("out.jsonl").unlink()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64")
+    model.model.embed_tokens.weight.data[3 + ord("^") - 32] = float("nan")
+    model.save_pretrained(folder)
     run = call(*options, name=folder)
-    found = {row["id"]: row for row in read()}
+    found = read()
     assert run.status == 0 and "2 whose logits are NaN or infinite" in run.out
-    assert [found[row] for row in (1, 3)] == [before[row] for row in (1, 3)]
-    assert found[2] == {"id": 2, "source": "in", "temperature": 0.0, "prompt": "t^o", "dropped": "nan"}
-    assert found[4]["dropped"] == "nan"
+    assert found[:3:2] == before[:3:2]
+    assert found[1] == {"id": 2, "source": "in", "temperature": 0.0, "prompt": "t^o", "dropped": "nan"}
+    assert found[3]["dropped"] == "nan"
     again = call(*options, name=folder)
     assert (again.status, again.out) == (0, run.out)
-
-
-def test_all_prompts_without_numbers_are_an_error(call: Call, save_model: Callable[..., Path]) -> None:
-    folder = str(spoil(save_model(), BAD))
+    Path("out.jsonl").unlink()
     run = call(write("in.jsonl", [{"prompt": "^"}, {"prompt": "a^"}]), name=folder)
     assert run.status == 2 and "the logits of all 2 prompts are NaN or infinite" in run.err
     assert run.err.strip().count("error:") == 1
@@ -203,9 +188,8 @@ def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(
     (path,) = [write("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])]
     talk, single = distill.read_jobs([path], [0.0])
     renderer = Renderer(AutoTokenizer.from_pretrained(model))
-    assert (
-        talk.take(answered(" one", "eos"), renderer) is None and talk.take(answered("two!!", "eos"), renderer) is None
-    )
+    for text in (" one", "two!!"):
+        assert talk.take(answered(text, "eos"), renderer) is None
     row = talk.take(answered("loop", "criterion"), renderer)
     assert row is not None and row["cut"] == "loop" and row["finished"] and row["response_tokens"] == 9
     assert [message["content"] for message in row["messages"]] == ["a", "###", "b", "####"]
@@ -243,38 +227,14 @@ def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
         assert file.read_bytes().startswith(raw[: raw.rfind(b"\n", 0, cut) + 1])
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork to be quick")
-def test_ten_kills_change_nothing(call: Call) -> None:
-    prompts, file = many(60), Path("out.jsonl")
-    call(prompts, *SHORT)
-    expected = read()
-    file.write_bytes(b"")
-    dice, context = random.Random(1), multiprocessing.get_context("fork")
-    for _ in range(10):
-        goal = file.stat().st_size + dice.randrange(1, 600)
-        process = context.Process(
-            target=distill.main, args=([prompts, "--out", "out.jsonl", "--model", "model", *BASE, *SHORT],)
-        )
-        process.start()
-        while process.is_alive() and file.stat().st_size < goal:
-            time.sleep(0.0005)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    assert call(prompts, *SHORT).status == 0
-    assert read() == expected
-
-
 GOOD = {"id": 1, "prompt": "x"}
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x"}, 'line 2: a line is a JSON object with one of "prompt", "turns", "messages" and'),
         ({"id": 1, "prompt": "y"}, "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
         ({"id": None, "prompt": "y"}, "line 2: an id is a whole number or a text, not null"),
-        ({"turns": []}, 'line 2: "turns" is a list of at least one prompt'),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: there is no question to answer"),
         ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a number from 1e-30 on, not -1"),
     ],
@@ -342,8 +302,3 @@ def test_the_same_path_with_another_model_is_refused(call: Call, model: Path, sa
     call(two).refused("the model's weights and chat template changed since out.jsonl was begun")
     assert Path("out.jsonl").read_bytes() == before
     assert call(two, "--changed-model").status == 0 and len(read()) == 2
-    settings = json.loads(Path("out.jsonl.settings.json").read_text())
-    for name in ("weights", "vocabulary", "template"):  # a file of an older version
-        del settings[name]
-    Path("out.jsonl.settings.json").write_text(json.dumps(settings))
-    assert call(write("three.jsonl", [GOOD, {"id": 7, "prompt": "z"}])).status == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ BASE = ["--model", "target", "--dtype", "float64"]
 ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--json"]
 
 
+def write(file: Path, rows: Sequence[Any]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
     """A model, heads for it and for others, and prompts."""
@@ -34,21 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
     save_head(make_head("medusa", target, output="own"), root / "medusa")
     save_head(make_head("hydra", target, prefix=True), root / "hydra")
     save_head(make_head("eagle3", target), root / "eagle3")
-    for name, changes in {
-        "wide": {"hidden_size": 48},
-        "wordy": {"vocab_size": 200},
-        "deep": {"num_hidden_layers": 3},
-    }.items():
-        save_head(make_head("medusa", Target(tiny("llama", **changes))), root / name)
+    save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), root / "wide")
     save_head(make_head("medusa", target), root / "spoilt")
     (root / "spoilt" / FILE).write_text("{}")
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    (root / "questions.jsonl").write_text(
-        "".join(
-            json.dumps({"question_id": number, "category": "qa", "turns": [prompt]}) + "\n"
-            for number, prompt in enumerate(PROMPTS)
-        )
-    )
+    write(root / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    questions = [{"question_id": number, "category": "qa", "turns": [text]} for number, text in enumerate(PROMPTS)]
+    write(root / "questions.jsonl", questions)
     return root
 
 
@@ -64,13 +59,12 @@ def read_tokens(run: Run) -> list[list[int]]:
     return [json.loads(line)["tokens"] for line in run.out.splitlines()]
 
 
-TREES = [[], ["--nodes", "9"]]
-CHAIN = ["--depth", "3", "--width", "1", "--nodes", "4"]
+NODES, CHAIN = ["--nodes", "9"], ["--depth", "3", "--width", "1", "--nodes", "4"]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [*((kind, tree) for kind in ("medusa", "hydra") for tree in TREES), ("eagle3", []), ("eagle3", CHAIN)],
+    [("medusa", []), ("medusa", NODES), ("hydra", []), ("hydra", NODES), ("eagle3", []), ("eagle3", CHAIN)],
 )
 def test_a_head_does_not_change_the_text(call: Call, kind: str, settings: list[str]) -> None:
     plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
@@ -88,28 +82,16 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--proposer", "medusa"], "medusa needs head, the folder of a head that was trained for this model"),
-        (["--proposer", "medusa", "--head", "nowhere"], "nowhere"),
-        (["--proposer", "medusa", "--head", "target"], "target"),
-        (["--proposer", "medusa", "--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
-        (["--proposer", "medusa", "--head", "wide"], "hidden size is 48; this target's is 32"),
-        (["--proposer", "medusa", "--head", "wordy"], "vocabulary size is 200; this target's is 96"),
-        (["--proposer", "medusa", "--head", "deep"], "number of layers is 3; this target's is 2"),
-        (["--proposer", "medusa", "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
-        (
-            ["--proposer", "ngram", "--head", "medusa"],
-            "ngram has no option head; it is for merged, medusa, hydra, eagle, eagle3, auto",
-        ),
-        (["--proposer", "auto", "--head", "nowhere"], "nowhere"),
-        (
-            ["--proposer", "hydra", "--head", "hydra", "--depth", "3"],
-            "hydra has no option depth; it is for draft",
-        ),
-        (["--sampled"], "auto has no option sampled; it is for draft, medusa, hydra, eagle, eagle3"),
+        ([], "medusa needs head, the folder of a head that was trained for this model"),
+        (["--head", "target"], "target"),
+        (["--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
+        (["--head", "wide"], "hidden size is 48; this target's is 32"),
+        (["--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
+        (["--head", "medusa", "--depth", "3"], "medusa has no option depth; it is for draft"),
     ],
 )
 def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
-    call(generate, *BASE, "--prompt", "x", *arguments).refused(message)
+    call(generate, *BASE, "--prompt", "x", "--proposer", "medusa", *arguments).refused(message)
 
 
 def test_auto_is_the_default_and_needs_no_head(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +126,8 @@ def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     assert rows["hydra:head=hydra,nodes=3"]["nodes_per_step"] <= 2
     assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "hydra"}
-    for names, message in (
-        ("medusa", "medusa needs head, the folder"),
-        ("medusa:head=hydra", "is of kind hydra, not medusa"),
-        ("medusa:head=medusa,width=2", "medusa has no option width"),
-    ):
-        call(bench, *ask, "--methods", names).refused(message)
+    call(bench, *ask, "--methods", "medusa").refused("medusa needs head, the folder")
+    call(bench, *ask, "--methods", "medusa:head=hydra").refused("is of kind hydra, not medusa")
 
 
 @pytest.mark.parametrize(
@@ -188,9 +166,8 @@ def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: P
     rows = [{"prompt": prompt, "response": "yes", "token_ids": [[[5], [6]]]} for prompt in PROMPTS]
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}]
     rows = [{"prompt": "dropped", "dropped": "loop"}, *rows, {"messages": talk}]
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = [{"prompt": prompt} for prompt in (*PROMPTS, "ab")]
-    (tmp_path / "alone.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write(tmp_path / "answers.jsonl", rows)
+    write(tmp_path / "alone.jsonl", [{"prompt": prompt} for prompt in (*PROMPTS, "ab")])
     ask = [*BASE, "--head", "spoilt", "--max-new-tokens", "8", "--prompt-file"]
     shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
     assert shown[0] == shown[1] and shown[0][0] == 0
@@ -199,7 +176,6 @@ def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head", "nowhere"], "nowhere"),
         (["--head", "wide"], "hidden size is 48; this target's is 32"),
         (["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
     ],

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-e
 
 
 PLAN = [
-    *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "a step", "time"),
+    *("parameters", "examples", "answer tokens", "steps", "memory", "speed", "time"),
     *("with features cached", "warning"),
 ]
 Call = Callable[..., Run]
@@ -94,15 +93,19 @@ def test_a_plot_is_drawn(call: Call, trained: Path, tmp_path: Path) -> None:
     assert run.status == 0 and "<svg" in (tmp_path / "old.svg").read_text()
 
 
-def test_the_files_of_a_training(trained: Path) -> None:
-    assert sorted(file.name for file in trained.iterdir()) == sorted(
-        ["config.json", "model.safetensors", CHECKPOINT, METRICS]
-    )
+def test_the_files_of_a_training(place: Path, trained: Path) -> None:
+    assert {file.name for file in trained.iterdir()} == {"config.json", "model.safetensors", CHECKPOINT, METRICS}
     rows = read_metrics(trained)
     assert [row["step"] for row in rows] == [3, 6, 9, 9]
     assert [*losses(trained)[0]] == ["step", "tokens", "loss", "agreement"]
     assert [*rows[0]] == ["step", "tokens", "tau", "acceptance"]
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(trained / "model.safetensors").values())
+    target = Target.load(place, dtype="float64")
+    with warnings.catch_warnings(action="error"):
+        assert load_draft_head(trained, target).config.target_weights == target.model.weights_fingerprint
+    target.model.weights_fingerprint = "x"
+    with pytest.warns(UserWarning, match="with other weights than this target's"):
+        load_draft_head(trained, target)
 
 
 @pytest.mark.parametrize("output", ["own", "target"])
@@ -125,14 +128,6 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
     refuse(call(*SHORT, "--resume", out=tmp_path / "more"), f"init was '{trained}', now None")
-
-
-@pytest.mark.parametrize("output", ["own", "target"])
-def test_output_matrices(call: Call, tmp_path: Path, output: str) -> None:
-    options = ["--kind", "hydra", "--prefix", "--output", output, "--draft-vocab", "60", "--max-steps", "3"]
-    assert call(*SHORT, *options).status == 0
-    head = load_head(tmp_path / "out")
-    assert (head.output, head.draft_size) == (output, 60) and head.prefix is not None
 
 
 @pytest.mark.parametrize(
@@ -164,17 +159,10 @@ def test_a_missing_gpu_is_refused(call: Call) -> None:
     refuse(call("--device", "cuda"), "--device cuda: torch sees no GPU")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("\n", "data.jsonl is empty"),
-        ('{"prompt": "a", "response": "b"}', "no prompt is held out for validation"),
-    ],
-)
-def test_bad_data_is_refused(call: Call, tmp_path: Path, content: str, message: str) -> None:
+def test_too_little_data_is_refused(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text(content)
-    refuse(call("--data", str(file), "--cache", str(tmp_path / "cache")), message)
+    file.write_text('{"prompt": "a", "response": "b"}')
+    refuse(call("--data", str(file), "--cache", str(tmp_path / "cache")), "no prompt is held out for validation")
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -234,21 +222,16 @@ def test_another_model_at_the_same_path_is_refused(
     out, cache = tmp_path / "out", ["--cache", str(tmp_path / "cache")]
     shutil.copytree(trained, out)
     assert call(*SHORT, *cache, out=tmp_path / "first").status == 0
+    other_texts = call(*SHORT, *cache, "--max-length", "20", out=tmp_path / "third")
+    refuse(other_texts, "cache were made with other data; choose another folder")
     real = scripts.train.describe_model
     for module in ("scripts.train", "scripts.head_training.setup"):
         monkeypatch.setattr(f"{module}.describe_model", lambda *model: real(*model) | {"weights": "x", "template": "y"})
     message = f"the model's weights and chat template changed since the training in {out} was begun; give another --out"
     refuse(call(*SHORT, "--resume", out=out), message)
-    refuse(
-        call(*SHORT, *cache, out=tmp_path / "second"),
-        "were made with other weights and template; choose another folder",
-    )
+    refused = call(*SHORT, *cache, out=tmp_path / "second")
+    refuse(refused, "were made with other weights and template; choose another folder")
     assert call(*SHORT, "--resume", "--changed-model", out=out).status == 0
-    state = torch.load(out / CHECKPOINT)
-    for name in ("weights", "vocabulary", "template"):  # of an older version
-        del state["settings"][name]
-    torch.save(state, out / CHECKPOINT)
-    assert call(*SHORT, "--resume", out=out).status == 0
 
 
 def test_bad_rows_are_skipped_and_named_after_the_others(call: Call, place: Path, tmp_path: Path) -> None:
@@ -261,15 +244,6 @@ def test_bad_rows_are_skipped_and_named_after_the_others(call: Call, place: Path
     refuse(call(*SHORT, "--max-bad", "2"), "--max-bad is 2.0; it must be a share from 0 to 1")
 
 
-def test_a_head_knows_the_weights_that_it_was_trained_for(place: Path, trained: Path, tmp_path: Path) -> None:
-    target = Target.load(place, dtype="float64")
-    with warnings.catch_warnings(action="error"):
-        assert load_draft_head(trained, target).config.target_weights == target.model.weights_fingerprint
-    target.model.weights_fingerprint = "x"
-    with pytest.warns(UserWarning, match="with other weights than this target's"):
-        load_draft_head(trained, target)
-
-
 def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
     settings = place / "answers.jsonl.settings.json"
     settings.write_text('{"weights": "x", "seed": 0}')
@@ -280,21 +254,17 @@ def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: P
     assert run.status == 0 and "answers.jsonl has answers of another model: its weights changed; heads are" in run.err
 
 
-@pytest.mark.parametrize("size", [0, -1000, None])
-def test_a_damaged_checkpoint_is_named(call: Call, trained: Path, tmp_path: Path, size: int | None) -> None:
-    (tmp_path / "out").mkdir()
-    if size is None:
-        torch.save([1, 2, 3], tmp_path / "out" / CHECKPOINT)
-    else:
-        (tmp_path / "out" / CHECKPOINT).write_bytes((trained / CHECKPOINT).read_bytes()[:size])
-    refuse(call(*SHORT, "--resume"), f"{tmp_path / 'out' / CHECKPOINT} is damaged, or no checkpoint of a training")
-
-
-def test_damaged_metrics_are_named(call: Call, trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / CHECKPOINT).write_bytes((trained / CHECKPOINT).read_bytes())
-    (tmp_path / "out" / METRICS).write_text('{"step": 1}\n\0\0\0\n')
-    refuse(call(*SHORT, "--resume"), f"{tmp_path / 'out' / METRICS} is damaged")
+@pytest.mark.parametrize("content", ["", "half", "other", "metrics"])
+def test_damaged_files_are_named(call: Call, trained: Path, tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    whole = (trained / CHECKPOINT).read_bytes()
+    (out / CHECKPOINT).write_bytes({"": b"", "half": whole[:-1000]}.get(content, whole))
+    if content == "other":
+        torch.save([1, 2, 3], out / CHECKPOINT)
+    (out / METRICS).write_text('{"step": 1}\n\0\0\0\n')
+    message = f"{out / CHECKPOINT} is damaged, or no checkpoint of a training"
+    refuse(call(*SHORT, "--resume"), f"{out / METRICS} is damaged" if content == "metrics" else message)
 
 
 @pytest.mark.parametrize("damage", [float("nan"), 1e4])
@@ -319,10 +289,6 @@ def test_an_exploding_loss_ends_the_training(
     assert_same(tmp_path / "out", trained)
 
 
-def test_a_learning_rate_that_is_too_high(call: Call) -> None:
-    refuse(call(*SHORT, "--lr", "1e6"), "the loss exploded at step ", "begin anew with a lower --lr")
-
-
 def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics, checkpoint, weights, config: each cannot be written once; a later run resumes from what is there."""
     flush, whole = os.fsync, 0
@@ -344,40 +310,15 @@ def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monk
     assert_same(tmp_path / "out", trained)
 
 
-def launch(place: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """Two processes, as a user would start them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    files = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out)]
-    command = [*torchrun, "-m", "draftless", "train", *files, *OPTIONS, *SHAPE, *SHORT, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 @pytest.mark.slow
 def test_launched_by_torchrun(place: Path, trained: Path, tmp_path: Path) -> None:
-    with launch(place, tmp_path / "out", "--cache", str(tmp_path / "cache")) as process:
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert out.count("9 of 9 steps") == 1 and "Warning" not in err
+    """Two processes, as a user would start them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    files = ["--model", place, "--data", place / "answers.jsonl", "--out", tmp_path / "out", "--cache", tmp_path / "c"]
+    command = [*torchrun, "-m", "draftless", "train", *map(str, files), *OPTIONS, *SHAPE, *SHORT]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("9 of 9 steps") == 1 and "Warning" not in run.stderr
     (row,), (twin,) = losses(tmp_path / "out"), losses(trained)
     assert row["loss"] == pytest.approx(twin["loss"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_torchrun_is_stopped(place: Path, tmp_path: Path) -> None:
-    long = ["--epochs", "1000", "--max-steps", "10000", "--validate-every", "10000", "--save-every", "10000"]
-    with launch(place, tmp_path, *long) as process:
-        while not losses(tmp_path):
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.terminate()
-        process.communicate(timeout=300)
-    assert process.returncode != 0
-    step = torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"]
-    assert 10 <= step < 10_000
-    with launch(place, tmp_path, *long, "--resume") as process:
-        while losses(tmp_path)[-1]["step"] <= step:
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.terminate()
-        process.communicate(timeout=300)

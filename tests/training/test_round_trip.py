@@ -17,36 +17,26 @@ from scripts.distillation.jobs import Job
 from training.data import load_dataset
 from training.rendering import Renderer
 
-BEGIN, END = "{% for one in messages %}{{ one.role[0] }}:", "{% endfor %}{% if add_generation_prompt %}a:"
-CLOSE = "{% if one.role == 'assistant' %}</s>{% endif %} "
+
+def write_template(content: str = "{{ one.content }}", begin: str = "", after: str = "a:") -> str:
+    """A chat template with the content of each message as given, `begin`, and `after` before an answer."""
+    end = "{% if one.role == 'assistant' %}</s>{% endif %} {% endfor %}{% if add_generation_prompt %}"
+    return begin + "{% for one in messages %}{{ one.role[0] }}:" + content + end + after + "{% endif %}"
+
+
 TEMPLATES = {
-    "plain": BEGIN + "{{ one.content }}" + CLOSE + END + "{% endif %}",
+    "plain": write_template(),
     # An empty thought is put before an answer without one.
-    "thinking": BEGIN
-    + "{% if one.role == 'assistant' %}()"
-    + "{% endif %}{{ one.content }}"
-    + CLOSE
-    + END
-    + "{% endif %}",
+    "thinking": write_template("{% if one.role == 'assistant' %}(){% endif %}{{ one.content }}"),
     # Thoughts, up to an "e", are stripped from earlier answers; the prompt opens a thought.
-    "reasoning": BEGIN + "{{ one.content.split('e')[-1] }}" + CLOSE + END + "({% endif %}",
-    "tools": "{% if tools %}{{ tools[0].name }} {% endif %}"
-    + BEGIN
-    + "{{ one.content | trim }}"
-    + CLOSE
-    + END
-    + "{% endif %}",
+    "reasoning": write_template("{{ one.content.split('e')[-1] }}", after="a:("),
+    "tools": write_template("{{ one.content | trim }}", "{% if tools %}{{ tools[0].name }} {% endif %}"),
 }
+TALK = [("user", "a"), ("assistant", " b "), ("user", "c")]
 ROWS: list[dict[str, Any]] = [
     *({"prompt": f"question {number}"} for number in range(8)),
     *({"turns": [f"{number}", "and?", "why?"]} for number in range(8)),
-    {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": " b "},
-            {"role": "user", "content": "c"},
-        ]
-    },
+    {"messages": [{"role": role, "content": content} for role, content in TALK]},
 ]
 
 

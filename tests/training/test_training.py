@@ -71,12 +71,21 @@ def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agr
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # e.g. for layers whose input and weights differ in dtype
-@pytest.mark.parametrize("head", ["medusa", "hydra", "eagle", "eagle3"])
-def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "output"),
+    [
+        (["medusa", "--output", "own"], "own"),
+        (["hydra", "--prefix", "--output", "target"], "target"),
+        (["eagle"], "target"),
+        (["eagle3"], "shared"),
+    ],
+)
+def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: list[str], output: str) -> None:
     options = ["--max-steps", "12", "--dtype", "bfloat16", "--draft-vocab", "40"]
-    assert train(place, tmp_path, "--kind", head, *options) == 0
-    head = load_head(tmp_path)
-    assert head.token_map is not None and len(head.token_map) == head.draft_size == 40
+    assert train(place, tmp_path, "--kind", *head, *options) == 0
+    trained = load_head(tmp_path)
+    assert trained.output == output and ("--prefix" in head) == (getattr(trained, "prefix", None) is not None)
+    assert trained.token_map is not None and len(trained.token_map) == trained.draft_size == 40
 
 
 @pytest.mark.parametrize("step", [6, 11])  # 6 is saved anyway; 11 ends an epoch

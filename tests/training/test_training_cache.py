@@ -21,7 +21,7 @@ from tests.support.models import VOCABULARY, tiny
 from training import feature_cache
 from training.data import Example
 from training.feature_cache import BatchLoader, FeatureCache
-from training.teacher import LABELS, Batch, Teacher, collate, pad_examples
+from training.teacher import LABELS, Batch, Teacher, pad_examples
 
 SETTINGS = {"target": "tiny", "layers": [-1]}
 ALL = 1 << 30
@@ -79,17 +79,13 @@ def test_cached_batches_match_those_computed_on_the_fly(teacher: Teacher, tmp_pa
     assert all(number in made for number in range(60)) and 60 not in made
     passes = [batch for _, batches in feature_cache._plan_shards(tmp_path, EXAMPLES) for batch in batches]
     assert len(passes) > 5
+    compute = BatchLoader(EXAMPLES, teacher)
     for numbers in passes:  # the target computed these together
-        examples = [EXAMPLES[number] for number in numbers]
-        assert_same(
-            BatchLoader(EXAMPLES, teacher, made)(numbers), collate(examples, teacher.compute(examples)), exact=True
-        )
-    again = FeatureCache(tmp_path / "cache", SETTINGS)
-    for _ in range(5):
-        numbers = random.Random(0).sample(range(60), 6)
-        assert_same(
-            BatchLoader(EXAMPLES, teacher, again)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False
-        )
+        assert_same(BatchLoader(EXAMPLES, teacher, made)(numbers), compute(numbers), exact=True)
+    again = BatchLoader(EXAMPLES, teacher, FeatureCache(tmp_path / "cache", SETTINGS))
+    for seed in range(5):
+        numbers = random.Random(seed).sample(range(60), 6)
+        assert_same(again(numbers), compute(numbers), exact=False)
 
 
 def test_a_batch_matches_the_target(target: Target) -> None:
@@ -121,14 +117,15 @@ def test_a_vocabulary_smaller_than_the_labels() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.75])
 def test_the_limit_is_kept(teacher: Teacher, tmp_path: Path, share: float) -> None:
-    whole = sum(shard.stat().st_size for shard in (fill(tmp_path / "whole", teacher).folder).glob("*.safetensors"))
+    def measure(made: FeatureCache) -> int:
+        return sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
+
+    whole = measure(fill(tmp_path / "whole", teacher))
     made = fill(tmp_path / "part", teacher, int(share * whole))
-    size = sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
+    size = measure(made)
     assert share * whole - 0.25 * whole < size <= share * whole
-    kept = {number for number in range(60) if number in made}
-    assert share * 60 - 20 < len(kept) < 60
-    fill(tmp_path / "part", teacher, int(share * whole))
-    assert size == sum(shard.stat().st_size for shard in made.folder.glob("*.safetensors"))
+    assert share * 60 - 20 < sum(number in made for number in range(60)) < 60
+    assert measure(fill(tmp_path / "part", teacher, int(share * whole))) == size
     numbers = [*range(10, 20)]
     assert_same(BatchLoader(EXAMPLES, teacher, made)(numbers), BatchLoader(EXAMPLES, teacher)(numbers), exact=False)
 
@@ -149,32 +146,26 @@ def test_processes_fill_their_shares(teacher: Teacher, tmp_path: Path) -> None:
 def test_existing_shards_are_not_computed_again(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = fill(tmp_path / "one", teacher).folder
-    compute, passes = Teacher.compute, 0
+    expected, folder = fill(tmp_path / "one", teacher).folder, tmp_path / "two"
+    compute, passes = Teacher.compute, count(1)
 
     def fail_at_the_eighth(self: Teacher, examples: list[Example]) -> Any:
-        nonlocal passes
-        passes += 1
-        if passes == 8:
+        if next(passes) == 8:
             raise KeyboardInterrupt
         return compute(self, examples)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Teacher, "compute", fail_at_the_eighth)
-        with pytest.raises(KeyboardInterrupt):
-            fill(tmp_path / "two", teacher)
-    shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
-    assert 0 < len(shards) < len(list(expected.glob("*.safetensors")))
-    (tmp_path / "two" / ".00003.safetensors.tmp").write_bytes(b"half of a shard")
-    times = [(tmp_path / "two" / name).stat().st_mtime_ns for name in shards]
-    fill(tmp_path / "two", teacher)
-    assert times == [(tmp_path / "two" / name).stat().st_mtime_ns for name in shards]
-    for path in expected.glob("*"):
-        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-    assert not list((tmp_path / "two").glob("*.tmp"))
-    with monkeypatch.context() as patch:
-        patch.setattr(FeatureCache, "_write", lambda *_: pytest.fail("a shard was made again"))
-        fill(tmp_path / "two", teacher)
+        fill(folder, teacher)
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    assert 0 < len(times) < len(list(expected.glob("*.safetensors")))
+    (folder / ".00003.safetensors.tmp").write_bytes(b"half of a shard")
+    fill(folder, teacher)
+    assert all(path.stat().st_mtime_ns == before for path, before in times.items())
+    assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in expected.glob("*"))
+    assert not list(folder.glob("*.tmp"))
+    monkeypatch.setattr(FeatureCache, "_write", lambda *_: pytest.fail("a shard was made again"))
+    fill(folder, teacher)
 
 
 @pytest.mark.parametrize("content", [b"", b"half", None])

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from training.conversations import read_conversation
-from training.data import Dataset, has_looped, load_dataset, make_examples
+from training.data import Dataset, Example, has_looped, load_dataset, make_examples
 from training.rendering import Renderer
 
 ENDING = (
@@ -31,43 +31,63 @@ def folder(save_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def tokenizer(folder: Path) -> Any:
-    """Each character is a token; the template always writes `u:hi a:` and no end token."""
-    return AutoTokenizer.from_pretrained(folder)
+    """Each character is a token; the template writes `u:hi a:yo</s>#`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = ENDING
+    return tokenizer
+
+
+def spell(example: Example, tokenizer: Any) -> list[Any]:
+    """The text of an example, and the texts of its answers."""
+    letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
+    return ["".join(letters), ["".join(letters[begin:end]) for begin, end in example.spans]]
 
 
 def read(turns: list[tuple[str, str]], tokenizer: Any, finished: bool = True, **settings: Any) -> list[Any]:
     """The text of a conversation, and the texts of its answers; of several texts, one after the other."""
     messages = [{"role": role, "content": content} for role, content in turns]
     row = read_conversation({"messages": messages, "finished": finished}, "here", answered=True)
-    found: list[Any] = []
-    for example in make_examples(row, Renderer(tokenizer, **settings)):
-        letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
-        found += ["".join(letters), ["".join(letters[begin:end]) for begin, end in example.spans]]
-    return found
+    examples = make_examples(row, Renderer(tokenizer, **settings))
+    return [part for example in examples for part in spell(example, tokenizer)]
+
+
+NO_END = ENDING.replace("</s>#", " ")
+THOUGHTS = ENDING.replace("{{ one.content }}", "{{ one.content if loop.last else one.content.split('|')[-1] }}")
 
 
 @pytest.mark.parametrize(
-    ("turns", "finished", "text", "answers"),
+    ("template", "turns", "finished", "found"),
     [
-        (TURNS[:2], True, "u:hi a:yo</s>", ["yo</s>"]),
-        (TURNS[:2], False, "u:hi a:yo", ["yo"]),
-        (TURNS, True, "u:hi a:yo</s>#u:ok a:no</s>", ["yo</s>", "no</s>"]),
-        (TURNS, False, "u:hi a:yo</s>#u:ok a:no", ["yo</s>", "no"]),
-        ([("system", "be"), *TURNS[:2]], True, "s:be u:hi a:yo</s>", ["yo</s>"]),
-        ([("user", "hi"), ("assistant", "")], True, "u:hi a:</s>", ["</s>"]),
+        (ENDING, TURNS[:2], True, ["u:hi a:yo</s>", ["yo</s>"]]),
+        (ENDING, TURNS[:2], False, ["u:hi a:yo", ["yo"]]),
+        (ENDING, TURNS, True, ["u:hi a:yo</s>#u:ok a:no</s>", ["yo</s>", "no</s>"]]),
+        (ENDING, TURNS, False, ["u:hi a:yo</s>#u:ok a:no", ["yo</s>", "no"]]),
+        (ENDING, [("system", "be"), *TURNS[:2]], True, ["s:be u:hi a:yo</s>", ["yo</s>"]]),
+        (ENDING, [("user", "hi"), ("assistant", "")], True, ["u:hi a:</s>", ["</s>"]]),
+        # The first message is no answer.
+        (ENDING, [("assistant", "hey"), *TURNS[:2]], True, ["a:hey</s>#u:hi a:yo</s>", ["yo</s>"]]),
+        (ENDING.replace("<", "--<"), TURNS, True, ["u:hi a:yo--</s>#u:ok a:no--</s>", ["yo--</s>", "no--</s>"]]),
+        # The model ends its answers with EOS, and later prompts do not have it.
+        (NO_END, TURNS, True, ["u:hi a:yo</s>", ["yo</s>"], "u:hi a:yo u:ok a:no</s>", ["no</s>"]]),
+        # Thoughts that are removed later are trained as the model saw them.
         (
-            [("assistant", "hey"), *TURNS[:2]],
+            THOUGHTS,
+            [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")],
             True,
-            "a:hey</s>#u:hi a:yo</s>",
-            ["yo</s>"],
-        ),  # the first message is no answer
+            ["u:hi a:er|yo</s>", ["er|yo</s>"], "u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"]],
+        ),
+        # Plain text; the tokenizer has no line breaks, which separate turns. No position predicts the first token.
+        (None, TURNS[:2], True, ["hiyo</s>", ["yo</s>"]]),
+        (None, TURNS[:2], False, ["hiyo", ["yo"]]),
+        (None, TURNS, True, ["hiyo</s>", ["yo</s>"], "hiyookno</s>", ["no</s>"]]),
+        (None, [("user", ""), ("assistant", "yo")], True, ["yo</s>", ["o</s>"]]),
     ],
 )
-def test_answers_end_with_their_end_token(
-    tokenizer: Any, turns: list[tuple[str, str]], finished: bool, text: str, answers: list[str]
+def test_answers_are_found_with_their_end_tokens(
+    tokenizer: Any, template: str | None, turns: list[tuple[str, str]], finished: bool, found: list[Any]
 ) -> None:
-    tokenizer.chat_template = ENDING
-    assert read(turns, tokenizer, finished=finished) == [text, answers]
+    tokenizer.chat_template = template
+    assert read(turns, tokenizer, finished=finished) == found
 
 
 def test_answers_may_end_with_another_token_of_the_model(tokenizer: Any) -> None:
@@ -76,22 +96,6 @@ def test_answers_may_end_with_another_token_of_the_model(tokenizer: Any) -> None
     ends = tokenizer.convert_tokens_to_ids(["|", "#"])
     assert read(TURNS[:2], tokenizer, ends=ends)[1] == ["yo|"]
     assert read(TURNS[:2], tokenizer, ends=ends, finished=False)[1] == ["yo"]
-    tokenizer.chat_template = ENDING.replace("</s>", "--</s>")
-    assert read(TURNS, tokenizer) == ["u:hi a:yo--</s>#u:ok a:no--</s>", ["yo--</s>", "no--</s>"]]
-
-
-def test_a_template_without_an_end_token(tokenizer: Any) -> None:
-    """The model ends its answers with EOS, and later prompts do not have it."""
-    assert read(TURNS[:2], tokenizer) == ["u:hi a:yo</s>", ["yo</s>"]]
-    assert read(TURNS, tokenizer) == ["u:hi a:yo</s>", ["yo</s>"], "u:hi a:yo u:ok a:no</s>", ["no</s>"]]
-
-
-def test_turns_whose_thoughts_are_removed_later_are_trained_as_the_model_saw_them(tokenizer: Any) -> None:
-    thoughts = "{{ one.content if loop.last else one.content.split('|')[-1] }}"
-    tokenizer.chat_template = ENDING.replace("{{ one.content }}", thoughts)
-    turns = [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")]
-    first, second = ["u:hi a:er|yo</s>", ["er|yo</s>"]], ["u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"]]
-    assert read(turns, tokenizer) == first + second
 
 
 @pytest.mark.parametrize("answer", [" yo", "yo ", "<think>x</think>yo", "</s>"])
@@ -109,33 +113,12 @@ def test_nothing_that_a_template_does_to_an_answer_changes_it(tokenizer: Any, an
     assert read([("user", "hi"), ("assistant", answer)], tokenizer) == [f"u:hi a:{ended}", [ended]]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('no roles but one') }}", "cannot render this conversation (no roles but one)"),
-        ("{{ messages[9].content.x }}", "cannot render this conversation"),
-    ],
-)
-def test_a_template_that_fails(tokenizer: Any, template: str, message: str) -> None:
+@pytest.mark.parametrize("template", ["{{ raise_exception('no roles but one') }}", "{{ messages[9].content.x }}"])
+def test_a_template_that_fails(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(ValueError) as error:
+    reason = "no roles but one" if "raise" in template else ""
+    with pytest.raises(ValueError, match=f"^here: the chat template cannot render this conversation .{reason}"):
         read(TURNS[:2], tokenizer)
-    assert str(error.value).startswith("here: the chat template ") and message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("turns", "finished", "found"),
-    [
-        (TURNS[:2], True, ["hiyo</s>", ["yo</s>"]]),
-        (TURNS[:2], False, ["hiyo", ["yo"]]),
-        (TURNS, True, ["hiyo</s>", ["yo</s>"], "hiyookno</s>", ["no</s>"]]),
-        ([("user", ""), ("assistant", "yo")], True, ["yo</s>", ["o</s>"]]),  # no position predicts the first token
-    ],
-)
-def test_plain_text(tokenizer: Any, turns: list[tuple[str, str]], finished: bool, found: list[Any]) -> None:
-    """The tokenizer has no line breaks, which separate turns."""
-    tokenizer.chat_template = None
-    assert read(turns, tokenizer, finished=finished) == found
 
 
 def test_an_answer_follows_the_tokens_of_its_prompt() -> None:
@@ -146,24 +129,19 @@ def test_an_answer_follows_the_tokens_of_its_prompt() -> None:
     assert read([("user", "x"), ("assistant", "abc")], tokenizer) == ["xabc", ["abc"]]
 
 
-TOOLS = (
-    "{% if tools %}T{{ tools[0].name }} {% endif %}{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
-    "{% for call in one.tool_calls %}[{{ call.name }}]{% endfor %}"
-    "{% if one.role == 'assistant' %}</s>#{% else %} {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a:{% if quiet %}q{% endif %}{% endif %}"
-)
-
-
 def test_tools_and_options_are_given_to_the_template(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = TOOLS
+    calls = "{{ one.content }}{% for call in one.tool_calls %}[{{ call.name }}]{% endfor %}"
+    template = ENDING.replace("{{ one.content }}", calls).replace("a:{%", "a:{% if quiet %}q{% endif %}{%")
+    tokenizer.chat_template = "{% if tools %}T{{ tools[0].name }} {% endif %}" + template
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     asked = [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "4"}]
     row = {"messages": [*asked, {"role": "assistant", "content": "yo"}], "tools": '[{"name": "f"}]'}
     rows = [row, {"prompt": "x", "response": "y", "chat_template_kwargs": {"quiet": True}}]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
-    shown = ["".join(tokenizer.convert_ids_to_tokens(list(one.tokens))) for one in dataset.examples]
-    assert shown == ["Tf u:hi a:[f]</s>#t:4 a:yo</s>", "u:x a:qy</s>"]
-    assert [len(one.spans) for one in dataset.examples] == [2, 1]
+    assert [spell(one, tokenizer) for one in dataset.examples] == [
+        ["Tf u:hi a:[f]</s>#t:4 a:yo</s>", ["[f]</s>", "yo</s>"]],
+        ["u:x a:qy</s>", ["y</s>"]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,17 +154,14 @@ def test_tools_and_options_are_given_to_the_template(tokenizer: Any, tmp_path: P
     ],
 )
 def test_loss_flags_of_messages(tokenizer: Any, flags: tuple[dict[str, Any], ...], trained: list[str]) -> None:
-    tokenizer.chat_template = ENDING
     messages = [{"role": role, "content": content} for role, content in TURNS]
     for message, flag in zip(messages[1::2], flags, strict=True):
         message |= flag
     (example,) = make_examples(read_conversation({"messages": messages}, "here", True), Renderer(tokenizer))
-    letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
-    assert ["".join(letters[begin:end]) for begin, end in example.spans] == trained
+    assert spell(example, tokenizer)[1] == trained
 
 
 def test_token_ids_are_trained_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = ENDING
     ids = {"token_ids": [[[5, 6], [7, 2], [8], [9, 2]], [[5], [40]]], "vocabulary": Renderer(tokenizer).vocabulary}
     messages = [{"role": role, "content": content} for role, content in [*TURNS, *TURNS[:2]]]
     rows = [{"messages": messages, **ids, "finished": False}]
@@ -211,7 +186,6 @@ def test_token_ids_that_are_none_are_a_bad_row(tokenizer: Any, tmp_path: Path, i
 
 
 def test_bad_rows_are_skipped_and_named(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = ENDING
     rows: list[Any] = [{"prompt": str(number), "response": " y"} for number in range(38)]
     rows[4:4] = [{"prompt": "x", "response": None}, ["x"]]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
@@ -239,7 +213,6 @@ def load(
 
 
 def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = ENDING
     rows = [
         {"prompt": "one", "response": "yes"},
         {"prompt": "two", "dropped": "loop"},
@@ -250,9 +223,11 @@ def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
         {"prompt": "six", "response": "no " * 30},
     ]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows, max_length=13)
-    texts = ["".join(tokenizer.convert_ids_to_tokens(list(example.tokens))) for example in dataset.examples]
-    assert texts == ["u:one a:yes</s>", "u:hi a:yo</s>#u:", "u:five a:1234"]
-    assert [example.spans for example in dataset.examples] == [((8, 12),), ((7, 10),), ((9, 13),)]
+    assert [spell(one, tokenizer) for one in dataset.examples] == [
+        ["u:one a:yes</s>", ["yes</s>"]],
+        ["u:hi a:yo</s>#u:", ["yo</s>"]],
+        ["u:five a:1234", ["1234"]],
+    ]
     assert (dataset.dropped, dataset.too_long, dataset.answer_tokens) == (2, 1, 11)
 
 
@@ -264,7 +239,6 @@ def talk(prompt: str, system: str | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("system", [None, "be nice"])
 def test_prompts_are_held_out(tokenizer: Any, tmp_path: Path, system: str | None) -> None:
-    tokenizer.chat_template = ENDING
     rows = [talk(f"question {number % 500}", system) for number in range(1000)]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
     trained = {example.tokens[: example.spans[0][0]] for example in dataset.examples}
@@ -286,7 +260,6 @@ def test_prompts_that_leave_no_room_are_not_decoded(tokenizer: Any, tmp_path: Pa
 
 
 def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = ENDING
     loop = {"prompt": "x", "response": "a" * 70, "finished": False}
     rows = [loop, {"prompt": "y" * 40, "response": "z"}, {"prompt": "", "dropped": "context"}]
     with pytest.raises(ValueError, match=r"data.jsonl: nothing is left to train on \(1 answers were loops, 1 prompts"):
@@ -297,23 +270,17 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"prompt": "x"', "this is not JSON (Expecting"),
-        (b"[" * 100_000, "this JSON cannot be read (maximum recursion"),
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
-        (b'["x"]', "a line is a JSON object"),
         (b'{"prompt": "x"}', 'there is no answer to train on: give "prompt" with "response"'),
-        (b'{"question": "x"}', 'a line is a JSON object with one of "prompt", "turns", "messages" and'),
         (b'{"prompt": "x", "response": null}', "an answer is text, not null"),
-        (b'{"prompt": 7, "response": "x"}', "a prompt is text, not 7"),
         (b'{"messages": "x"}', 'messages are a list of objects with "role"'),
         (b'{"messages": []}', "messages are a list of objects"),
         (b'{"messages": ["x"]}', "messages are a list of objects"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}', "there is no answer to train on"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
         (
             b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}',
-            "parts of a content are of type text, not 7",
+            "of a content are of type text, not 7",
         ),
-        (b'{"prompt": "x", "response": "\\ud800"}', "character 1 of the text is half of one"),
         (b'{"prompt": "x", "response": "", "finished": false}', "the answer has no tokens"),
     ],
 )
