@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import random
 import threading
@@ -147,7 +148,7 @@ def test_existing_shards_are_not_computed_again(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, folder = fill(tmp_path / "one", teacher).folder, tmp_path / "two"
-    compute, passes = Teacher.compute, count(1)
+    compute, passes = Teacher.compute, itertools.count(1)
 
     def fail_at_the_eighth(self: Teacher, examples: list[Example]) -> Any:
         if next(passes) == 8:
