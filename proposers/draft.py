@@ -6,7 +6,6 @@ After Leviathan et al. (2023) and Chen et al. (2023). Shapes: B rows, W paths, V
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -109,19 +108,21 @@ class DraftProposer:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
         tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
         beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
+        tree = Tree(tokens, parents, sizes, height=0)
         for level in range(levels):
             first = tokens.shape[1] - beam.shape[1]  # node of the level before
             if step.sampling.processors:
-                logits = _process(step, Tree(tokens, parents, sizes * tokens.shape[1], height=level), logits)
+                logits = _process(step, tree, logits)
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
             chosen = best.indices.flatten(1).gather(1, index)
             tokens = torch.cat([tokens, chosen], dim=1)
             parents = torch.cat([parents, first + index // width], dim=1)
             scores = torch.cat([scores, beam], dim=1)
+            tree = Tree(tokens, parents, sizes * tokens.shape[1], height=level + 1, scores=scores)
             if level + 1 < levels:
-                logits = self._session.extend(index // width, chosen)
-        return Tree(tokens, parents, sizes * tokens.shape[1], height=levels, scores=scores)
+                logits = self._session.extend(tree)
+        return tree
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier."""
@@ -137,7 +138,7 @@ class DraftProposer:
             sampled = inverse_cdf(qs[-1], noise[:, level]).clamp(max=logits.shape[1] - 1)  # all are 0 after NaN
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:
-                logits = self._session.extend(torch.zeros_like(roots), sampled[:, None])[:, 0]
+                logits = self._session.extend(Tree.chain_of(tokens, sizes * tokens.shape[1]))[:, 0]
         qs.append(torch.zeros_like(qs[0]))  # nothing was sampled after the last token
         return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(qs, dim=1))
 
@@ -162,75 +163,45 @@ class DraftSession:
     def __init__(self, draft: Target) -> None:
         self.draft = draft
         self._session: Session
-        self._levels: list[tuple[Tensor, Tensor]] = []  # tokens and parents [B, W] of the paths read since `start`
+        self._read = 0  # draft tokens that were read since `start`
 
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
         if step.is_prefill:
             self._session, self._vocabulary = self.draft.open(len(step.request_ids)), step.target.vocabulary
         else:
-            accepted, rows = self._find_accepted(step), range(len(self._session.lengths))
+            paths, rows = zip(step.kept, step.path, strict=True), range(len(self._session.lengths))
+            # The tokens read are the first nodes of the verified tree after its root.
+            accepted = {row: [node - 1 for node in path if 0 < node <= self._read] for row, path in paths}
             self._session.keep([accepted.get(row, []) for row in rows])  # before rows move
             if len(step.kept) < len(rows):
                 self._session.select(step.kept)
-        self._levels = []
+        self._read = 0
 
     def start(self, step: Step) -> Tensor:
-        """Read the texts to their ends, the roots. Returns the logits [B, V] after them."""
-        unread = zip(step.sequences, self._session.lengths, strict=True)
-        return self._fit(self._session.extend([self._read(sequence[length:]) for sequence, length in unread])[0])
+        """Read the texts to their ends, the roots. Returns the logits [B, V] after them.
 
-    def extend(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Read one more token of W paths. Returns the logits [B, W, V] after them.
-
-        Each path is the path `parents` [B, W] of the last call, or the root in the first call, and a token [B, W].
+        Another token stands for those that the draft model does not have.
         """
-        begin = sum(level.shape[1] for level, _ in self._levels)
-        first = begin - self._levels[-1][0].shape[1] if self._levels else 0
-        self._levels.append((tokens, first + parents if self._levels else torch.full_like(parents, -1)))
-        tree = self._make_tree()
-        known = tree.tokens.clamp(max=self.draft.vocabulary - 1)
-        return self._fit(self._session.verify(replace(tree, tokens=known), start=begin).logits)
+        last = self.draft.vocabulary - 1
+        rows = zip(step.sequences, self._session.lengths, strict=True)
+        unread = [[min(token, last) for token in sequence[length:]] for sequence, length in rows]
+        return self._fit(self._session.extend(unread)[0])
 
-    def _read(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens as the draft model can read them: another one stands for those that it does not have."""
-        return [min(token, self.draft.vocabulary - 1) for token in tokens]
+    def extend(self, tree: Tree) -> Tensor:
+        """Read a draft's last level, after the levels before it. Returns the logits [B, W, V] after its tokens."""
+        begin, self._read = self._read, tree.width - 1
+        tokens, sizes = tree.tokens[:, 1:].clamp(max=self.draft.vocabulary - 1), tree.sizes - 1
+        if tree.width == tree.height + 1:
+            read = Tree.chain_of(tokens, sizes)
+        else:
+            read = Tree(tokens, tree.parents[:, 1:] - 1, sizes, height=tree.height - 1)
+        return self._fit(self._session.verify(read, start=begin).logits)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """The logits [..., V] of the target's vocabulary; tokens that the draft model does not have are impossible."""
         missing = self._vocabulary - logits.shape[-1]
         return logits if missing == 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-
-    def _find_accepted(self, step: Step) -> dict[int, list[int]]:
-        """The accepted nodes of the trees of the rows that go on."""
-        if not self._levels:
-            return {}
-        tree = self._make_tree()
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        rows = zip(step.kept, step.committed, strict=True)
-        return {row: _find_path(tokens[row], parents[row], text[1:]) for row, text in rows}
-
-    def _make_tree(self) -> Tree:
-        """The paths as a tree without its root."""
-        tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*self._levels, strict=True))
-        sizes = torch.full_like(tokens[:, 0], tokens.shape[1])
-        if tokens.shape[1] == len(self._levels):
-            return Tree.chain_of(tokens, sizes)
-        return Tree(tokens, parents, sizes, height=len(self._levels) - 1)
-
-
-def _find_path(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
-    """The nodes that are the beginning of a text, as far as there are any."""
-    children: dict[tuple[int, int], int] = {}
-    for node, place in enumerate(zip(parents, tokens, strict=True)):
-        children.setdefault(place, node)  # padding may repeat a path
-    path, node = [], -1
-    for token in text:
-        if (node, token) not in children:
-            break
-        node = children[node, token]
-        path.append(node)
-    return path
 
 
 def count_weights(config: PretrainedConfig) -> int:
