@@ -9,10 +9,9 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -20,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from decode import Sampling, Step, Target, Tree
+from decode import Step, Target, Tree
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
@@ -77,24 +76,12 @@ class HeadProposer(ABC):
             raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {heads}")
         self.dtype = next(head.parameters()).dtype
         self.nodes, self.sampled, self.calibration = nodes, sampled, calibration
+        self.adaptive = nodes is None  # trees are sized by the target's cost curve
+        self.layers = tuple(self.head.features)
         self.draft_budget = DraftBudget() if calibration is None else DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory()
         self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
         self._graphs = DraftGraphs()
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return tuple(self.head.features)
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether trees are sized by the target's cost curve."""
-        return self.nodes is None
-
-    @property
-    def reads_all_features(self) -> bool:
-        """Whether the head attends to all features of a text, not to the last committed token's alone."""
-        return bool(self.head.reads_all_features)
 
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
@@ -138,7 +125,7 @@ class HeadProposer(ABC):
         """Take in a finished step: the head's output matrix before the first one, and the features that it reads."""
         if step.is_prefill:
             self.bind(step.target)
-        if self.reads_all_features:
+        if self.head.reads_all_features:
             assert step.features is not None
             self._history.add(step, step.features if step.is_fused else self.combine(step.features))
 
@@ -178,30 +165,25 @@ class HeadProposer(ABC):
         inputs = self.read_step(step) | {"roots": numbers_of(step)["roots"]}
         if sampled:
             inputs["seeds"] = find_seeds(step)
-        if self._adapts_depth and step.target.device.type != "cpu":
-            levels = self.draft_budget.choose_depth(levels)
+        target, budget = step.target, self.draft_budget if self.adaptive and self.levelwise else None
+        if budget is not None and target.device.type != "cpu":
+            levels = budget.choose_depth(levels)
         # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
         sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
-        search = partial(self._search, step.target, levels, most, sampling)
-        if not step.target.has_graphs or not self.is_fixed(inputs):
-            return search(inputs)
+
+        def find(inputs: Mapping[str, Tensor]) -> Candidates:
+            sampler, token_map = None, self.head.token_map
+            if sampling is not None:
+                sampler = SampledTokens(sampling, target.vocabulary, inputs["seeds"], token_map)
+            drafter = ScoredDrafter(self.start_drafter(inputs, target), token_map, self.calibration, sampler)
+            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget)
+
+        if not target.has_graphs or not self.is_fixed(inputs):
+            return find(inputs)
         kind = levels, most, sampling
-        written, model = self.written, step.target.model
-        return self._graphs.run(model, written, kind, lambda buffers: BestTree.of(search(buffers), most), inputs)
-
-    @property
-    def _adapts_depth(self) -> bool:
-        return self.adaptive and self.levelwise
-
-    def _search(
-        self, target: Target, levels: int, most: int, sampling: Sampling | None, inputs: Mapping[str, Tensor]
-    ) -> Candidates:
-        """The candidates of a draft. sampling: how its tokens are sampled; None takes the most likely ones."""
-        roots = inputs["roots"]
-        sampler = None if sampling is None else SampledTokens(sampling, target.vocabulary, inputs["seeds"])
-        drafter = ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, sampler)
-        budget = self.draft_budget if self._adapts_depth else None
-        return search(roots, drafter, levels, self.width, self.ranks, most, budget)
+        return self._graphs.run(
+            target.model, self.written, kind, lambda buffers: BestTree.of(find(buffers), most), inputs
+        )
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
@@ -218,7 +200,7 @@ class HeadProposer(ABC):
 
     def is_fixed(self, inputs: Inputs) -> bool:
         """Whether drafting from these inputs can be a CUDA graph: the same tensor operations in every step."""
-        return False
+        return True
 
     @property
     def written(self) -> Tensor | None:

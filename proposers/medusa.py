@@ -27,9 +27,6 @@ class MedusaProposer(HeadProposer):
     def read_step(self, step: Step) -> Inputs:
         return {"last": pick_last_features(step)}
 
-    def is_fixed(self, inputs: Inputs) -> bool:
-        return True
-
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
         return MedusaDrafter(self.head, inputs["last"].to(self.dtype))
 
@@ -60,13 +57,13 @@ class HydraProposer(HeadProposer):
     width = 8
 
     def read_step(self, step: Step) -> Inputs:
+        if not self.head.reads_all_features:
+            return {"last": pick_last_features(step)}
+
         def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             return self.head.contextualize(features, self._history.cache, counts)
 
-        return {"last": self._history.read(self.dtype, read) if self.reads_all_features else pick_last_features(step)}
-
-    def is_fixed(self, inputs: Inputs) -> bool:
-        return True
+        return {"last": self._history.read(self.dtype, read)}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
         return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))

@@ -47,7 +47,7 @@ class HeadSource:
 
     def _name(self, scores: Tensor) -> list[list[list[Named]]]:
         """By row and path: the most likely next tokens. NaN counts as 0."""
-        tokens, longer = self._drafter.next_tokens(self._level, self.proposer.ranks, scores, torch.empty(0))
+        tokens, longer, *_ = self._drafter.next_paths(self._level, self.proposer.ranks, scores, torch.empty(0))
         p = (longer - scores[:, :, None]).exp().nan_to_num(nan=0.0)  # [B, W, R]
         return [
             [

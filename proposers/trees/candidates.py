@@ -5,8 +5,7 @@ Shapes: B rows, M candidates, C chosen ones, V the target's vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from decode import Tree
 from decode.gpu.fusion import fused
 from decode.gpu.transfer import read
+from proposers.trees.sampled import SampledTokens
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Candidates:
     """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
 
     scores: the log-probabilities that whole paths are right.
-    lay_out_q: makes the tree's `q` [B, C + 1, V], which the verifier needs if tokens were sampled. It takes the chosen
-    candidates [B, C] and the number of all candidates; it returns None if no token was sampled.
+    sampler: sampled the tokens; it knows the tree's `q`, which the verifier needs. None: they are the most likely ones.
     right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
     """
 
@@ -32,20 +31,26 @@ class Candidates:
     parents: Tensor  # [B, M] long
     scores: Tensor  # [B, M] float32
     levels: int
-    lay_out_q: Callable[[Tensor, int], Tensor | None]
+    sampler: SampledTokens | None = None
     right: Tensor | None = None  # [levels]
 
     @cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
-        """Scores [B, M] and whose they are. The first n are the best tree of n nodes and its root."""
-        return rank(self.scores)
+        """Scores [B, M] from the best to the worst, and whose they are. The root and the first n are a tree.
+
+        A score is a path's log-probability, so no child scores above its parent, and ties go to the earlier candidate.
+        float32 keeps half precision from making more ties.
+        """
+        best = torch.sort(self.scores.float(), dim=1, descending=True, stable=True)
+        return best.values, best.indices
 
     def tree(self, nodes: int) -> Tree:
         """The tree of the best `nodes` nodes, root included, the best ones first."""
         scores, chosen = (part[:, : nodes - 1] for part in self.ranked)
-        tree = make_tree(self.roots, self.tokens, self.parents, chosen, scores)
-        q = self.lay_out_q(chosen, self.tokens.shape[1])
-        return replace(tree, height=min(tree.height, self.levels), q=q)
+        drafted, above, scores = _join_nodes(self.roots, self.tokens, self.parents, chosen, scores)
+        sizes, height = torch.full_like(self.roots, chosen.shape[1] + 1), min(chosen.shape[1], self.levels)
+        q = None if self.sampler is None else self.sampler.lay_out_q(chosen, self.tokens.shape[1])
+        return Tree(drafted, above, sizes, height, q=q, scores=scores)
 
     def figures(self, nodes: int) -> Tensor:
         """The figures of `read_figures`, on the device."""
@@ -81,31 +86,11 @@ class BestTree:
         return _read(self.figures, min(nodes, self.largest.width))
 
 
-def rank(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [B, M] from the best to the worst, and the candidates that have them, each after its parent.
-
-    A score is a path's log-probability, so no child scores above its parent, and ties go to the earlier candidate.
-    float32 keeps half precision from making more ties.
-    """
-    ranked = torch.sort(scores.float(), dim=1, descending=True, stable=True)
-    return ranked.values, ranked.indices
-
-
-def make_tree(roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor) -> Tree:
-    """The tree of the candidates `chosen` [B, C], in this order. Each must come after its parent.
-
-    roots [B]; tokens, parents [B, M]: as in `Candidates`. scores [B, C]: those of the chosen ones.
-    """
-    drafted, above, scores = _join_nodes(roots, tokens, parents, chosen, scores)
-    sizes = torch.full_like(roots, chosen.shape[1] + 1)
-    return Tree(drafted, above, sizes, height=chosen.shape[1], scores=scores)
-
-
 @fused
 def _join_nodes(
     roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and scores [B, C + 1] of `make_tree`."""
+    """Tokens, parents and scores [B, C + 1] of the tree of the candidates `chosen` [B, C], whose scores are given."""
     places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device)
     node = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)  # last: the root's
     node.scatter_(1, chosen, places.expand_as(chosen))

@@ -43,11 +43,11 @@ class SampledTokens:
     """Samples the next tokens of one step's paths, at the run's temperature, top-k, top-p and min-p.
 
     A row's samples depend on its seed, not on the other rows. sampling: without processors, which need a text.
-    seeds [B]: those of `find_seeds`.
+    seeds [B]: those of `find_seeds`. token_map [D]: the target's tokens of draft ids; None: the same.
     """
 
-    def __init__(self, sampling: Sampling, vocabulary: int, seeds: Tensor) -> None:
-        self.sampling, self.vocabulary = sampling, vocabulary
+    def __init__(self, sampling: Sampling, vocabulary: int, seeds: Tensor, token_map: Tensor | None) -> None:
+        self.sampling, self.vocabulary, self.token_map = sampling, vocabulary, token_map
         self._seeds, self._used = seeds, 0
         # Of each level: the candidates [B, W] whose next tokens were sampled (-1: the root), and q [B, W, D].
         self._samples: list[tuple[Tensor, Tensor]] = []
@@ -76,12 +76,12 @@ class SampledTokens:
         self._used += count
         return self._used - count
 
-    def lay_out_q(self, chosen: Tensor, candidates: int, token_map: Tensor | None) -> Tensor:
+    def lay_out_q(self, chosen: Tensor, candidates: int) -> Tensor:
         """q [B, N, V] of each node's children; zero after nodes whose path was not followed.
 
-        chosen [B, N - 1]: which of the candidates are the nodes. token_map [D]: the target's tokens of draft ids.
+        chosen [B, N - 1]: which of so many candidates are the nodes.
         """
-        return _lay_out_q(self._samples, chosen, candidates, token_map, self.vocabulary)
+        return _lay_out_q(self._samples, chosen, candidates, self.token_map, self.vocabulary)
 
 
 def find_seeds(step: Step) -> Tensor:

@@ -46,48 +46,18 @@ class ScoredDrafter:
     calibration: Calibration | None = None  # None: the head's own probabilities
     sampler: SampledTokens | None = None  # None: the most likely tokens
 
-    def next_tokens(self, level: int, ranks: int, scores: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens of the paths and the scores of the longer paths, [B, W, R] each.
+    def next_paths(
+        self, level: int, ranks: int, scores: Tensor, places: Tensor, first_place: int = 0, width: int = 1
+    ) -> tuple[Tensor, ...]:
+        """The next tokens of the paths and the scores of the longer paths, [B, W, R] each; and the best of these.
 
         scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
+        first_place: that of the level's first candidate. The best `width` ones of the level are returned as four
+        tensors [B, width]: scores, the indices of their paths, tokens, and places.
         """
-        return score_tokens(*self._pick(level, ranks, places), ranks, scores, level, self.token_map, self.calibration)
-
-    def next_paths(
-        self, level: int, ranks: int, scores: Tensor, places: Tensor, first_place: int, width: int
-    ) -> tuple[Tensor, ...]:
-        """`next_tokens`, and what `choose_paths` makes of them."""
-        drafted = self._pick(level, ranks, places)
-        return rank_paths(*drafted, ranks, scores, level, self.token_map, self.calibration, first_place, width)
-
-    def _pick(self, level: int, ranks: int, places: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """The logits after the paths, and the sampled ids with their log-probabilities, if tokens are sampled."""
         logits = self.inner.logits(level)
-        return logits, None if self.sampler is None else self.sampler.pick(logits, ranks, places)
-
-    def lay_out_q(self, chosen: Tensor, candidates: int) -> Tensor | None:
-        """`Tree.q` for the tree of the root and the candidates `chosen` [B, C]; None if its tokens are not sampled."""
-        return None if self.sampler is None else self.sampler.lay_out_q(chosen, candidates, self.token_map)
-
-
-@fused
-def score_tokens(
-    logits: Tensor,
-    sampled: tuple[Tensor, Tensor] | None,
-    ranks: int,
-    scores: Tensor,
-    level: int,
-    token_map: Tensor | None,
-    calibration: Calibration | None,
-) -> tuple[Tensor, Tensor]:
-    """`ScoredDrafter.next_tokens`: the most likely by logits [B, W, D], or those that `SampledTokens.pick` sampled."""
-    ids, log_p = top_tokens(logits, ranks) if sampled is None else sampled  # [B, W, R]
-    path = scores[:, :, None]
-    if calibration is not None:
-        log_p = calibration.log_probabilities(level, log_p, path)
-        log_p = log_p if sampled is None else keep_order(log_p)
-    longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
-    return (ids if token_map is None else token_map[ids]).expand_as(longer), longer
+        sampled = None if self.sampler is None else self.sampler.pick(logits, ranks, places)
+        return rank_paths(logits, sampled, ranks, scores, level, self.token_map, self.calibration, first_place, width)
 
 
 @fused
@@ -102,9 +72,18 @@ def rank_paths(
     first_place: int,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """`ScoredDrafter.next_paths`, as one fused function."""
-    tokens, longer = score_tokens(logits, sampled, ranks, scores, level, token_map, calibration)
-    return tokens, longer, *choose_paths(tokens, longer, first_place, width)
+    """`ScoredDrafter.next_paths`: the most likely by logits [B, W, D], or those that `SampledTokens.pick` sampled."""
+    ids, log_p = top_tokens(logits, ranks) if sampled is None else sampled  # [B, W, R]
+    path = scores[:, :, None]
+    if calibration is not None:
+        log_p = calibration.log_probabilities(level, log_p, path)
+        log_p = log_p if sampled is None else keep_order(log_p)
+    longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
+    tokens = (ids if token_map is None else token_map[ids]).expand_as(longer)
+    best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Candidates.ranked`
+    index = best.indices[:, :width]
+    chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
+    return tokens, longer, best.values[:, :width], *chosen
 
 
 def keep_order(log_p: Tensor) -> Tensor:
@@ -156,17 +135,7 @@ def search(
         drafter.inner.extend(parents, tokens)
     wants_right = not waits and budget is not None
     tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None, is_sampled)
-    return Candidates(roots, tokens, parents, scores, len(found), drafter.lay_out_q, right=right)
-
-
-def choose_paths(tokens: Tensor, longer: Tensor, first_place: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best candidates of a level, [B, width] each: scores, the indices of their paths, tokens, and places.
-
-    tokens, longer [B, W, R]: as `ScoredDrafter.next_tokens` returns them. first_place: of the level's first candidate.
-    """
-    order = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `candidates.rank`
-    index = order.indices[:, :width]
-    return order.values[:, :width], index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
+    return Candidates(roots, tokens, parents, scores, len(found), drafter.sampler, right)
 
 
 @fused

@@ -62,7 +62,7 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
-    candidates = Candidates(torch.tensor([7]), tokens, parents, scores, levels=3, lay_out_q=lambda *_: None)
+    candidates = Candidates(torch.tensor([7]), tokens, parents, scores, levels=3)
     tree = candidates.tree(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
