@@ -87,8 +87,7 @@ def load_proposer(
     check_target(target)
     options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
     options |= {"depth": depth, "width": width, "sampled": sampled}
-    check_options(name, options)
-    given = {option: options[option] for option in _find_given(options)}
+    given = check_options(name, options)
     if own := OWN_CLASS.fullmatch(str(name)):
         return _load_own(Path(own[1]), own[2])
     if name not in OPTIONS:
@@ -106,8 +105,8 @@ def load_proposer(
     return PROPOSERS[str(name)](**given)
 
 
-def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: bool = True) -> None:
-    """Check what `load_proposer` is given, before anything is loaded.
+def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: bool = True) -> dict[str, Any]:
+    """Check what `load_proposer` is given, before anything is loaded. Returns the options that are given.
 
     options: its keyword arguments by name; None and False are not given. pretrained: whether the target may be the
     default model, which the pretrained heads are for.
@@ -115,7 +114,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
     Raises ValueError for an unknown proposer, an option that this proposer does not have, options that exclude each
     other, and a missing file, head or draft model.
     """
-    given, own = _find_given(options), OWN_CLASS.fullmatch(str(name))
+    given = {option: value for option, value in options.items() if value is not None and value is not False}
+    own = OWN_CLASS.fullmatch(str(name))
     is_folder = name not in OPTIONS and Path(name).is_dir()
     if own and not Path(own[1]).is_file():
         raise ValueError(f"cannot load {str(name)!r}: there is no such file")
@@ -132,10 +132,7 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
-
-
-def _find_given(options: Mapping[str, Any]) -> list[str]:
-    return [option for option, value in options.items() if value is not None and value is not False]
+    return given
 
 
 def _refuse_options(name: str, given: Iterable[str], has: Container[str]) -> None:

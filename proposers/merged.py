@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
 
-import torch
-
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
 from proposers.head_proposer import HeadProposer
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
-from proposers.sources.growing_tree import GrowingTree, KindCounts, Node
+from proposers.sources.growing_tree import GrowingTree, Kinds, Node
 from proposers.sources.head import HeadSource
-from proposers.sources.source import Named
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
@@ -50,8 +47,9 @@ class MergedProposer:
         self.layers = () if head is None else head.layers
         self.fuse = None if head is None else head.fuse
         self._levels = None if head is None else HeadSource(head)
-        self.counts, self.draft_budget = KindCounts(), DraftBudget()
+        self.draft_budget = DraftBudget()
         self._names = [source.name for source in self.sources] + ([] if head is None else [head.head.kind])
+        self.counts: list[Kinds] = [{} for _ in self._names]
         self.accepted_by_source = dict.fromkeys(self._names, 0)
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
@@ -126,8 +124,9 @@ class MergedProposer:
         begun, paths, level = perf_counter(), [[tree.root] for tree in trees], 0
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
-            found = [[row] for row in head.start(step)] if level == 0 else self._extend(head, step, paths)
-            for tree, row, continuations in zip(trees, paths, found, strict=True):
+            if level == 0:
+                head.start(step)
+            for tree, row, continuations in zip(trees, paths, head.extend(paths), strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
@@ -142,16 +141,6 @@ class MergedProposer:
         """Whether to let the head continue these nodes, by how often it knows better than the other sources."""
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
-
-    def _extend(self, head: HeadSource, step: Step, paths: Sequence[Sequence[Node]]) -> list[list[list[Named]]]:
-        """The head's continuations of the paths; rows with fewer paths are padded."""
-        width = max(map(len, paths))
-        rows = [[*row, *[None] * (width - len(row))] for row in paths]
-        device = step.target.device
-        parents = [[node.parent.path if node and node.parent else 0 for node in row] for row in rows]
-        tokens = [[node.token if node else 0 for node in row] for row in rows]
-        p = torch.tensor([[node.p if node else 1.0 for node in row] for row in rows], device=device)
-        return head.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device), p.log())
 
 
 class SuffixProposer(MergedProposer):

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from decode import Step, Target
 from decode.models.fingerprint import fingerprint_vocabulary
+from heads.atomic_write import write_aside
 from proposers.sources.source import Named, Source
 from proposers.sources.suffix import rank_copies
 
@@ -54,11 +55,6 @@ class AnswerStore:
     def __len__(self) -> int:
         """The number of kept tokens."""
         return sum(map(len, self.answers()))
-
-    @property
-    def nbytes(self) -> int:
-        """The memory that the store takes, always."""
-        return sum(part.itemsize * len(part) for part in (self._tokens, self._previous, self._newest))
 
     def add(self, answer: Sequence[int]) -> None:
         """Keep a finished answer; only its end if it is longer than the store."""
@@ -105,13 +101,9 @@ class AnswerStore:
 
         target: the model whose tokens they are. `load` compares the fingerprint of its vocabulary.
         """
-        file = Path(file)
         tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
-        aside = file.with_name(f"{file.name}.partial")
-        save_file(
-            {"tokens": tokens}, aside, {"answer_store": VERSION, "sha256": _checksum(tokens), **_describe(target)}
-        )
-        aside.replace(file)
+        metadata = {"answer_store": VERSION, "sha256": _checksum(tokens), **_describe(target)}
+        write_aside(Path(file), lambda aside: aside.write(save({"tokens": tokens}, metadata)))
 
     def load(self, file: Path | str, target: Target | None = None) -> None:
         """Replace the answers by those of a file.

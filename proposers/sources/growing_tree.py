@@ -5,30 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
 
 
-class KindCounts:
-    """How often continuations were right, by source and kind."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, dict[Hashable, list[int]]] = {}  # right, and all
-
-    def of(self, source: int) -> dict[Hashable, list[int]]:
-        """The counts of a source's kinds: right, and all."""
-        return self._counts.setdefault(source, {})
-
-    def add(self, source: int, continuations: Iterable[Named], right: int) -> None:
-        """Count continuations of an accepted node, whose right continuation is the token `right`."""
-        kinds = self.of(source)
-        for token, _, kind in continuations:
-            counts = kinds.setdefault(kind, [0, 0])
-            counts[0] += token == right
-            counts[1] += 1
+Kinds: TypeAlias = dict[Hashable, list[int]]  # by kind: how many of a source's continuations were right, and all
 
 
 def correct(p: float, counts: Sequence[int]) -> float:
@@ -68,7 +52,7 @@ class GrowingTree:
         root: int,
         request_id: int,
         sources: Sequence[Source],
-        counts: KindCounts,
+        counts: Sequence[Kinds],
         least: float,
         deepest: int,
         stop_ids: Container[int] = (),
@@ -128,7 +112,10 @@ class GrowingTree:
                 break
             self._ask(node)
             for source, continuations in node.named or ():
-                self.counts.add(source, continuations, token)
+                for named, _, kind in continuations:
+                    counts = self.counts[source].setdefault(kind, [0, 0])
+                    counts[0] += named == token
+                    counts[1] += 1
             accepted.append((node, node.likely.get(token, (0.0, -1))[1]))
             node = self._made.get((node.serial, token))
         return accepted
@@ -148,7 +135,7 @@ class GrowingTree:
         assert node.named is not None
         found = list(continuations)
         node.named.append((source, found))
-        kinds, likely, least = self.counts.of(source), node.likely, self.least / node.p
+        kinds, likely, least = self.counts[source], node.likely, self.least / node.p
         for token, p, kind in found:
             counts = kinds.get(kind)
             if counts is not None:

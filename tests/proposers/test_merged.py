@@ -20,7 +20,7 @@ from proposers import (
     SuffixProposer,
 )
 from proposers.sources import recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, KindCounts, correct
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, Kinds, correct
 from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
 from tests.support.drafting import Recorder, list_paths, make_head
 from tests.support.models import tiny
@@ -46,7 +46,7 @@ def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, least: flo
     sources = [TableSource(table) for table in tables]
     for source in sources:
         source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, sources, KindCounts(), least, deepest, {50})
+    tree = GrowingTree(2, 7, sources, [{}, {}], least, deepest, {50})
     fill(tree, size)
     paths: list[tuple[int, ...]] = []
     for node in tree.nodes:
@@ -77,7 +77,7 @@ def test_the_most_likely_nodes_of_all_sources_become_one_tree() -> None:
 def test_continuations_that_come_later_change_the_tree() -> None:
     source = TableSource(FIRST)
     source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, [source], KindCounts(), 0.0, 9)
+    tree = GrowingTree(2, 7, [source], [{}, {}], 0.0, 9)
     fill(tree, 3)
     assert [node.token for node in tree.nodes] == [2, 10, 11]
     tree.add(tree.nodes[2], 1, [Continuation(99, 0.9), Continuation(21, 0.3)])
@@ -92,14 +92,14 @@ def test_continuations_that_come_later_change_the_tree() -> None:
 
 
 def test_only_continuations_of_accepted_nodes_are_counted() -> None:
-    source, counts = TableSource(FIRST), KindCounts()
+    source, counts = TableSource(FIRST), list[Kinds]([{}, {}])
     source._texts = {7: [1, 2]}
     tree = GrowingTree(2, 7, [source], counts, 0.0, 9)
     fill(tree, 9)
     accepted = tree.learn([10, 20, 40])  # 10 and 20 were right, 30 was not
     assert [(node.token, source) for node, source in accepted] == [(2, 0), (10, 0), (20, -1)]
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
-    assert counts.of(0) == {"table": [2, 4]} and counts.of(1) == {}
+    assert counts == [{"table": [2, 4]}, {}]
     assert correct(0.8, [2, 4]) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
 
 
