@@ -140,11 +140,10 @@ class DraftBudget:
             self._failures += 1
 
     def is_backing_off(self) -> bool:
-        """Whether to draft nothing in this step. Call it once a step."""
+        """Whether to draft nothing in this step, and so to call `skip`. Call it once a step."""
         if self._backoff == 0:
             return False
         self._backoff -= 1
-        self.skip()
         return True
 
     def skip(self) -> None:

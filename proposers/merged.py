@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
 
+import torch
+
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
+from proposers.feature_history import numbers_of
 from proposers.head_proposer import HeadProposer
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, Kinds, Node
-from proposers.sources.head import HeadSource
+from proposers.sources.source import Named
+from proposers.trees.search import ScoredDrafter
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
+PARTS = 10  # a head's probabilities are counted alike in so many parts
 
 
 class MergedProposer:
@@ -46,7 +51,6 @@ class MergedProposer:
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
         self.fuse = None if head is None else head.fuse
-        self._levels = None if head is None else HeadSource(head)
         self.draft_budget = DraftBudget()
         self._names = [source.name for source in self.sources] + ([] if head is None else [head.head.kind])
         self.counts: list[Kinds] = [{} for _ in self._names]
@@ -79,7 +83,7 @@ class MergedProposer:
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         self._grow(trees, most)
-        levels = 0 if self._levels is None or most == 1 else self._draft_levels(self._levels, step, trees, most)
+        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
         size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
         return make_tree(trees, size)
 
@@ -119,14 +123,18 @@ class MergedProposer:
             if node.path >= 0:
                 self._news = MEMORY * self._news + (1 - MEMORY) * (source == len(self.sources))
 
-    def _draft_levels(self, head: HeadSource, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
+    @torch.no_grad()
+    def _draft_levels(self, head: HeadProposer, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
         """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
         begun, paths, level = perf_counter(), [[tree.root] for tree in trees], 0
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
             if level == 0:
-                head.start(step)
-            for tree, row, continuations in zip(trees, paths, head.extend(paths), strict=True):
+                inputs = head.read_step(step) | {"roots": numbers_of(step)["roots"]}
+                drafter = head.start_drafter(inputs, step.target)
+                scored = ScoredDrafter(drafter, head.head.token_map, head.calibration)
+            found = continue_paths(scored, level, paths, head.ranks, step.target.device)
+            for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
@@ -161,6 +169,32 @@ def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:
     """The most likely nodes of a depth whose parents the head has continued."""
     nodes = [node for node in tree.nodes if node.depth == depth and node.parent is not None and node.parent.path >= 0]
     return nodes[:width]
+
+
+def continue_paths(
+    drafter: ScoredDrafter, level: int, paths: Sequence[Sequence[Node]], ranks: int, device: torch.device
+) -> list[list[list[Named]]]:
+    """A head's continuations by its calibrated probabilities, by row and path. NaN counts as 0.
+
+    paths: the nodes at their ends, which any source may have named; at level 0 the roots. At other levels the last call
+    continued their parents, each at the place `Node.path` of its row.
+    """
+    width = max(map(len, paths))
+    rows = [[*row, *[None] * (width - len(row))] for row in paths]  # padded
+    scores = torch.tensor([[node.p if node else 1.0 for node in row] for row in rows], device=device).log()
+    if level:
+        parents = [[node.parent.path if node and node.parent else 0 for node in row] for row in rows]
+        tokens = [[node.token if node else 0 for node in row] for row in rows]
+        drafter.inner.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device))
+    drafted, longer, *_ = drafter.next_paths(level, ranks, scores, torch.empty(0))
+    p = (longer - scores[:, :, None]).exp().nan_to_num(nan=0.0)  # by row, path and rank
+    return [
+        [
+            [(token, each, (level, rank, int(each * PARTS))) for rank, (token, each) in enumerate(pairs)]
+            for pairs in (zip(*path, strict=True) for path in zip(*row, strict=True))
+        ]
+        for row in zip(drafted.tolist(), p.tolist(), strict=True)
+    ]
 
 
 def expect_accepted(trees: Sequence[GrowingTree]) -> list[float]:

@@ -22,9 +22,8 @@ from decode.gpu.check import _mend
 from decode.gpu.fusion import fused, fusing
 from decode.kv_cache import move_slots
 from heads import LayerCache
-from proposers.eagle import EagleDrafter
+from proposers.eagle import EagleDrafter, FixedEagleDrafter
 from proposers.feature_history import attend_like_target, pick_last
-from proposers.fixed_eagle import FixedEagleDrafter
 from tests.decode.test_tree import random_tree
 from tests.support.drafting import make_head
 from tests.support.inductor_kernels import list_kernels
