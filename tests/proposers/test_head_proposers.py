@@ -13,10 +13,8 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from heads import save_head
-from heads.layer_cache import attend, hide
 from proposers import EagleProposer, HeadProposer, HydraProposer, MedusaProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
-from proposers.feature_history import attend_like_target
 from tests.support.drafting import Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
@@ -378,17 +376,3 @@ def test_a_head_for_another_target_is_refused(target: Target, kind: str, changes
     other = Target(tiny("llama", **{"vocab_size": VOCABULARY, **changes}))
     with pytest.raises(ValueError, match=message):
         generate(other, [[5]], make(kind, target))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_of_drafts_matches_the_heads_own(dtype: torch.dtype) -> None:
-    """Also with keys and values that are a part of a larger cache."""
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn(2, heads, 9, 16, generator=generator).double() for heads in (6, 2, 2))
-    for tokens, slots in ((1, 9), (2, 7), (5, 9)):
-        hidden = torch.rand(2, 1, tokens, slots, generator=generator) < 0.5
-        hidden[..., 0] = False
-        parts = queries[:, :, :tokens], keys[:, :, :slots], values[:, :, :slots], hide(hidden, torch.float64)
-        found = attend_like_target(*(part.to(dtype) for part in parts))
-        assert found.dtype == dtype
-        assert torch.allclose(found.double(), attend(*parts), rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from proposers import (
     SuffixProposer,
 )
 from proposers.sources import recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, Kinds, correct
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, correct
 from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
 from tests.support.drafting import Recorder, list_paths, make_head
 from tests.support.models import tiny
@@ -41,12 +42,17 @@ class TableSource(Source):
         return [Continuation(token, p, "table") for token, p in self.table.get(state.draft, {}).items()]
 
 
-def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, least: float = 0.0, deepest: int = 9) -> list:
-    """The paths of a tree and their probabilities, in order."""
+def plant(*tables: dict[tuple[int, ...], dict[int, float]], least: float = 0.0, deepest: int = 9) -> GrowingTree:
+    """A tree that grows from the tables and, if there is one table, another source."""
     sources = [TableSource(table) for table in tables]
     for source in sources:
         source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, sources, [{}, {}], least, deepest, {50})
+    return GrowingTree(2, 7, sources, [{}, {}], least, deepest, {50})
+
+
+def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, **limits: Any) -> list:
+    """The paths of a tree and their probabilities, in order."""
+    tree = plant(*tables, **limits)
     fill(tree, size)
     paths: list[tuple[int, ...]] = []
     for node in tree.nodes:
@@ -75,9 +81,7 @@ def test_the_most_likely_nodes_of_all_sources_become_one_tree() -> None:
 
 
 def test_continuations_that_come_later_change_the_tree() -> None:
-    source = TableSource(FIRST)
-    source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, [source], [{}, {}], 0.0, 9)
+    tree = plant(FIRST)
     fill(tree, 3)
     assert [node.token for node in tree.nodes] == [2, 10, 11]
     tree.add(tree.nodes[2], 1, [Continuation(99, 0.9), Continuation(21, 0.3)])
@@ -92,14 +96,12 @@ def test_continuations_that_come_later_change_the_tree() -> None:
 
 
 def test_only_continuations_of_accepted_nodes_are_counted() -> None:
-    source, counts = TableSource(FIRST), list[Kinds]([{}, {}])
-    source._texts = {7: [1, 2]}
-    tree = GrowingTree(2, 7, [source], counts, 0.0, 9)
+    tree = plant(FIRST)
     fill(tree, 9)
     accepted = tree.learn([10, 20, 40])  # 10 and 20 were right, 30 was not
     assert [(node.token, source) for node, source in accepted] == [(2, 0), (10, 0), (20, -1)]
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
-    assert counts == [{"table": [2, 4]}, {}]
+    assert tree.counts == [{"table": [2, 4]}, {}]
     assert correct(0.8, [2, 4]) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
 
 

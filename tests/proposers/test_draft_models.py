@@ -1,0 +1,189 @@
+"""Draft models: what they read, how far ahead they draft, and outputs that are padded to another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from decode import Sampling, Target, generate
+from decode.models.cost_curve import CostCurve
+from proposers import DraftProposer, draft
+from proposers.draft import count_weights
+from tests.support.drafting import Recorder, fix_cost
+from tests.support.models import VOCABULARY, tiny
+from tests.support.speculating import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9], [95, 95]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny("llama"))
+
+
+def test_a_draft_model_is_right_about_itself(target: Target) -> None:
+    limits: dict[str, Any] = {"max_new_tokens": 41, "stop_ids": []}
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)
+    for sampled, settings in ((False, {}), (True, {"sampling": sampling})):
+        proposer = DraftProposer(target, sampled=sampled, length=4)
+        (answer,) = generate(target, [[5, 6, 7]], proposer, **limits, **settings)
+        assert answer.stats.tokens == 41 and answer.stats.steps == 9  # the prompt, then 5 tokens a step
+        assert answer.stats.accepted_by_depth == [8, 8, 8, 8]
+    (plain,) = generate(target, [[5, 6, 7]], None, **limits)
+    (tree,) = generate(target, [[5, 6, 7]], DraftProposer(target, width=3, length=4), **limits)
+    assert tree.tokens == plain.tokens and tree.stats.tau > 3  # the most likely path is not always the greedy one
+
+
+def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes: the prompt and its bonus token; then the token of the deepest level and the bonus token."""
+    draft = Target(tiny("llama"))
+    widths, forward = [], draft.model.forward
+    monkeypatch.setattr(
+        draft.model, "forward", lambda **inputs: widths.append(inputs["input_ids"].shape[1]) or forward(**inputs)
+    )
+    generate(target, [[5, 6, 7]], DraftProposer(draft, length=4), max_new_tokens=30, stop_ids=[])
+    first = [width for width in widths if width > 1]
+    assert first == [4, *[2] * (len(first) - 1)] and len(first) >= 5
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_draft_model_stays_right_when_another_row_ends(target: Target, width: int) -> None:
+    """Its KV cache keeps each row's own tokens."""
+    proposer = DraftProposer(target, width=width, length=4)
+    alone = generate(target, [[5, 6, 7]], proposer, max_new_tokens=41, stop_ids=[])[0]
+    together = generate(
+        target,
+        [[9, 8, 6, 5], [5, 6, 7]],
+        proposer,
+        max_new_tokens=41,
+        stop_ids=[],
+        criterion=lambda request_id, tokens: request_id == 0 and len(tokens) > 9,
+    )
+    assert len(together[0].tokens) < 20 and together[1].stats.accepted_by_depth == alone.stats.accepted_by_depth
+
+
+def test_draft_length_adapts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """A draft model that is always right drafts far ahead; a bad one backs off for longer and longer."""
+    fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0 + 63 * 0.05]))
+    widths = []
+    for draft_model, level_time in ((target, 0.15), (Target(tiny("llama", seed=5, num_hidden_layers=1)), 0.45)):
+        counts = iter([level_time, 1.0])
+        monkeypatch.setattr(draft, "count_weights", lambda config, counts=counts: next(counts))
+        recorder = Recorder(DraftProposer(draft_model))
+        generate(target, [[5, 6, 7]], recorder, max_new_tokens=100, stop_ids=[])
+        widths.append([tree.width for tree in recorder.trees])
+    good, bad = widths
+    assert good[0] < 6 < max(good) and 1 not in good[:-1]
+    tries = [step for step, width in enumerate(bad) if width > 1]
+    assert {bad[step] for step in tries[2:]} == {2}
+    assert [later - step for step, later in pairwise(tries)][-4:] == [5, 9, 17, 33]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_draft_costs_what_its_weights_do(layers: int) -> None:
+    model = tiny("llama", num_hidden_layers=layers)
+    passed = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    assert count_weights(model.config) == sum(weight.numel() for weight in passed)
+
+
+def test_weights_of_an_ungated_model() -> None:
+    assert count_weights(GPT2Config()) == pytest.approx(124e6, rel=0.02)
+
+
+# ---- logits processors ----
+
+
+class Alternate(LogitsProcessor):
+    """Allows even tokens at even places and odd ones at odd places. Fails after any other token, as a grammar does.
+
+    It is a user's own, so it is not applied to drafts.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        text = input_ids[0, 4:].tolist()
+        assert all(token % 2 == place % 2 for place, token in enumerate(text))
+        wrong = torch.arange(scores.shape[-1]) % 2 != len(text) % 2
+        return scores.masked_fill(wrong, -torch.inf)
+
+
+PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
+    "penalty": lambda: RepetitionPenaltyLogitsProcessor(1.2),
+    "n-grams": lambda: NoRepeatNGramLogitsProcessor(1),
+    "grammar": Alternate,
+}
+
+
+@pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("settings", [{"length": 3}, {"length": 3, "width": 60}, {"length": 3, "sampled": True}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_apply_to_drafts(make: Callable[[], LogitsProcessor], settings: dict, temperature: float) -> None:
+    """A model that drafts for itself has every draft token accepted, with each node's own prefix processed."""
+    target = Target(tiny("llama"))
+    sampling = Sampling(temperature=temperature, seed=1, processors=[make()])
+    prompts, limits = [[5, 9, 5, 9], [7, 8, 7, 8]], {"sampling": sampling, "max_new_tokens": 17, "nodes": 200}
+    answers = generate(target, prompts, DraftProposer(target, **settings), **limits)
+    is_certain = (temperature == 0 or "sampled" in settings) and make is not Alternate
+    assert all(answer.stats.steps == 5 for answer in answers) or not is_certain  # the prompt, then 4 tokens each
+    if "sampled" not in settings:
+        assert [answer.tokens for answer in answers] == [
+            each.tokens for each in generate(target, prompts, None, **limits)
+        ]
+
+
+# ---- outputs that are padded to another size ----
+
+
+def make(size: int = VOCABULARY, **settings: Any) -> Target:
+    return Target(tiny("llama", vocab_size=size, **settings), TOKENIZER)
+
+
+@pytest.mark.parametrize("size", [VOCABULARY - 6, VOCABULARY + 8])
+@pytest.mark.parametrize("settings", [{}, {"width": 3}, {"sampled": True}])
+def test_only_shared_tokens_are_drafted(size: int, settings: dict[str, Any]) -> None:
+    """No token is drafted that one of the models lacks, and q is a distribution over the others."""
+    target = make()
+    recorder = Recorder(DraftProposer(make(size), length=3, **settings))
+    for temperature in (0.0, 1.0):
+        limits = {"sampling": Sampling(temperature, seed=1), "max_new_tokens": 14, "stop_ids": ()}
+        found, plain = (generate(target, PROMPTS, proposer, **limits) for proposer in (recorder, None))
+        if "sampled" not in settings or not temperature:
+            assert [answer.tokens for answer in found] == [answer.tokens for answer in plain]
+    drafted = torch.cat([tree.tokens[:, 1:].flatten() for tree in recorder.trees])
+    assert len(drafted) and int(drafted.max()) < VOCABULARY
+    for tree in recorder.trees:
+        if tree.q is not None:
+            assert tree.q.shape[-1] == VOCABULARY and not tree.q[..., min(size, VOCABULARY) :].any()
+            assert torch.allclose(tree.q[:, :-1].sum(dim=-1), torch.ones((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [9, 15])
+def test_sampled_drafts_keep_the_distribution(size: int) -> None:
+    """Chi-square of the third token, inside drafts, against plain decoding."""
+    target, draft = make(12), make(size, num_hidden_layers=1)
+
+    def count(proposer: Any, seed: int) -> torch.Tensor:
+        settings = {"sampling": Sampling(1.0, seed=seed), "max_new_tokens": 4, "stop_ids": ()}
+        answers = generate(target, [[1, 2, 3]] * 300, proposer, **settings)
+        return torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double()
+
+    plain, drawn = count(None, 1), count(DraftProposer(draft, length=3, sampled=True), 2)
+    assert float(((plain - drawn) ** 2 / (plain + drawn).clamp(min=1)).sum()) < 33  # 11 degrees of freedom, p = 0.0005
+
+
+def test_other_vocabularies_are_refused_for_what_differs() -> None:
+    other = make_tokenizer()
+    other.add_tokens(["another"])
+    target = make()
+    for smaller, message in (
+        (Target(tiny("llama", vocab_size=90)), "vocabulary of 90 tokens, the target one of 96.*give both"),
+        (Target(target.model, other), "the draft model's tokenizer is not the target's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DraftProposer(smaller).check(target)
