@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
@@ -114,12 +114,9 @@ class AnswerStore:
         Raises ValueError for another vocabulary, and for a file that is damaged or no answer store of this version. The
         store then stays as it was.
         """
-        tokens, metadata = _read(Path(file))
-        if target is not None:
-            _refuse_other_vocabulary(Path(file), tokens, metadata, target)
+        rest = iter(_read(Path(file), target))
         with self._lock:
             self._clear()
-            rest = iter(tokens)
             for first in rest:
                 self._append([first, *iter(lambda: next(rest, END), END)])
 
@@ -201,29 +198,27 @@ def _describe(target: Target | None) -> dict[str, str]:
     return {"vocabulary": fingerprint_vocabulary(target.tokenizer)}
 
 
-def _refuse_other_vocabulary(file: Path, tokens: list[int], metadata: Mapping[str, str], target: Target) -> None:
-    """Raise ValueError for a store of another tokenizer: its tokens mean nothing here."""
-    written, ours = metadata.get("vocabulary"), _describe(target).get("vocabulary")
-    reason = None
-    if None not in (written, ours) and written != ours:
-        reason = f"its vocabulary's fingerprint is {written}, the model's is {ours}"
-    elif max(tokens, default=END) >= target.vocabulary:
-        reason = f"it has token {max(tokens)}, and the model has {target.vocabulary} tokens"
-    if reason is not None:
-        raise ValueError(f"{file} has answers of another tokenizer ({reason}); name another file to begin a new store")
-
-
-def _read(file: Path) -> tuple[list[int], dict[str, str]]:
+def _read(file: Path, target: Target | None) -> list[int]:
+    """A file's tokens. Raises ValueError as `AnswerStore.load` does: tokens of another tokenizer mean nothing here."""
     try:
         with safe_open(file, "pt") as stored:
-            metadata, tokens = stored.metadata() or {}, stored.get_tensor("tokens")
+            metadata, tensor = stored.metadata() or {}, stored.get_tensor("tokens")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no answer store, or damaged: {error}") from error
     if metadata.get("answer_store") != VERSION:
         raise ValueError(f"{file} is an answer store of version {metadata.get('answer_store')}; expected {VERSION}")
-    if metadata.get("sha256") != _checksum(tokens):
+    if metadata.get("sha256") != _checksum(tensor):
         raise ValueError(f"{file} is damaged: its checksum is wrong")
-    return tokens.tolist(), metadata
+    tokens: list[int] = tensor.tolist()
+    written, ours = metadata.get("vocabulary"), _describe(target).get("vocabulary")
+    reason = None
+    if None not in (written, ours) and written != ours:
+        reason = f"its vocabulary's fingerprint is {written}, the model's is {ours}"
+    elif target is not None and max(tokens, default=END) >= target.vocabulary:
+        reason = f"it has token {max(tokens)}, and the model has {target.vocabulary} tokens"
+    if reason is not None:
+        raise ValueError(f"{file} has answers of another tokenizer ({reason}); name another file to begin a new store")
+    return tokens
 
 
 def _checksum(tokens: torch.Tensor) -> str:
