@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if job.conversation.options or len(job.conversation.messages) > 1:
                     renderer.encode(job.conversation)  # raises what a template refuses before any work
             answers.begin(describe_model(target.model, target.tokenizer), args.changed_model)
-            distil(missing, target, renderer, answers, args.batch_size, args.max_new_tokens, args.seed)
+            distil(missing, target, renderer, answers, args)
         answers.check()
         print(answers.describe())
 
@@ -97,20 +98,15 @@ def choose_dtype(model: ModelOptions) -> ModelOptions:
 
 
 def distil(
-    jobs: Sequence[Job],
-    target: Target,
-    renderer: Renderer,
-    answers: AnswersFile,
-    batch_size: int,
-    max_new_tokens: int,
-    seed: int,
+    jobs: Sequence[Job], target: Target, renderer: Renderer, answers: AnswersFile, options: argparse.Namespace
 ) -> None:
     """Answer all jobs and add their rows to the file, with a progress bar."""
+    size, limit, seed = options.batch_size, options.max_new_tokens, options.seed
     started, tokens, done, dropped = perf_counter(), 0, len(answers.rows), 0
     interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
     with tqdm(total=done + len(jobs), initial=done, unit=" answers", mininterval=interval) as bar:
-        for group in group_jobs(jobs, batch_size):
-            for new, row in answer_jobs(group, target, renderer, batch_size, max_new_tokens, seed):
+        for group in group_jobs(jobs, size):
+            for new, row in answer_jobs(group, target, renderer, size, limit, seed):
                 tokens += new
                 if row is not None:
                     answers.append(row)

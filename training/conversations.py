@@ -111,11 +111,6 @@ def list_answers(messages: Sequence[Message]) -> list[int]:
     return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
 
 
-def is_trained(message: Message) -> bool:
-    """Whether the loss flags of an answer, `train` and `weight`, let it be trained."""
-    return all(message.get(name) in (None, 1) for name in FLAGS)
-
-
 def check_prompt(text: object, place: str) -> str:
     """The prompt itself. Raises ValueError that names the place unless it is a text, encodable and not blank."""
     if not isinstance(text, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.conversations import Conversation, is_trained, list_answers, read_conversation, read_lines
+from training.conversations import FLAGS, Conversation, list_answers, read_conversation, read_lines
 from training.rendering import Renderer, Texts
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
@@ -47,7 +47,7 @@ class Dataset:
     prompts: list[list[int]]
     dropped: int  # answers that end in a loop
     too_long: int  # prompts that leave no room for an answer
-    bad: list[str] = field(default_factory=list)  # rows that were skipped: file, line and reason
+    bad: str = ""  # the rows that were skipped, and why
 
     @property
     def answer_tokens(self) -> int:
@@ -92,16 +92,11 @@ def load_dataset(
                 found.append((_hash_prompt(conversation), made))
         except ValueError as error:
             bad.append(str(error))
-    if len(bad) > max_bad * count:
-        raise ValueError(describe_bad(bad, count) + f"; that is more than --max-bad {max_bad:g}")
-    return _split(found, files, max_length, prompts, bad)
-
-
-def describe_bad(bad: Sequence[str], rows: int | None = None) -> str:
-    """The first bad rows, with file, line and reason, and the number of all."""
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    total = f" of {rows} rows" if rows is not None else " row" if len(bad) == 1 else " rows"
-    return f"{len(bad)}{total} cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
+    described = f"{len(bad)} of {count} rows cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
+    if len(bad) > max_bad * count:
+        raise ValueError(f"{described}; that is more than --max-bad {max_bad:g}")
+    return _split(found, files, max_length, prompts, described if bad else "")
 
 
 def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False) -> list[Example]:
@@ -113,11 +108,12 @@ def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False)
         texts = _check_tokens(row.fields[TOKENS], row.place)
     else:
         texts = renderer.encode_answers(row, bool(row.fields.get("finished", True)))
-    answers = [is_trained(row.messages[turn]) for turn in list_answers(row.messages)]
+    answers = [row.messages[turn] for turn in list_answers(row.messages)]
+    wanted = [all(answer.get(flag) in (None, 1) for flag in FLAGS) for answer in answers]
     count = sum(len(text) // 2 for text in texts)
     if count > len(answers):
         raise ValueError(f"{row.place}: there are token ids of {count} answers, but {len(answers)} in the text")
-    trained = iter(answers[-count:])  # the model wrote the last ones; others may be part of its prompt
+    trained = iter(wanted[-count:])  # the model wrote the last ones; others may be part of its prompt
     examples = []
     for text in texts:
         tokens: list[int] = []
@@ -170,7 +166,7 @@ def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: 
 
 
 def _split(
-    found: Sequence[tuple[bytes, list[Example]]], files: Sequence[Path], max_length: int, prompts: int, bad: list[str]
+    found: Sequence[tuple[bytes, list[Example]]], files: Sequence[Path], max_length: int, prompts: int, bad: str
 ) -> Dataset:
     """Hold prompts out, leave out loops, and cut what is too long. found: the examples of each row by its prompt."""
     digests = {digest for digest, _ in found}  # a prompt is held out or not, whatever other data there is

@@ -42,7 +42,7 @@ class Objective(nn.Module, ABC):
     one before.
     """
 
-    embedding: Tensor | None
+    embedding: Tensor  # None for Medusa
     draft_ids: Tensor
 
     def __init__(self, head: Any, loss: str, embedding: Tensor | None, decay: float = DECAY) -> None:
@@ -55,6 +55,7 @@ class Objective(nn.Module, ABC):
         self.register_buffer("draft_ids", draft_ids, persistent=False)  # [V] token id -> draft id, or -1
 
     def forward(self, batch: Batch) -> Loss:
+        batch = batch._replace(features=batch.features.to(next(self.head.parameters()).dtype))
         total = batch.features.new_zeros((), dtype=torch.float32)
         anchors, agreed = [], []
         for depth, (states, row, column) in enumerate(self.draft(batch)):
@@ -74,12 +75,7 @@ class Objective(nn.Module, ABC):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings [..., H] of tokens [...]."""
-        assert self.embedding is not None
         return nn.functional.embedding(tokens, self.embedding)
-
-    def features(self, batch: Batch) -> Tensor:
-        """The target's features [B, T, F] in the head's number format."""
-        return batch.features.to(next(self.head.parameters()).dtype)
 
     def _token_loss(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
         """The loss of the draft tokens of a depth, summed, and [R] bool: which most likely tokens were right."""
@@ -98,7 +94,7 @@ class MedusaObjective(Objective):
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = batch.answers.nonzero(as_tuple=True)
-        features = self.features(batch)
+        features = batch.features
         if isinstance(self.head, HydraHead):
             features = self.head.contextualize(features)
         features = features[row, column]
@@ -145,7 +141,7 @@ class EagleObjective(Objective):
         width = batch.tokens.shape[1]
         context = UnrolledContext(columns)
         positions = torch.arange(width, device=columns.device)[None]
-        fused = self.head.fuse(self._add_noise(self.features(batch)))
+        fused = self.head.fuse(self._add_noise(batch.features))
         states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context=context)[rows, columns]
         for step in range(self.steps):
             if step:
@@ -195,18 +191,12 @@ class UnrolledContext:
         self.drafts.append((keys, values))
         count, size = queries.shape[2:]
         grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]
-        weights = self._weigh(grouped).split([self.text[0].shape[2], len(self.drafts)], dim=-1)
-        mixed = (weights[0].flatten(2, 3) @ self.text[1]).unflatten(2, (-1, count))
-        for (_, own), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
-            mixed = mixed + weight[..., None] * own[:, :, None]
-        return mixed.flatten(1, 2)
-
-    def _weigh(self, grouped: Tensor) -> Tensor:
-        """The attention weights [B, G, Q/G, A, T + S] of queries [B, G, Q/G, A, D]."""
-        assert self.text is not None
-        count = grouped.shape[3]
         scores = (grouped.flatten(2, 3) @ self.text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
         past = torch.arange(scores.shape[-1], device=scores.device) <= self.columns[..., None]  # [B, A, T]
         own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in self.drafts]
-        weights = torch.cat([scores.masked_fill(~past[:, None, None], float("-inf")), *own], dim=-1).softmax(dim=-1)
-        return weights.to(grouped.dtype)
+        scores = torch.cat([scores.masked_fill(~past[:, None, None], float("-inf")), *own], dim=-1)  # [..., T + S]
+        weights = scores.softmax(dim=-1).to(grouped.dtype).split([past.shape[-1], len(own)], dim=-1)
+        mixed = (weights[0].flatten(2, 3) @ self.text[1]).unflatten(2, (-1, count))
+        for (_, draft), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
+            mixed = mixed + weight[..., None] * draft[:, :, None]
+        return mixed.flatten(1, 2)

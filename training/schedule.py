@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -22,10 +22,10 @@ class Schedule:
     validate_every: int = 200
     patience: int = 10
 
-    def plan(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """The batch of each step, as example numbers. lengths: the number of tokens in each example."""
         epochs = (plan_batches(lengths, self.batch_tokens, self.seed, epoch) for epoch in range(self.epochs))
-        return islice(chain.from_iterable(epochs), self.max_steps)
+        return [*islice(chain.from_iterable(epochs), self.max_steps)]
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -77,10 +76,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.weights = {name: weight for name, weight in self.objective.named_parameters() if weight.requires_grad}
-        self.lengths = [len(example.tokens) for example in self.dataset.examples]
+        self.batches = self.schedule.plan([len(example.tokens) for example in self.dataset.examples])
         optimizers = make_optimizers(self.weights, self.schedule.lr)
         self.objective, *self.optimizers = self.accelerator.prepare(self.objective, *optimizers)
-        self.steps = sum(1 for _ in self.schedule.plan(self.lengths))
+        self.steps = len(self.batches)
         # last_epoch=0 skips the schedule's first step, in which the learning rate is zero.
         length = int(WARMUP * self.steps) + 1, self.steps + 1
         self.lr_schedulers = [get_cosine_schedule_with_warmup(one, *length, last_epoch=0) for one in self.optimizers]
@@ -126,7 +125,7 @@ class Trainer:
         silent = self.finished or not self.accelerator.is_main_process
         interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log
         with tqdm(total=self.steps, initial=progress.step, unit=" steps", mininterval=interval, disable=silent) as bar:
-            for numbers in islice(schedule.plan(self.lengths), progress.step, None):
+            for numbers in self.batches[progress.step :]:
                 if self.finished:
                     return
                 losses = self._step(numbers)

@@ -74,18 +74,24 @@ class Job:
 
 
 def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
-    """The jobs of all files, in order. Raises ValueError, naming the line, if a row is not valid."""
+    """The jobs of all files, in order. Default ids are line numbers, of several files after the file's name.
+
+    Raises ValueError, naming the line, if a row is not valid.
+    """
     jobs: list[Job] = []
     places: dict[int | str, str] = {}
-    for path in paths:
-        for conversation in read_prompts(path):
-            job = _make_job(len(jobs), conversation, temperatures, Path(path).stem, len(paths) > 1)
-            if job.id in places:
-                raise ValueError(
-                    f"{conversation.place} has the id {json.dumps(job.id)} of {places[job.id]}; give each row its own"
-                )
-            places[job.id] = conversation.place
-            jobs.append(job)
+    for stem, conversation in [(Path(path).stem, each) for path in paths for each in read_prompts(path)]:
+        place, row = conversation.place, conversation.fields
+        own = row.get("id", f"{stem}:{conversation.line}" if len(paths) > 1 else conversation.line)
+        if isinstance(own, bool) or not isinstance(own, int | str):
+            raise ValueError(f"{place}: an id is a whole number or a text, not {json.dumps(own):.40}")
+        if own in places:
+            raise ValueError(f"{place} has the id {json.dumps(own)} of {places[own]}; give each row its own")
+        places[own] = place
+        # Chosen by the id: the same in every run, whatever else is asked.
+        chosen = int.from_bytes(hashlib.sha256(json.dumps(own).encode()).digest()) % len(temperatures)
+        temperature = check_temperature(row.get("temperature", temperatures[chosen]), place)
+        jobs.append(Job(len(jobs), own, str(row.get("source", stem)), temperature, conversation))
     return jobs
 
 
@@ -158,15 +164,3 @@ def check_temperature(value: Any, place: str) -> float:
         lowest = f"0 (greedy) or a number from {LOWEST_TEMPERATURE} on"
         raise ValueError(f"{place}: a temperature is {lowest}, not {json.dumps(value):.40}")
     return float(value)
-
-
-def _make_job(number: int, conversation: Conversation, temperatures: Sequence[float], stem: str, several: bool) -> Job:
-    """The job of a row. Its id is the line's number if it has none, after the file's name if there are several."""
-    place, row = conversation.place, conversation.fields
-    own = row.get("id", f"{stem}:{conversation.line}" if several else conversation.line)
-    if isinstance(own, bool) or not isinstance(own, int | str):
-        raise ValueError(f"{place}: an id is a whole number or a text, not {json.dumps(own):.40}")
-    # Chosen by the id: the same in every run, whatever else is asked.
-    chosen = int.from_bytes(hashlib.sha256(json.dumps(own).encode()).digest()) % len(temperatures)
-    temperature = check_temperature(row.get("temperature", temperatures[chosen]), place)
-    return Job(number, own, str(row.get("source", stem)), temperature, conversation)

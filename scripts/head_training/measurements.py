@@ -35,7 +35,7 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
     """
     examples = dataset.examples
     lengths = [len(example.tokens) for example in examples]
-    batches = list(schedule.plan(lengths))
+    batches = schedule.plan(lengths)
     measured = batches[:TRIALS]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     share = count / _count_parameters(load_batch.teacher.target)

@@ -24,7 +24,7 @@ from heads.checkpoint import load_head
 from scripts.distillation.answers_file import settings_path
 from scripts.head_training.options import TrainOptions
 from scripts.shared.options import ModelOptions, load_target
-from training.data import Dataset, describe_bad, load_dataset
+from training.data import Dataset, load_dataset
 from training.factory import make_head
 from training.feature_cache import FeatureCache
 from training.rendering import Renderer
@@ -75,7 +75,7 @@ def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
 def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> None:
     """Print what is wrong with the data and ends no training: rows that were skipped, answers of another model."""
     if dataset.bad:
-        print(f"skipped: {describe_bad(dataset.bad)}", file=sys.stderr)
+        print(f"skipped: {dataset.bad}", file=sys.stderr)
     now = describe_model(target.model, target.tokenizer)
     for file in files:
         settings = settings_path(file)

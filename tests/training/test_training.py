@@ -88,26 +88,27 @@ def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path
     assert trained.token_map is not None and len(trained.token_map) == trained.draft_size == 40
 
 
+def stop_and_resume(monkeypatch: pytest.MonkeyPatch, step: int, place: Path, out: Path, *options: str) -> None:
+    """A training that gets a SIGTERM in this step, and then goes on to its end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(step))
+        assert train(place, out, *options) == 128 + signal.SIGTERM
+    assert torch.load(out / CHECKPOINT, weights_only=True)["progress"]["step"] == step
+    assert train(place, out, *options, "--resume") == 0
+
+
 @pytest.mark.parametrize("step", [6, 11])  # 6 is saved anyway; 11 ends an epoch
 def test_stopped_and_resumed(
     place: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    options = [*SHORT, "--cache", str(uninterrupted / "cache")]
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop_at(step))
-        assert train(place, tmp_path, *options) == 128 + signal.SIGTERM
-    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["progress"]["step"] == step
-    assert train(place, tmp_path, *options, "--resume") == 0
+    stop_and_resume(monkeypatch, step, place, tmp_path, *SHORT, "--cache", str(uninterrupted / "cache"))
     assert_same(tmp_path, uninterrupted / "out")
 
 
 def test_noise_is_resumed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--kind", "eagle", "--noise", "0.1", "--max-steps", "9", "--validate-every", "4"]
     assert train(place, tmp_path / "whole", *options) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop_at(5))
-        assert train(place, tmp_path / "stopped", *options) == 128 + signal.SIGTERM
-    assert train(place, tmp_path / "stopped", *options, "--resume") == 0
+    stop_and_resume(monkeypatch, 5, place, tmp_path / "stopped", *options)
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -124,10 +125,7 @@ def test_training_ends_when_tau_stops_growing(
     assert train(place, tmp_path / "whole", *options) == 0
     assert [row["step"] for row in read_metrics(tmp_path / "whole") if "tau" in row] == [2, 4, 6, 8]
     assert "8 of 22 steps, tau 1.08 at best, then 3 validations without a better one" in capsys.readouterr().out
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop_at(5))
-        assert train(place, tmp_path / "stopped", *options) == 128 + signal.SIGTERM
-    assert train(place, tmp_path / "stopped", *options, "--resume") == 0
+    stop_and_resume(monkeypatch, 5, place, tmp_path / "stopped", *options)
     assert_same(tmp_path / "whole", tmp_path / "stopped")
     assert train(place, tmp_path / "stopped", *options, "--resume") == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
