@@ -29,17 +29,8 @@ from training.teacher import Batch
 SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
 
 
-PLAN = [
-    "parameters",
-    "examples",
-    "answer tokens",
-    "steps",
-    "memory",
-    "speed",
-    "time",
-    "with features cached",
-    "warning",
-]
+PLAN = ["parameters", "examples", "answer tokens", "steps", "memory", "speed", "time"]
+PLAN += ["with features cached", "warning"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 Call = Callable[..., Run]
 
