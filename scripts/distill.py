@@ -25,11 +25,10 @@ from training.rendering import Renderer
 
 CHANGED_HELP = "go on in FILE although weights, vocabulary or chat template of the model have changed"
 EPILOG = """\
-PROMPTS is a .jsonl file. Each line has one of these: "prompt"; "turns", questions to ask one after the other;
-"messages" or "conversations", a chat (docs/training.md has the formats). An answer after the last question is replaced
-by the model's. A line may also have "id" (default: its number, after the file's name if there are several files),
-"source" (default: the file's name) and "temperature". Any other file, or - for standard input, is plain text: one
-prompt.
+PROMPTS is a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md has the
+formats). An answer after the last question is replaced by the model's. A line may also have "id" (default: its number,
+after the file's name if there are several files), "source" (default: the file's name) and "temperature". Any other
+file, or - for standard input, is plain text: one prompt.
 
 Each line of FILE is one answer, in the order in which they were finished: id, source, temperature, prompt, response
 (messages for chats), finished (whether the model ended it), response_tokens (number), token_ids (of prompts and

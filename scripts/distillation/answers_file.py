@@ -78,16 +78,13 @@ class AnswersFile:
             )
 
     def describe(self) -> str:
-        """The contents in one line."""
+        """The contents in one line. Reasons are called as in the file."""
         rows = self.rows.values()
         dropped = Counter(row["dropped"] for row in rows if "dropped" in row)
         tokens = sum(row.get("response_tokens", 0) for row in rows)
-        return (
-            f"{self.path}: {len(rows) - dropped.total()} answers, {tokens} tokens; dropped: {dropped['loop']} that "
-            f"fell into a loop, {dropped['context']} that the context has no room for, {dropped['empty']} without a "
-            f"word, {dropped['template']} that the chat template refuses, {dropped['nan']} whose logits are NaN or "
-            f"infinite; {sum('cut' in row for row in rows)} conversations were cut before such an answer"
-        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "none"
+        cut = sum("cut" in row for row in rows)
+        return f"{self.path}: {len(rows) - dropped.total()} answers ({cut} cut), {tokens} tokens; dropped: {reasons}"
 
     def _read(self) -> None:
         raw = self.path.read_bytes()

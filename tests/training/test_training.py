@@ -165,19 +165,6 @@ def test_killed_at_any_moment(place: Path, uninterrupted: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_killed_at_any_time(place: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    options = [*SHORT, "--resume", "--cache", str(tmp_path / "cache")]
-    choose = random.Random(0)
-    for _ in range(10):
-        process = start(train_until, 0, place, tmp_path / "out", *options)
-        process.join(choose.uniform(0, 2))
-        process.kill()
-        process.join()
-    assert train(place, tmp_path / "out", *options) == 0
-    assert_same(tmp_path / "out", uninterrupted / "out")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,7 +8,6 @@ import itertools
 import json
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,22 @@ from tests.support.models import VOCABULARY, tiny
 from training import feature_cache
 from training.data import Example
 from training.feature_cache import BatchLoader, FeatureCache
-from training.teacher import LABELS, Batch, Teacher, pad_examples
+from training.teacher import LABELS, Batch, Teacher
 
 SETTINGS = {"target": "tiny", "layers": [-1]}
 ALL = 1 << 30
 
 
-def make_examples(count: int, seed: int = 0) -> list[Example]:
-    """Random texts of 6 to 40 tokens; some have two answers."""
+def make_example(seed: int) -> Example:
+    """A random text of 6 to 40 tokens; some have two answers."""
     choose = random.Random(seed)
-    examples = []
-    for _ in range(count):
-        tokens = tuple(choose.choices(range(VOCABULARY), k=choose.randint(6, 40)))
-        middle = choose.randint(2, len(tokens) - 2)
-        first = ((1, middle - 1),) if middle % 2 else ()
-        examples.append(Example(tokens, (*first, (middle, len(tokens)))))
-    return examples
+    tokens = tuple(choose.choices(range(VOCABULARY), k=choose.randint(6, 40)))
+    middle = choose.randint(2, len(tokens) - 2)
+    first = ((1, middle - 1),) if middle % 2 else ()
+    return Example(tokens, (*first, (middle, len(tokens))))
 
 
-EXAMPLES = make_examples(60)
+EXAMPLES = [make_example(seed) for seed in range(60)]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +55,9 @@ def teacher(target: Target, request: pytest.FixtureRequest) -> Teacher:
     return Teacher(target, request.param)
 
 
-def fill(folder: Path, teacher: Teacher, limit: int = ALL, examples: list[Example] = EXAMPLES) -> FeatureCache:
+def fill(folder: Path, teacher: Teacher, limit: int = ALL) -> FeatureCache:
     made = FeatureCache(folder, SETTINGS)
-    made.fill(teacher, examples, limit)
+    made.fill(teacher, EXAMPLES, limit)
     return made
 
 
@@ -92,21 +88,17 @@ def test_cached_batches_match_those_computed_on_the_fly(teacher: Teacher, tmp_pa
 def test_a_batch_matches_the_target(target: Target) -> None:
     numbers = [3, 17, 40]
     batch = BatchLoader(EXAMPLES, Teacher(target, (-1,)))(numbers)
-    assert torch.equal(batch.answers, pad_examples([EXAMPLES[number] for number in numbers])[1])
     for row, number in enumerate(numbers):
-        tokens = EXAMPLES[number].tokens
+        example, text = EXAMPLES[number], slice(len(EXAMPLES[number].tokens))
+        predicting = [t for begin, end in example.spans for t in range(begin - 1, end - 1)]
+        assert batch.answers[row].nonzero().flatten().tolist() == predicting
+        assert batch.tokens[row, text].tolist() == [*example.tokens]
         with torch.no_grad():
-            output = target.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
-        assert batch.tokens[row, : len(tokens)].tolist() == list(tokens)
-        torch.testing.assert_close(
-            batch.features[row, : len(tokens)], output.hidden_states[-1][0], rtol=1e-4, atol=1e-5
-        )
-        probabilities, labels = output.logits[0].softmax(dim=-1).topk(LABELS)
-        answers = batch.answers[row, : len(tokens)]
-        torch.testing.assert_close(
-            batch.probabilities[row, : len(tokens)][answers], probabilities[answers], rtol=1e-4, atol=1e-6
-        )
-        assert torch.equal(batch.labels[row, : len(tokens)][answers], labels[answers])
+            output = target.model(input_ids=torch.tensor([example.tokens]), output_hidden_states=True)
+        torch.testing.assert_close(batch.features[row, text], output.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
+        p, labels = output.logits[0, predicting].softmax(dim=-1).topk(LABELS)
+        torch.testing.assert_close(batch.probabilities[row, predicting], p, rtol=1e-4, atol=1e-6)
+        assert torch.equal(batch.labels[row, predicting], labels)
 
 
 def test_a_vocabulary_smaller_than_the_labels() -> None:
@@ -202,20 +194,16 @@ def test_a_kill_before_the_settings_were_written_does_no_harm(tmp_path: Path) ->
 
 
 def test_one_training_fills_a_cache_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = FeatureCache(tmp_path, SETTINGS)
-    entered = threading.Event()
+    made, entered = FeatureCache(tmp_path, SETTINGS), threading.Event()
+
+    def enter() -> None:
+        with made.locked():
+            entered.set()
+
     with FileLock(tmp_path / ".lock"):
-
-        def enter() -> None:
-            with made.locked():
-                entered.set()
-
-        waiting = threading.Thread(target=enter)
-        waiting.start()
-        time.sleep(0.2)
-        assert not entered.is_set()
-    waiting.join(10)
-    assert entered.is_set()
+        threading.Thread(target=enter).start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
     assert capsys.readouterr().err == f"another training is filling {tmp_path}: waiting for it\n"
 
 

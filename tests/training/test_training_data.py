@@ -37,6 +37,10 @@ def tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def spell(example: Example, tokenizer: Any) -> list[Any]:
     """The text of an example, and the texts of its answers."""
     letters = tokenizer.convert_ids_to_tokens(list(example.tokens))
@@ -45,8 +49,7 @@ def spell(example: Example, tokenizer: Any) -> list[Any]:
 
 def read(turns: list[tuple[str, str]], tokenizer: Any, finished: bool = True, **settings: Any) -> list[Any]:
     """The text of a conversation, and the texts of its answers; of several texts, one after the other."""
-    messages = [{"role": role, "content": content} for role, content in turns]
-    row = read_conversation({"messages": messages, "finished": finished}, "here", answered=True)
+    row = read_conversation(chat(*turns) | {"finished": finished}, "here", answered=True)
     examples = make_examples(row, Renderer(tokenizer, **settings))
     return [part for example in examples for part in spell(example, tokenizer)]
 
@@ -145,37 +148,36 @@ def test_tools_and_options_are_given_to_the_template(tokenizer: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("flags", "trained"),
+    ("first", "second", "trained"),
     [
-        (({}, {}), ["yo</s>", "no</s>"]),
-        (({"train": False}, {}), ["no</s>"]),
-        (({"weight": 1}, {"weight": 0.0}), ["yo</s>"]),
-        (({"train": True}, {"train": True, "weight": None}), ["yo</s>", "no</s>"]),
+        ({}, {}, ["yo</s>", "no</s>"]),
+        ({"train": False}, {}, ["no</s>"]),
+        ({"weight": 1}, {"weight": 0.0}, ["yo</s>"]),
+        ({"train": True}, {"train": True, "weight": None}, ["yo</s>", "no</s>"]),
     ],
 )
-def test_loss_flags_of_messages(tokenizer: Any, flags: tuple[dict[str, Any], ...], trained: list[str]) -> None:
-    messages = [{"role": role, "content": content} for role, content in TURNS]
-    for message, flag in zip(messages[1::2], flags, strict=True):
-        message |= flag
-    (example,) = make_examples(read_conversation({"messages": messages}, "here", True), Renderer(tokenizer))
+def test_loss_flags_of_messages(tokenizer: Any, first: dict, second: dict, trained: list[str]) -> None:
+    row = chat(*TURNS)
+    row["messages"][1] |= first
+    row["messages"][3] |= second
+    (example,) = make_examples(read_conversation(row, "here", True), Renderer(tokenizer))
     assert spell(example, tokenizer)[1] == trained
 
 
 def test_token_ids_are_trained_as_they_are(tokenizer: Any, tmp_path: Path) -> None:
     ids = {"token_ids": [[[5, 6], [7, 2], [8], [9, 2]], [[5], [40]]], "vocabulary": Renderer(tokenizer).vocabulary}
-    messages = [{"role": role, "content": content} for role, content in [*TURNS, *TURNS[:2]]]
-    rows = [{"messages": messages, **ids, "finished": False}]
+    rows = [chat(*TURNS, *TURNS[:2]) | ids | {"finished": False}]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
     assert [(one.tokens, one.spans) for one in dataset.examples] == [
         ((5, 6, 7, 2, 8, 9, 2), ((2, 4), (5, 7))),
         ((5, 40), ((1, 2),)),
     ]
-    messages[1]["train"] = False
+    rows[0]["messages"][1]["train"] = False
     assert load(tmp_path / "data.jsonl", tokenizer, rows).examples[0].spans == ((5, 7),)
-    ids["vocabulary"] = "another"
+    rows[0]["vocabulary"] = "another"
     with pytest.raises(ValueError, match=r"line 1: the token ids are of another vocabulary .* give --use-text"):
-        load(tmp_path / "data.jsonl", tokenizer, [rows[0] | ids])
-    assert load(tmp_path / "data.jsonl", tokenizer, [rows[0] | ids], use_text=True).examples[0].spans != ((5, 7),)
+        load(tmp_path / "data.jsonl", tokenizer, rows)
+    assert load(tmp_path / "data.jsonl", tokenizer, rows, use_text=True).examples[0].spans != ((5, 7),)
 
 
 @pytest.mark.parametrize("ids", [None, [], [[]], [[[1]]], [[[1], []]], [[[1], ["x"]]], [[[1], [-1]]], [[[1], [2]] * 2]])
@@ -217,7 +219,7 @@ def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
         {"prompt": "two", "dropped": "loop"},
         {"prompt": "three", "response": "no " * 30, "finished": False},
         {"prompt": "x" * 90, "response": "too late"},
-        {"messages": [{"role": role, "content": content} for role, content in [*TURNS, ("user", "bye")]]},
+        chat(*TURNS, ("user", "bye")),
         {"prompt": "five", "response": "12345", "finished": False},
         {"prompt": "six", "response": "no " * 30},
     ]
@@ -232,8 +234,7 @@ def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
 
 def talk(prompt: str, system: str | None = None) -> dict[str, Any]:
     turns = [("user", prompt), ("assistant", "fine"), ("user", "go on"), ("assistant", "well")]
-    turns = turns if system is None else [("system", system), *turns]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    return chat(*turns) if system is None else chat(("system", system), *turns)
 
 
 @pytest.mark.parametrize("system", [None, "be nice"])
@@ -276,10 +277,7 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b'{"messages": []}', "messages are a list of objects"),
         (b'{"messages": ["x"]}', "messages are a list of objects"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
-        (
-            b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}',
-            "of a content are of type text, not 7",
-        ),
+        (b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}', "are of type text, not 7"),
         (b'{"prompt": "x", "response": "", "finished": false}', "the answer has no tokens"),
     ],
 )
