@@ -2,104 +2,176 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm import trange
 
-from scripts.benchmark.files import Records, describe_machine, find_commit, read_report, write_report
-from scripts.benchmark.measurement import measure_group, open_conversations, warm_up
-from scripts.benchmark.methods import make_methods, parse_methods
-from scripts.benchmark.options import BenchOptions, PassOptions, add_bench_options, refuse_options_of_others
-from scripts.benchmark.passes import format_passes, run_passes
-from scripts.benchmark.plot import draw_report
-from scripts.benchmark.questions import form_groups, load_questions, take_evenly
-from scripts.benchmark.rows import make_rows
-from scripts.benchmark.tables import format_tables
-from scripts.shared.command import Parser, check_plot, failing_clearly
-from scripts.shared.options import load_target
+from decode import Sampling
+from decode.models.loading import DTYPES
+from proposers.load import check_options
+from scripts.benchmark import files, measurement
+from scripts.benchmark.methods import METHODS_HELP, PEERS, make_methods, parse_methods
+from scripts.benchmark.passes import ROUNDS, format_passes, run_passes
+from scripts.benchmark.plot import describe, draw_methods, draw_passes
+from scripts.benchmark.rows import format_tables, make_rows
+from scripts.shared.command import Parser, at_least, check_plot, check_writable, failing_clearly, named_value
+from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.prompts import encode_turn
 from training.rendering import Renderer
 
+DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
+METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
+PASS_OPTIONS, GGUF = ("llama_bench", "gguf"), "DTYPE=FILE"
+BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
+QUESTIONS_HELP = "JSONL with question_id, category and turns, as Spec-Bench's (default: 12 short ones of six tasks)"
+GGUF, GGUF_HELP = (
+    "DTYPE=FILE",
+    "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable",
+)
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
 and include the prompt. Later turns follow plain decoding's answers, so that all methods see the same prompt. Proposers
 start anew with each question; a method with warm=true keeps its store of answers alone. Nodes of a tree include its
 root, and the column "nodes" has the draft tokens of a step.
 
-Speeds are the sum of tokens over the sum of seconds. The 95 % intervals of their ratios are bootstrapped over
-questions. tau: tokens per forward pass of the model. identical: share of answers with the tokens of plain decoding, and
-the largest gap between the model's two highest logits where answers differ. loops: share of answers that ended in a
-loop, their last 60 tokens repeating with a period under 20. Trimmed, an answer ends where its loop repeats the first
-token. Accepted by source: the most confident source of a token counts.
+Speeds are all tokens over all seconds; the 95 % intervals of their ratios are bootstrapped over questions. tau: tokens
+per forward pass of the model. identical: share of answers with the tokens of plain decoding, and the largest gap
+between the model's two highest logits where answers differ. loops: share of answers whose last 60 tokens repeat with a
+period under 20; trimmed, they end where the loop repeats its first token.
 
 The JSON has settings, machine, rows (one per method and task; all is their sum), differences and the records of single
-questions. --from computes the rows again from the records. During a run, FILE.partial.jsonl has the finished questions;
-the same command continues after them.
+questions, of which --from computes the rows again. During a run, FILE.partial has the finished questions; the same
+command continues after them.
 
-With --passes: the time of one forward pass of the model over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), with
-256 and 4000 tokens of context, in batches of 1 and 4. Every round times each of them once, in random order, right after
-a pass of the same kind that is not timed. Times are medians over the rounds. llama-bench runs once in every round.
+With --passes: the time of a forward pass over 1 to 64 nodes, in float32 and bfloat16 (or --dtype), after 256 and 4000
+tokens (or what the model has room for), in batches of 1 and 4. Every round times each of them once, in random order,
+right after an untimed pass of the same kind; times are medians. llama-bench runs once in every round. It computes the
+logits of a pass's last token, Draftless those of all nodes.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="draftless bench", description=__doc__, epilog=EPILOG)
-    add_bench_options(parser)
+    parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        refuse_options_of_others(args, parser)
+        for name in METHOD_OPTIONS if args.passes else PASS_OPTIONS:
+            if getattr(args, name) != parser.get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} is for {'--questions' if args.passes else '--passes'}")
         check_plot(args.plot)
+        check_writable(args.json, "--json")
+        partial = args.json and args.json.with_name(f"{args.json.name}.partial")
+        if args.threads is not None:
+            torch.set_num_threads(args.threads)
         if args.report is not None:
-            named = args.methods and [method.text for method in parse_methods(args.methods)]
-            report = read_report(args.report, named)
+            report = read_report(args.report, args.methods)
         else:
-            report = run_passes(PassOptions.from_args(args)) if args.passes else run_bench(BenchOptions.from_args(args))
+            report = run_passes(args) if args.passes else run_bench(args, partial)
+        if args.json is not None:
+            files.write_report(args.json, report)
+            partial.unlink(missing_ok=True)
         print(format_passes(report) if "passes" in report else format_tables(report["rows"]))
         if args.plot is not None:
-            draw_report(report, args.plot)
+            (draw_passes if "passes" in report else draw_methods)(report, args.plot)
 
 
-def run_bench(options: BenchOptions) -> dict[str, Any]:
-    """Measure everything and return the report, also written to `options.json` if given."""
-    questions = take_evenly(load_questions(options.questions), options.limit)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    target = load_target(options.model)
+def make_parser() -> Parser:
+    parser = Parser(prog="draftless bench", description=__doc__, epilog=EPILOG)
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--questions", type=Path, default=BUILT_IN, metavar="FILE", help=QUESTIONS_HELP)
+    source("--passes", action="store_true", help="time forward passes over 1 to 64 nodes instead of methods")
+    source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
+    add, whole = parser.add_argument, at_least(1)
+    add("--methods", help=f"{METHODS_HELP} (default: {DEFAULT_METHODS}; with --from: all)")
+    add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
+    add("--repeats", type=whole, metavar="N", help=f"default: {REPEATS}; passes: {ROUNDS}")
+    add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
+    add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
+    add("--plot", type=Path, metavar="FILE", help="draw the first table: a .png or .svg file")
+    add("--llama-bench", metavar="PROGRAM", help="with --passes: compare with llama.cpp's llama-bench (needs --gguf)")
+    add("--gguf", action="append", default=[], type=named_value(GGUF, DTYPES), metavar=GGUF, help=GGUF_HELP)
+    add_model_options(parser)
+    return parser
+
+
+def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
+    """Measure every method on every question and return the report. Raises ValueError for what cannot be measured.
+
+    partial: a file that keeps the finished questions, also those of an interrupted run.
+    """
+    model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
+    args.repeats = args.repeats or REPEATS
+    for method in named:
+        if method.name not in PEERS:
+            check_options(method.name, method.options, pretrained=model.model is None)
+        elif args.batch_size > 1:
+            raise ValueError(f"{method.text} answers one question at a time; leave it out, or --batch-size")
+        if method.warm and method.name not in ("merged", "auto"):
+            raise ValueError(f"{method.text}: warm is for merged and auto, which draft from earlier answers")
+        if method.warm and args.repeats > 1:
+            raise ValueError(f"{method.text} would draft from its answer to the same question; give --repeats 1")
+    Sampling(args.temperature)  # refuses a bad temperature
+    questions = measurement.take_evenly(measurement.load_questions(args.questions), args.limit)
+    groups = measurement.form_groups(questions, args.batch_size)
+    target = load_target(model)
     # Finds questions that do not fit before the first is asked.
-    encode_turn(open_conversations(questions), 0, target, Renderer(target.tokenizer))
-    machine = {"dtype": str(target.dtype).removeprefix("torch."), "compiled": target.compiled}
-    setup = {
-        "settings": {**options.describe(questions), "commit": find_commit()},
-        "machine": {**describe_machine(target.device), **machine},
-    }
-    records = Records(options.json and options.json.with_name(options.json.name + ".partial.jsonl"), setup)
-    if records.found and any(method.warm for method in options.methods):
-        raise ValueError(f"{records.path} has lost the answers that were kept to draft from; remove it to start again")
-    methods = make_methods(options.methods, target, options.model, options.temperature)
-    groups = form_groups(questions, options.batch_size)
-    records.begin()
-    done = len(records.found)
-    finished = sum(map(len, groups[:done]))
-    if 0 < done < len(groups):
-        print(f"draftless bench: continuing after {finished} of {len(questions)} questions", file=sys.stderr)
-    with tqdm(total=len(questions), initial=finished, unit="question", disable=None) as bar:
-        for number, group in enumerate(groups[done:], start=done):
-            if number == done:
-                bar.set_postfix_str("warming up")
-                warm_up(methods, max(groups, key=len), target, options)
-            bar.set_postfix_str(group[0].category)
-            records.append(measure_group(methods, group, number, target, options))
-            bar.update(len(group))
-    differences = [difference for record in records.found for difference in record.pop("differences")]
-    rows = make_rows(records.found, differences, list(methods))
-    report = {**setup, "rows": rows, "differences": differences, "records": records.found}
-    if options.json is not None:
-        write_report(options.json, report)
-    if records.path is not None:
-        records.path.unlink()
+    encode_turn(measurement.open_conversations(questions), 0, target, Renderer(target.tokenizer))
+    settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS[1:])}
+    settings |= {"model": files.name_model(model), "methods": [method.text for method in named]}
+    settings |= {"questions": args.questions.name, "commit": files.find_commit()}
+    settings["questions_sha256"] = hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
+    machine = {**files.describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    setup = {"settings": settings, "machine": {**machine, "compiled": target.compiled}}
+    records = files.read_partial(partial, setup) if partial is not None else []
+    if records and any(method.warm for method in named):
+        raise ValueError(f"{partial} has lost the answers that were kept to draft from; remove it to start again")
+    methods = make_methods(named, target, model, args.temperature)
+    done, total = len(records), len(groups)
+    if done:
+        print(f"draftless bench: continuing after {done} of {total} groups of questions", file=sys.stderr)
+    if done < total:
+        measurement.warm_up(methods, max(groups, key=len), target, args)
+    for number in trange(done, total, initial=done, total=total, unit="group", disable=None):
+        records.append(measurement.measure_group(methods, groups[number], number, target, args))
+        if partial is not None:
+            files.write_report(partial, {**setup, "records": records})
+    differences = [difference for record in records for difference in record.pop("differences")]
+    rows = make_rows(records, differences, list(methods))
+    return {**setup, "rows": rows, "differences": differences, "records": records}
+
+
+def read_report(path: Path, methods: str | None) -> dict[str, Any]:
+    """An earlier report, with its rows computed again from its records.
+
+    methods: those to show, as in `parse_methods`; None shows all. Raises ValueError for a file that is not a report, or
+    has no such method.
+    """
+    found = []
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if "passes" in report:
+            format_passes(report)
+        else:
+            found = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
+            report["rows"] = make_rows(report["records"], report["differences"], found)
+        describe(report)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a report of draftless bench ({error!r})") from error
+    if methods is not None:
+        chosen = [method.text for method in parse_methods(methods)]
+        if unknown := [name for name in chosen if name not in found]:
+            raise ValueError(f"{path} has no method {', '.join(unknown)}; it has {', '.join(found)}")
+        report["rows"] = [row for row in report["rows"] if row["method"] in chosen]
     return report
 
 

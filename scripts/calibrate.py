@@ -21,7 +21,7 @@ from proposers.feature_history import attend_like_target
 from proposers.load import load_draft_head
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter
 from proposers.trees.search import RANKS, Drafter
-from scripts.benchmark.tables import to_markdown
+from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts

@@ -1,1 +1,1 @@
-"""The parts of `draftless bench`: methods, questions, measuring, rows, tables, files and the picture."""
+"""The parts of `draftless bench`: methods, measurement on questions, passes, rows and tables, files, the picture."""

@@ -1,41 +1,105 @@
-"""Measuring one group of questions with every method in turn, so that changes on the machine affect all alike."""
+"""Spec-Bench's questions, and measuring a group of them with every method in turn."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from pathlib import Path
 from typing import Any
 
 from decode import Target
-from scripts.benchmark.methods import Measured, Method, measure_gap
-from scripts.benchmark.options import BenchOptions
-from scripts.benchmark.questions import Question
+from scripts.benchmark.methods import Measured, Method, Prompts
 from scripts.shared.prompts import ask, encode_turn
-from training.conversations import Conversation
+from training.conversations import Conversation, read_lines
 from training.data import count_before_loop, has_looped
 from training.rendering import Renderer
 
 WARM_UP = 64  # tokens of an answer that is not measured
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+ALL = "all"  # the row that sums all tasks
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of the file. Each turn is asked after the earlier turns and their answers."""
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load_questions(path: Path) -> list[Question]:
+    """Read a JSONL file with `question_id`, `category` and `turns` in each line; other fields are ignored.
+
+    Raises ValueError with the line's number for a bad line.
+    """
+    questions: dict[int | str, Question] = {}
+    for line, fields in read_lines(path):
+        place = f"{path}, line {line}"
+        number, category, turns = (fields.get(name) for name in ("question_id", "category", "turns"))
+        if isinstance(number, bool) or not isinstance(number, int | str):
+            raise ValueError(f"{place}: question_id is a number or a name")
+        if number in questions:
+            raise ValueError(f"{place}: question_id {number!r} is there twice")
+        if not isinstance(category, str) or category in ("", ALL):
+            raise ValueError(f"{place}: category is a name, and not {ALL!r}")
+        ask(turns, place)  # refuses what is no list of texts
+        questions[number] = Question(number, category, tuple(turns))
+    return list(questions.values())
+
+
+def task_of(category: str) -> str:
+    """Spec-Bench's task: MT-bench's eight categories are one task, every other category is its own."""
+    return "mt_bench" if category in MT_BENCH else category
+
+
+def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """The first questions of each task in equal numbers, `limit` in all, in their order; None takes all.
+
+    MT-bench's are taken in equal numbers from its categories. Spec-Bench has equally many questions per task, so a part
+    of it keeps its balance.
+    """
+    tasks: dict[str, dict[str, list[Question]]] = {}
+    for question in questions:
+        tasks.setdefault(task_of(question.category), {}).setdefault(question.category, []).append(question)
+    taken = set(_alternate(_alternate(categories.values()) for categories in tasks.values())[:limit])
+    return [question for question in questions if question in taken]
+
+
+def _alternate(lists: Iterable[Sequence[Question]]) -> list[Question]:
+    """The first of each list, then the second of each, and so on."""
+    return [question for layer in zip_longest(*lists) for question in layer if question is not None]
+
+
+def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
+    """Groups of up to `size` questions of one category, to be answered as one batch."""
+    categories: dict[str, list[Question]] = {}
+    for question in questions:
+        categories.setdefault(question.category, []).append(question)
+    return [group[begin : begin + size] for group in categories.values() for begin in range(0, len(group), size)]
 
 
 def open_conversations(questions: Sequence[Question]) -> list[Conversation]:
     """Conversations whose answers will be plain decoding's, so that all methods see the same prompts."""
-    return [ask(question.turns, f"question {question.id}") for question in questions]
+    return [ask([*question.turns], f"question {question.id}") for question in questions]
 
 
-def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: BenchOptions) -> None:
+def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: Namespace) -> None:
     """Compile kernels, measure the cost curve, and let every method answer once without measuring it."""
     target.warm_up(len(group))
     _, prompts = encode_turn(open_conversations(group), 0, target, Renderer(target.tokenizer))
+    room = target.context - max(map(len, prompts))
     for method in methods.values():
-        method(True)(prompts, options.seed, min(WARM_UP, _find_room(prompts, target, options)))
+        method(True)(prompts, options.seed, min(WARM_UP, options.max_new_tokens, room))
 
 
 def measure_group(
-    methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: BenchOptions
+    methods: Mapping[str, Method], group: Sequence[Question], number: int, target: Target, options: Namespace
 ) -> dict[str, Any]:
     """The record of group `number` (see `rows`), with its `differences` from plain decoding's answers."""
+    # The methods take turns, so that changes on the machine affect all alike.
     asks = [{name: method(False) for name, method in methods.items()} for _ in range(options.repeats)]
     conversations, renderer = open_conversations(group), Renderer(target.tokenizer)
     turns: list[dict[str, Any]] = []
@@ -44,23 +108,23 @@ def measure_group(
         asked, prompts = encode_turn(conversations, turn, target, renderer)
         if not asked:
             break
-        seed, room = options.seed + 1000 * number + turn, _find_room(prompts, target, options)
+        seed = options.seed + 1000 * number + turn
+        room = min(options.max_new_tokens, target.context - max(map(len, prompts)))
         found: dict[str, list[Measured]] = {name: [] for name in methods}
         for repeat, opened in enumerate(asks):
-            order = deque(methods)
-            order.rotate(-(number + turn + repeat))  # another method is first each time
-            for name in order:
+            order, first = [*methods], (number + turn + repeat) % len(methods)  # another is first
+            for name in order[first:] + order[:first]:
                 found[name].append(opened[name](prompts, seed, room))
         plain = found["none"][0]
         ids, results = [group[index].id for index in asked], {}
         for name, measured in found.items():
             # Peers that sample draw other texts from the same distribution.
             comparable = options.temperature == 0 or measured[0].nodes is not None
-            breaks = _compare(target, prompts, plain, measured[0]) if comparable else None
-            results[name] = _describe(measured, breaks)
-            for question, difference in zip(ids, breaks or [], strict=False):
-                if difference is not None:
-                    differences.append({"question_id": question, "turn": turn, "method": name, **difference})
+            breaks = _find_differences(target, prompts, plain, measured[0]) if comparable else {}
+            same = [row not in breaks for row in range(len(ids))] if comparable else None
+            results[name] = {**_describe(measured), "same": same}
+            for row, difference in breaks.items():
+                differences.append({"question_id": ids[row], "turn": turn, "method": name, **difference})
         turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
         for index, text in zip(asked, plain.texts or [], strict=True):
             conversations[index].add(text)
@@ -68,36 +132,28 @@ def measure_group(
     return {"category": group[0].category, "questions": ids, "turns": turns, "differences": differences}
 
 
-def _find_room(prompts: Sequence[list[int]], target: Target, options: BenchOptions) -> int:
-    """The number of new tokens that every prompt of a batch has room for."""
-    return min(options.max_new_tokens, target.context - max(map(len, prompts)))
+def _find_differences(target: Target, prompts: Prompts, plain: Measured, measured: Measured) -> dict[int, Any]:
+    """By row, where answers leave plain decoding's, and the gap between the target's two highest logits there."""
+    found = {}
+    for row, pair in enumerate(zip(plain.answers, measured.answers, strict=True)):
+        if pair[0] != pair[1]:
+            differing = (place for place, (left, right) in enumerate(zip(*pair, strict=False)) if left != right)
+            position = next(differing, min(map(len, pair)))
+            logits, _ = target.open(1).extend([prompts[row] + pair[0][:position]])
+            first, second = logits[0].double().topk(2).values.tolist()
+            found[row] = {"position": position, "gap": first - second}  # near 0, rounding decides
+    return found
 
 
-def _compare(
-    target: Target, prompts: Sequence[list[int]], plain: Measured, measured: Measured
-) -> list[dict[str, Any] | None]:
-    """For each prompt None, or the position where the answer leaves plain decoding's and the target's gap there."""
-    differences: list[dict[str, Any] | None] = [None] * len(prompts)
-    for index, (expected, answer) in enumerate(zip(plain.answers, measured.answers, strict=True)):
-        if answer != expected:
-            pairs = enumerate(zip(expected, answer, strict=False))
-            position = next((at for at, (left, right) in pairs if left != right), min(len(expected), len(answer)))
-            gap = measure_gap(target, prompts[index] + expected[:position])
-            differences[index] = {"position": position, "gap": gap}
-    return differences
-
-
-def _describe(measured: Sequence[Measured], differences: Sequence[Any] | None) -> dict[str, Any]:
+def _describe(measured: Sequence[Measured]) -> dict[str, Any]:
     """One method's entry in the record of a turn: the seconds of all repeats, the rest from the first one."""
-    first = measured[0]
-    parts = [entry.parts for entry in measured if entry.parts is not None]
+    first, parts = measured[0], [entry.parts for entry in measured if entry.parts is not None]
     return {
-        "tokens": list(map(len, first.answers)),
-        "steps": list(map(len, first.added)),
+        "tokens": [len(answer) for answer in first.answers],
+        "steps": [len(added) for added in first.added],
         "trimmed": [trim_loop(*pair) for pair in zip(first.answers, first.added, strict=True)],
         "nodes": first.nodes,
-        "loops": list(map(has_looped, first.answers)),
-        "same": None if differences is None else [difference is None for difference in differences],
+        "loops": [has_looped(answer) for answer in first.answers],
         "seconds": [entry.seconds for entry in measured],
         "parts": {part: sum(entry[part] for entry in parts) for part in parts[0]} if parts else None,
         "accepted": first.accepted,

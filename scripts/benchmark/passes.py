@@ -1,14 +1,17 @@
-"""The time of one forward pass over 1 to 64 nodes, next to llama.cpp's and to the time of reading its bytes once.
+"""The time of one forward pass over 1 to 64 nodes, next to llama.cpp's.
 
 An entry of a report has an `engine`, `dtype`, `context` (tokens before the pass), `batch`, `nodes`, and for each number
-of nodes `samples_ms`; ours also `floor_ms`, the least time by the bandwidth of memory.
+of nodes `samples_ms`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import json
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from random import Random
 from statistics import median
@@ -16,150 +19,117 @@ from typing import Any
 
 import torch
 from tqdm import trange
-from transformers import PreTrainedModel
 
 from decode import Target
-from decode.cpu.acceleration import accelerate
 from decode.models.cost_curve import open_filled, random_chain, time_pass
-from scripts.benchmark.files import describe_machine, find_commit, write_report
-from scripts.benchmark.llama_bench import LlamaBench
-from scripts.benchmark.methods import clock
-from scripts.benchmark.options import PassOptions, name_model
-from scripts.benchmark.tables import to_markdown
-from scripts.shared.options import load_model_only
+from scripts.benchmark.files import describe_machine, find_commit, name_model
+from scripts.benchmark.rows import to_markdown
+from scripts.shared.options import ModelOptions, load_target
 
-NODES = (1, 2, 4, 8, 12, 16, 32, 64)
-CONTEXTS = (256, 4000)
-BATCH_SIZES = (1, 4)
-COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes; more than any cache holds
-OURS, LLAMA = "Draftless", "llama.cpp"
-NOTE = "llama.cpp computes the logits of a pass's last token, Draftless those of all nodes."
+NODES, CONTEXTS, BATCH_SIZES = (1, 2, 4, 8, 12, 16, 32, 64), (256, 4000), (1, 4)
+DTYPES, ROUNDS = ("float32", "bfloat16"), 15
+NAMES, OURS, LLAMA = ("engine", "dtype", "context", "batch"), "Draftless", "llama.cpp"
+LLAMA_ROUNDS = 3  # passes of each size in a run of llama-bench
+DESCRIPTION = ("model_type", "model_n_params", "build_commit")
 
 
-def run_passes(options: PassOptions) -> dict[str, Any]:
-    """Measure everything and return the report, also written to `options.json` if given."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    program, threads = options.llama_bench or "", torch.get_num_threads()
-    llamas = {dtype: LlamaBench(program, file, threads, CONTEXTS[0]) for dtype, file in options.gguf.items()}
-    targets, weights = {}, {}
-    for dtype in options.dtypes:
-        model, tokenizer = load_model_only(replace(options.model, dtype=dtype), "off")
-        weights[dtype] = count_read_bytes(model)  # before layers are packed
-        targets[dtype] = Target(accelerate(model, options.model.accelerate), tokenizer)
-    first = targets[options.dtypes[0]]
-    passes = time_passes(targets, choose_contexts(first.context), llamas, options.repeats)
-    bandwidth = measure_bandwidth(first.device)
-    token = {dtype: count_cache_bytes(target) for dtype, target in targets.items()}
-    for entry in (entry for entry in passes if entry["engine"] == OURS):
-        read = weights[entry["dtype"]] + entry["batch"] * entry["context"] * token[entry["dtype"]]
-        entry["floor_ms"] = 1000 * read / bandwidth
-    report = {
-        "settings": {
-            "model": name_model(options.model),
-            "accelerate": options.model.accelerate,
-            "repeats": options.repeats,
-            "llama_cpp": {dtype: llama.description for dtype, llama in llamas.items()},
-            "commit": find_commit(),
-        },
-        "machine": {**describe_machine(first.device), "bytes_per_second": bandwidth},
-        "passes": passes,
-    }
-    if options.json is not None:
-        write_report(options.json, report)
-    return report
+def run_passes(args: Namespace) -> dict[str, Any]:
+    """Measure everything and return the report. Raises ValueError for a model or a program that cannot be measured."""
+    options, repeats, files = ModelOptions.from_args(args), args.repeats or ROUNDS, dict(args.gguf)
+    dtypes = DTYPES if options.dtype is None else (options.dtype,)
+    if (args.llama_bench is None) == bool(files):
+        raise ValueError("--llama-bench and --gguf need each other: the program and a model for it")
+    if unmeasured := [dtype for dtype in files if dtype not in dtypes]:
+        raise ValueError(f"--gguf has a file for {unmeasured[0]}, which is not measured; --dtype chooses")
+    llamas = {dtype: partial(run_llama_bench, args.llama_bench, file) for dtype, file in files.items()}
+    first = {dtype: run([1], 1)[1] for dtype, run in llamas.items()}  # finds errors before a model is loaded
+    targets = {dtype: load_target(replace(options, dtype=dtype)) for dtype in dtypes}
+    target = targets[dtypes[0]]
+    contexts = [context for context in CONTEXTS if context + max(NODES) <= target.context]
+    if not contexts:
+        raise ValueError(f"the model's context is {target.context}; passes need {CONTEXTS[0] + max(NODES)}")
+    passes = time_passes(targets, contexts, llamas, repeats)
+    settings = {"model": name_model(options), "accelerate": options.accelerate, "repeats": repeats}
+    settings["llama_cpp"] = {dtype: {name: entry[name] for name in DESCRIPTION} for dtype, entry in first.items()}
+    settings["commit"] = find_commit()
+    return {"settings": settings, "machine": describe_machine(target.device), "passes": passes}
 
 
-def choose_contexts(limit: int) -> list[int]:
-    """The contexts that fit into a model's. Raises ValueError if none does."""
-    fitting = [context for context in CONTEXTS if context + max(NODES) <= limit]
-    if not fitting:
-        raise ValueError(f"the model's context is {limit}; passes need {CONTEXTS[0] + max(NODES)}")
-    for context in CONTEXTS[len(fitting) :]:
-        print(f"draftless bench: context {context} is left out: the model's context is {limit}", file=sys.stderr)
-    return fitting
+def run_llama_bench(program: str, model: str, sizes: Sequence[int], repetitions: int) -> dict[int, dict[str, Any]]:
+    """What llama.cpp's llama-bench prints for each size: one generated token, or a prompt of several.
+
+    Raises ValueError if it fails.
+    """
+    prompts = ",".join(str(size) for size in sizes if size > 1) or 0
+    settings = ["-r", repetitions, "-t", torch.get_num_threads(), "-d", CONTEXTS[0], "-o", "json"]
+    command = [program, "-m", model, "-n", 1, "-p", prompts, *settings]
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if ended.returncode:
+        raise ValueError(f"{program} failed with status {ended.returncode}: {ended.stderr.strip()}")
+    try:
+        entries = json.loads(ended.stdout)
+        return {each["n_prompt"] or 1: {name: each[name] for name in (*DESCRIPTION, "samples_ns")} for each in entries}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{program} did not print llama-bench's JSON ({error!r})") from error
 
 
 @torch.inference_mode()  # as in the loop
 def time_passes(
-    targets: Mapping[str, Target], contexts: Sequence[int], llamas: Mapping[str, LlamaBench], repeats: int
+    targets: Mapping[str, Target], contexts: Sequence[int], llamas: Mapping[str, Callable[..., Any]], repeats: int
 ) -> list[dict[str, Any]]:
-    """The milliseconds of all passes in all rounds. A round has all of them, so that disturbances meet all alike."""
+    """The milliseconds of all passes in all rounds. A round has all of them, so that disturbances meet all alike.
+
+    llamas: `run_llama_bench` with a program and a model, by dtype.
+    """
     passes, turns = [], []
-    for dtype, target in targets.items():
-        for context, batch in product(contexts, BATCH_SIZES):
-            session = open_filled(target, batch, context)
-            passes.append(_start_entry(OURS, dtype, context, batch))
-            for nodes, samples in zip(NODES, passes[-1]["samples_ms"], strict=True):
-                turns.append((session, random_chain(nodes, batch, target), samples))
-    peers = [_start_entry(LLAMA, dtype, llama.context, 1) for dtype, llama in llamas.items()]
+
+    def begin(*settings: Any) -> list[list[float]]:
+        entry = dict(zip(NAMES, settings, strict=True)) | {"nodes": [*NODES], "samples_ms": [[] for _ in NODES]}
+        passes.append(entry)
+        return entry["samples_ms"]
+
+    for (dtype, target), context, batch in product(targets.items(), contexts, BATCH_SIZES):
+        session = open_filled(target, batch, context)
+        for nodes, samples in zip(NODES, begin(OURS, dtype, context, batch), strict=True):
+            turns.append((session, random_chain(nodes, batch, target), samples))
+    peers = {dtype: begin(LLAMA, dtype, CONTEXTS[0], 1) for dtype in llamas}
     for number in trange(repeats, unit="round", disable=None):
         for session, chain, samples in Random(number).sample(turns, len(turns)):
             time_pass(session, chain)  # passes of a decoding follow others of their kind, and so do llama-bench's
             samples.append(1000 * time_pass(session, chain))
-        for peer in peers:
-            for samples, new in zip(peer["samples_ms"], llamas[peer["dtype"]].time(NODES), strict=True):
-                samples += new
-    return [*passes, *peers]
-
-
-def _start_entry(engine: str, dtype: str, context: int, batch: int) -> dict[str, Any]:
-    setting = {"engine": engine, "dtype": dtype, "context": context, "batch": batch}
-    return {**setting, "nodes": [*NODES], "samples_ms": [[] for _ in NODES]}
-
-
-def measure_bandwidth(device: torch.device, copies: int = 20) -> float:
-    """Bytes a second: those that the fastest of some copies of a large tensor reads and writes."""
-    source = torch.zeros(COPIED.get(device.type, COPIED["cpu"]), dtype=torch.uint8, device=device)
-    there = torch.empty_like(source)
-    return 2 * source.nbytes / min(clock(lambda: there.copy_(source), device)[1] for _ in range(copies))
-
-
-def count_read_bytes(model: PreTrainedModel) -> int:
-    """The bytes of the weights that a pass over one node reads: all but the input embeddings, unless they are tied."""
-    embeddings, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return sum(each.nbytes for each in model.parameters()) - (0 if output is embeddings else embeddings.nbytes)
-
-
-@torch.inference_mode()
-def count_cache_bytes(target: Target) -> int:
-    """The bytes of keys and values of one committed token."""
-    session = open_filled(target, 1, 1)
-    session.verify(random_chain(1, 1, target))
-    pairs = (session.cache.allocated(number) for number in range(len(session.cache.layers)))
-    return sum(states[:, :, :1].nbytes for pair in pairs if pair is not None for states in pair)
+        for dtype, run in llamas.items():
+            found = run(NODES, LLAMA_ROUNDS)
+            for nodes, samples in zip(NODES, peers[dtype], strict=True):
+                samples += [spent / 1e6 for spent in found[nodes]["samples_ns"]]
+    return passes
 
 
 def find_medians(entry: Mapping[str, Any]) -> list[float]:
     """The milliseconds of a pass, by its number of nodes."""
-    return list(map(median, entry["samples_ms"]))
+    return [median(samples) for _, samples in zip(entry["nodes"], entry["samples_ms"], strict=True)]
+
+
+def pair_engines(report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Draftless' entries, each with llama.cpp's of the same settings, if there is one."""
+    found = {tuple(entry[name] for name in NAMES): entry for entry in report["passes"]}
+    return [(entry, found.get((LLAMA, *key[1:]))) for key, entry in found.items() if key[0] == OURS]
 
 
 def format_passes(report: Mapping[str, Any]) -> str:
-    """A table for each context, with a row for each number of nodes; llama.cpp is in the first one."""
-    ours, peers = split_engines(report)
-    contexts = sorted({entry["context"] for entry in ours})
+    """A table for each context, with a row for each number of nodes."""
+    tables: dict[int, list[list[str]]] = {}
+    for entry, peer in pair_engines(report):
+        columns = tables.setdefault(entry["context"], [["nodes", *map(str, entry["nodes"])]])
+        columns.append([f"{entry['dtype']}, batch {entry['batch']}", *_show_times(entry)])
+        if peer is not None:
+            ratios = (own / other for own, other in zip(find_medians(entry), find_medians(peer), strict=True))
+            columns.append([LLAMA, *_show_times(peer)])
+            columns.append([f"{OURS} / {LLAMA}", *(f"{ratio:.2f}" for ratio in ratios)])
     parts = []
-    for context in contexts:
-        columns = [["nodes", *map(str, ours[0]["nodes"]), "floor"]]
-        for entry in (entry for entry in ours if entry["context"] == context):
-            floor = f"{entry['floor_ms']:.1f}" if "floor_ms" in entry else "-"
-            columns.append([f"{entry['dtype']}, batch {entry['batch']}", *_show_times(entry), floor])
-            peer = peers.get(entry["dtype"])
-            if peer and entry["batch"] == 1 and context == contexts[0]:
-                pairs = zip(find_medians(entry), find_medians(peer), strict=True)
-                columns.append([LLAMA if peer["context"] else f"{LLAMA}, no context", *_show_times(peer), "-"])
-                columns.append([f"{OURS} / {LLAMA}", *(f"{own / other:.2f}" for own, other in pairs), "-"])
-        title = f"Milliseconds of a pass after {context} tokens (and relative to one node):"
-        parts += [title, to_markdown([*zip(*columns, strict=True)])]
-    floor = "floor: the time of reading the weights, and the KV cache, once, at the bandwidth of a copy."
-    return "\n\n".join([*parts, floor, *[NOTE] * bool(peers)])
-
-
-def split_engines(report: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Draftless' entries, and llama.cpp's by dtype."""
-    ours = [entry for entry in report["passes"] if entry["engine"] == OURS]
-    return ours, {entry["dtype"]: entry for entry in report["passes"] if entry["engine"] == LLAMA}
+    for context, columns in sorted(tables.items()):
+        parts.append(f"Milliseconds of a pass after {context} tokens (and relative to one node):")
+        parts.append(to_markdown([*zip(*columns, strict=True)]))
+    return "\n\n".join(parts)
 
 
 def _show_times(entry: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From the records of single questions to rows: one for each method and task, and for all tasks.
+"""From the records of single questions to rows, one for each method and task, and to their Markdown tables.
 
 A record is the measurement of one group of questions (one question unless they are batched): `category`, `questions`
 (ids) and `turns`. A turn has `questions` (ids), `prompt_tokens` and `methods`, by name: `tokens`, `steps`, `trimmed`,
@@ -9,82 +9,80 @@ steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from scripts.benchmark.questions import ALL, task_of
+from scripts.benchmark.measurement import ALL, task_of
 
+Row: TypeAlias = Mapping[str, Any]
 RESAMPLES = 2000
+INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)  # the ends of 95 %
 BASES = ("none", "hf")
 
 
-def make_rows(
-    records: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]], methods: Sequence[str]
-) -> list[dict[str, Any]]:
+def make_rows(records: Sequence[Row], differences: Sequence[Row], methods: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each method in each task, and in all."""
     rows = []
-    tasks = [*dict.fromkeys(task_of(record["category"]) for record in records), ALL]
-    for task in tasks:
+    for task in [*dict.fromkeys(task_of(record["category"]) for record in records), ALL]:
         chosen = [record for record in records if task in (ALL, task_of(record["category"]))]
         ids = {question for record in chosen for turn in record["turns"] for question in turn["questions"]}
-        found = {method: _sum_up(chosen, method) for method in methods}
         samples = _resample(chosen, methods)
+        found = {method: _sum_up(chosen, method) for method in methods}
         for method, row in found.items():
             row = {"method": method, "category": task, "questions": len(ids), **row}
             for base in BASES:
-                speeds = [row["tokens_per_second"], found.get(base, {}).get("tokens_per_second")]
-                row[f"speedup_vs_{base}"] = _divide(*speeds)
-                row[f"speedup_vs_{base}_interval"] = _find_interval(samples, method, base)
+                row[f"speedup_vs_{base}"] = row[f"speedup_vs_{base}_interval"] = None
+                if base in found:
+                    row[f"speedup_vs_{base}"] = row["tokens_per_second"] / found[base]["tokens_per_second"]
+                if base in found and len(chosen) > 1:  # one record has no spread
+                    ends = (samples[method] / samples[base]).quantile(INTERVAL)
+                    row[f"speedup_vs_{base}_interval"] = ends.tolist()
             met = [entry for entry in differences if entry["method"] == method and entry["question_id"] in ids]
             rows.append({**row, "largest_gap": max((entry["gap"] for entry in met), default=None)})
     return rows
 
 
-def _sum_up(records: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
+def _sum_up(records: Sequence[Row], method: str) -> dict[str, Any]:
     """The part of a row that needs no other row. Times are medians over the repeats, turn by turn."""
     turns = [turn["methods"][method] for record in records for turn in record["turns"]]
-    measured = [_count_tokens(record, method) for record in records]
-    tokens, seconds = (sum(column) for column in zip(*measured, strict=True))
+    tokens, seconds = map(sum, zip(*(_count_tokens(record, method) for record in records), strict=True))
     steps, loops, same = ([value for turn in turns for value in turn[key] or []] for key in ("steps", "loops", "same"))
     trimmed = [pair for turn in turns for pair in turn.get("trimmed") or []]
-    accepted = [turn["accepted"] for turn in turns if turn.get("accepted")]
-    sources = dict.fromkeys(name for entry in accepted for name in entry)
-    nodes = [sum(turn["nodes"]) for turn in turns if turn["nodes"] is not None]
+    accepted = Counter[str]()
+    for turn in turns:
+        accepted.update(turn.get("accepted") or {})
     parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
+    nodes = [count for turn in turns for count in turn["nodes"] or ()]
     total = sum(sum(part.values()) for part in parts)
     return {
         "answers": len(loops),
         "tokens": tokens,
         "steps": sum(steps),
         "seconds": seconds,
-        "tau": _divide(tokens, sum(steps)),
-        "tau_trimmed": _divide(sum(count for count, _ in trimmed), sum(step for _, step in trimmed)),
+        "tau": tokens / sum(steps),
+        "tau_trimmed": sum(count for count, _ in trimmed) / sum(step for _, step in trimmed) if trimmed else None,
         "loops": fmean(loops),
-        "nodes_per_step": _divide(sum(nodes), sum(steps)) if nodes else None,
-        "tokens_per_second": _divide(tokens, seconds),
+        "nodes_per_step": sum(nodes) / sum(steps) if nodes else None,
+        "tokens_per_second": tokens / seconds,
         "parts": {name: sum(part[name] for part in parts) / total for name in parts[0]} if total else None,
-        "accepted": {name: sum(entry.get(name, 0) for entry in accepted) for name in sources} or None,
+        "accepted": dict(accepted) or None,
         "identical": fmean(same) if same else None,
     }
 
 
-def _count_tokens(record: Mapping[str, Any], method: str) -> tuple[int, float]:
+def _count_tokens(record: Row, method: str) -> tuple[int, float]:
     """A record's tokens and seconds with a method."""
     turns = [turn["methods"][method] for turn in record["turns"]]
     return sum(sum(turn["tokens"]) for turn in turns), sum(median(turn["seconds"]) for turn in turns)
 
 
-def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Tensor]:
-    """Each method's speed in every bootstrap sample of the records; sample i has the same records for all methods.
-
-    Empty for a single record: one sample has no spread.
-    """
-    if len(records) < 2:
-        return {}
+def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tensor]:
+    """Each method's speed in every bootstrap sample of the records; sample i has the same records for all methods."""
     draws = torch.randint(len(records), (RESAMPLES, len(records)), generator=torch.Generator().manual_seed(0))
     speeds = {}
     for method in methods:
@@ -94,13 +92,65 @@ def _resample(records: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> d
     return speeds
 
 
-def _find_interval(samples: Mapping[str, Tensor], method: str, base: str) -> list[float] | None:
-    """The 95 % percentile interval of the ratio of two methods' speeds; None without the base or for one record."""
-    if base not in samples:
-        return None
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return [*(samples[method] / samples[base]).quantile(ends).tolist()]
+def format_tables(rows: Sequence[Row]) -> str:
+    """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by task.
+
+    If answers looped, also of tau without the loops, and if methods draft from several sources, of these.
+    """
+    overall = [row for row in rows if row["category"] == ALL]
+    methods = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
+    for row in overall:
+        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
+        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
+        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        methods.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
+    tables = [methods]
+    if timed := [row for row in overall if row.get("parts") is not None]:
+        lines = [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
+        tables.append([["share of time", "nodes", *timed[0]["parts"]], *lines])
+    if mixed := [row for row in overall if len(row["accepted"] or ()) > 1]:
+        names = [*dict.fromkeys(name for row in mixed for name in row["accepted"])]
+        tables.append([["accepted by source", *names]])
+        for row in mixed:
+            total = sum(row["accepted"].values()) or 1
+            tables[-1].append([row["method"], *(_share(row["accepted"].get(name, 0) / total) for name in names)])
+    if len(overall) > 1:
+        tables.append(_list_tasks(rows, "vs none", lambda row: _times(row["speedup_vs_none"])))
+        tables.append(_list_tasks(rows, "tau", lambda row: f"{row['tau']:.2f}"))
+        if any(row["loops"] and row["tau_trimmed"] for row in overall):
+            tables.append(_list_tasks(rows, "tau, loops trimmed", lambda row: f"{row['tau_trimmed']:.2f}"))
+    return "\n\n".join(map(to_markdown, tables))
 
 
-def _divide(upper: float, lower: float | None) -> float | None:
-    return upper / lower if lower else None
+def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> list[list[str]]:
+    """A line for each task, all of them last. A column for each method but none."""
+    columns: dict[str, dict[str, str]] = {title: {}, "questions": {}}
+    for row in rows:
+        task = row["category"]
+        columns[title][task], columns["questions"][task] = task, str(row["questions"])
+        if row["method"] != "none":
+            columns.setdefault(row["method"], {})[task] = show(row)
+    return [[*columns], *map(list, zip(*(cells.values() for cells in columns.values()), strict=True))]
+
+
+def to_markdown(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head; the first column is left-aligned, the others right-aligned."""
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines]
+    rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in others)
+    head, *rest = [f"| {' | '.join(line)} |" for line in body]
+    return "\n".join([head, rule, *rest])
+
+
+def _times(ratio: float | None, interval: Sequence[float] | None = None) -> str:
+    if ratio is None:
+        return "-"
+    low, high = interval or (ratio, ratio)
+    return f"{ratio:.2f}x" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+
+
+def _share(part: float | None) -> str:
+    """A percentage; rounding never makes it 100 %."""
+    if part is None:
+        return "-"
+    return f"{part:.0%}" if part in (0, 1) else f"{min(part, 0.999):.1%}"

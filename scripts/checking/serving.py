@@ -22,7 +22,7 @@ from decode import Stats, Target, stream
 from decode.models.user_cache import print_notice
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS
-from scripts.benchmark.tables import to_markdown
+from scripts.benchmark.rows import to_markdown
 from scripts.checking.rules import Finding, error, warning
 
 PROMPTS = (

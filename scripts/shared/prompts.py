@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Target
-from training.conversations import Conversation, check_prompt, decode_text, read_conversation, read_lines
+from training.conversations import Conversation, decode_text, read_conversation, read_lines
 from training.rendering import Renderer
 
 TEMPLATE_OPTION: dict[str, Any] = {
@@ -52,9 +52,9 @@ def read_prompts(path: str) -> list[Conversation]:
     return [read_conversation(row, path, answered=False)]
 
 
-def ask(turns: Sequence[str], place: str) -> Conversation:
-    """The conversation that begins with these turns."""
-    return read_conversation({"turns": [check_prompt(turn, place) for turn in turns]}, place, answered=False)
+def ask(turns: list[str], place: str) -> Conversation:
+    """The conversation that begins with these turns. Raises ValueError, naming the place, for other than texts."""
+    return read_conversation({"turns": turns}, place, answered=False)
 
 
 def encode_turn(

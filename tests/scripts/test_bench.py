@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -15,17 +16,16 @@ import pytest
 import torch
 
 from decode import Target, generate
-from decode.models import cost_curve
+from decode.models import timed_model
+from decode.models.cost_curve import FIXED
 from scripts import bench
-from scripts.benchmark import files
+from scripts.benchmark import files, measurement
 from scripts.benchmark.files import find_commit
-from scripts.benchmark.measurement import trim_loop
+from scripts.benchmark.measurement import Question, form_groups, load_questions, take_evenly, trim_loop
 from scripts.benchmark.methods import parse_methods
-from scripts.benchmark.options import BUILT_IN
-from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
-from scripts.benchmark.rows import make_rows
-from scripts.benchmark.tables import format_tables
+from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.prompts import ask
+from tests.support.commands import Run
 from training.data import count_before_loop
 from training.rendering import Renderer
 
@@ -37,6 +37,7 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 321, "category": "qa", "turns": ["Where is it? Where is"]},
     {"question_id": 322, "category": "qa", "turns": ["Who?"]},
 ]
+Main = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,10 @@ def run(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True, scope="module")
 def hurry() -> Iterator[None]:
-    """One thread is fastest for tiny models, and costs are measured in one round: no test depends on them."""
+    """One thread is fastest for tiny models, and no cost is measured."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_curve, "PATIENCE", 0.0)
+        patch.setattr(timed_model, "measure_cost_curve", lambda *_: FIXED["cpu"])
         yield
     torch.set_num_threads(threads)
 
@@ -101,7 +101,8 @@ def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -
     assert {(row["identical"], row["largest_gap"]) for row in report["rows"]} == {(1.0, None)}
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     assert rows["none"]["tau"] == rows["hf"]["tau"] == 1.0  # the prompt's pass is a step for both
-    assert min(rows[name]["tau"] for name in METHODS[2:]) > 1
+    taus = {name: rows[name]["tau"] for name in METHODS[2:]}
+    assert min(taus.values()) > 1, taus
     assert rows["none"]["nodes_per_step"] == 0 < rows[OWN]["nodes_per_step"] <= rows["merged:nodes=8"]["nodes_per_step"]
     assert rows["merged:nodes=8"]["nodes_per_step"] < 8  # the root is one of the nodes
     assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1) and rows["hf"]["parts"] is None
@@ -127,35 +128,21 @@ def test_conversations_continue_with_the_answers_of_plain_decoding(
 def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, Any]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
     assert "/" not in json.dumps({**report["settings"], "methods": None})
-    known = {
-        "cpu",
-        "cores",
-        "threads",
-        "memory_gib",
-        "gpu",
-        "os",
-        "python",
-        "torch",
-        "transformers",
-        "dtype",
-        "compiled",
-    }
     machine = report["machine"]
-    assert set(machine) == known
+    known = ("cpu", "cores", "threads", "gpu", "os", "python", "torch", "transformers", "dtype", "compiled")
+    assert sorted(machine) == sorted(known)
     assert (machine["dtype"], machine["threads"], machine["compiled"]) == ("float64", 1, False)
     assert report["settings"]["questions"] == "few.jsonl"
     assert report["settings"]["commit"] == find_commit()
 
 
-def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--from", str(folder / "all.json")])
-    shown = capsys.readouterr().out
+def test_report_is_shown_again(folder: Path, report: dict[str, Any], run_main: Main) -> None:
+    shown = run_main(bench.main, "--from", folder / "all.json").out
     assert shown.strip() == format_tables(report["rows"])
-    bench.main(["--from", str(folder / "all.json"), "--methods", "hf,ngram"])
-    part = capsys.readouterr().out
+    part = run_main(bench.main, "--from", folder / "all.json", "--methods", "hf,ngram").out
     assert "| ngram " in part and "merged" not in part
-    message = refusal(["--from", str(folder / "all.json"), "--methods", "eagle"], capsys)
-    assert "has no method eagle; it has none, hf" in message
+    refused = run_main(bench.main, "--from", folder / "all.json", "--methods", "eagle")
+    refused.refused("has no method eagle; it has none, hf")
     assert "| none " in shown and "| mt_bench " in shown and f"| {OWN} " in shown
 
 
@@ -181,11 +168,11 @@ def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Main
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    message = refusal(["--questions", "none.jsonl", "--plot", str(tmp_path / "speed.png")], capsys)
-    assert 'pip install "draftless[plot]"' in message
+    run = run_main(bench.main, "--questions", "none.jsonl", "--plot", tmp_path / "speed.png")
+    run.refused('pip install "draftless[plot]"')
 
 
 def test_an_interrupted_run_continues(
@@ -193,7 +180,7 @@ def test_an_interrupted_run_continues(
 ) -> None:
     asked: list[int | str] = []
     cuts = [3]  # questions before Ctrl-C
-    measure, partial = bench.measure_group, tmp_path / "out.json.partial.jsonl"
+    measure, partial = measurement.measure_group, tmp_path / "out.json.partial"
 
     def count(methods: Any, group: Sequence[Question], *rest: Any) -> Any:
         if len(asked) in cuts:
@@ -202,32 +189,26 @@ def test_an_interrupted_run_continues(
         asked.extend(question.id for question in group)
         return measure(methods, group, *rest)
 
-    monkeypatch.setattr(bench, "measure_group", count)
+    monkeypatch.setattr(measurement, "measure_group", count)
     options = ["--methods", "ngram", "--repeats", "1"]
     with pytest.raises(SystemExit) as ended:
         run(*options, json_file=tmp_path / "out.json")
     assert ended.value.code == 130
     assert [path.name for path in tmp_path.iterdir()] == [partial.name]
-
-    with partial.open("a") as file:
-        file.write('{"category": "qa", "half')
-    with pytest.raises(SystemExit) as ended:
-        run(*options, "--seed", "7", json_file=tmp_path / "out.json")
-    assert ended.value.code == 2
-    assert "was begun with seed 0, not 7" in capsys.readouterr().err
+    whole = partial.read_bytes()
+    for content, seed, message in ((whole, "7", "was begun with seed 0, not 7"), (whole[:-9], "0", "is damaged (")):
+        partial.write_bytes(content)
+        with pytest.raises(SystemExit) as ended:
+            run(*options, "--seed", seed, json_file=tmp_path / "out.json")
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and f"{partial} {message}" in err
+    partial.write_bytes(whole)
     report = run(*options, json_file=tmp_path / "out.json")
-    assert "continuing after 3 of 4 questions" in capsys.readouterr().err
+    assert "continuing after 3 of 4 groups of questions" in capsys.readouterr().err
     assert asked == [number for record in report["records"] for number in record["questions"]] == [81, 111, 321, 322]
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     assert {row["method"] for row in report["rows"]} == {"none", "ngram"}
     assert {row["speedup_vs_hf"] for row in report["rows"]} == {None}
-
-
-def test_a_damaged_partial_file_is_refused(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out.json.partial.jsonl").write_text('[1]\n{"category')
-    with pytest.raises(SystemExit):
-        run("--methods", "none", json_file=tmp_path / "out.json")
-    assert "out.json.partial.jsonl is damaged" in capsys.readouterr().err
 
 
 def test_sampled_batches(run: Any, tmp_path: Path) -> None:
@@ -240,7 +221,7 @@ def test_sampled_batches(run: Any, tmp_path: Path) -> None:
 def test_differences_are_reported_with_their_gap(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = bench.measure_group
+    original = measurement.measure_group
 
     def spoil(methods: dict[str, Any], *rest: Any) -> Any:
         def open_spoiled(is_warm_up: bool) -> Any:
@@ -255,7 +236,7 @@ def test_differences_are_reported_with_their_gap(
 
         return original({**methods, "ngram": open_spoiled}, *rest)
 
-    monkeypatch.setattr(bench, "measure_group", spoil)
+    monkeypatch.setattr(measurement, "measure_group", spoil)
     options = ["--methods", "ngram", "--limit", "2", "--repeats", "1"]
     report = run(*options, json_file=tmp_path / "out.json")
     found = [(entry["question_id"], entry["turn"], entry["position"]) for entry in report["differences"]]
@@ -343,31 +324,24 @@ def test_an_answer_is_cut_where_its_loop_repeats_the_first_token() -> None:
     assert trim_loop([4, 5], [1, 1]) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("ngram", [("none", "none", {}, False), ("ngram", "ngram", {}, False)]),
-        ("none, none,", [("none", "none", {}, False)]),
-        (
-            "merged:nodes=16,head=hydra,my/file.py:Mine",
-            [
-                ("none", "none", {}, False),
-                ("merged:nodes=16,head=hydra", "merged", {"nodes": 16, "head": "hydra"}, False),
-                ("my/file.py:Mine", "my/file.py:Mine", {}, False),
-            ],
-        ),
-        (
-            "auto:warm=true,nodes=8,eagle:sampled=true",
-            [
-                ("none", "none", {}, False),
-                ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
-                ("eagle:sampled=true", "eagle", {"sampled": True}, False),
-            ],
-        ),
+NONE = ("none", "none", {}, False)
+NAMES: dict[str, list[tuple[str, str, dict[str, Any], bool]]] = {
+    "ngram": [("ngram", "ngram", {}, False)],
+    "none, none,": [],
+    "merged:nodes=16, head=hydra,my/file.py:Mine": [
+        ("merged:nodes=16,head=hydra", "merged", {"nodes": 16, "head": "hydra"}, False),
+        ("my/file.py:Mine", "my/file.py:Mine", {}, False),
     ],
-)
-def test_names_of_methods(text: str, expected: list[Any]) -> None:
-    assert [(each.text, each.name, each.options, each.warm) for each in parse_methods(text)] == expected
+    "auto:warm=true,nodes=8,eagle:sampled=true": [
+        ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
+        ("eagle:sampled=true", "eagle", {"sampled": True}, False),
+    ],
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_names_of_methods(text: str) -> None:
+    assert [(each.text, each.name, each.options, each.warm) for each in parse_methods(text)] == [NONE, *NAMES[text]]
 
 
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
@@ -379,24 +353,24 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
         ("\n \n", "is empty; it needs one JSON object a line"),
         (f"{GOOD}\n{{", "line 2: this is not JSON"),
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
-        ('{"turns": ["?"]}', "line 1: question_id and category missing"),
+        ('{"turns": ["?"]}', "line 1: question_id is a number or a name"),
+        ('{"question_id": 1, "turns": ["?"]}', "line 1: category is a name"),
+        ('{"question_id": 1, "category": "qa"}', 'line 1: "turns" is a list of at least one prompt'),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
         ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and not 'all'"),
-        ('{"question_id": 1, "category": "qa", "turns": []}', "turns is a list of at least one text"),
+        ('{"question_id": 1, "category": "qa", "turns": []}', '"turns" is a list of at least one prompt'),
         ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
         (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
     ],
 )
 def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(lines)
-    with pytest.raises(ValueError) as caught:
-        load_questions(path)
-    assert message in str(caught.value)
+    (tmp_path / "bad.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_questions(tmp_path / "bad.jsonl")
 
 
 def test_there_are_questions_for_a_first_look() -> None:
-    questions = load_questions(BUILT_IN)
+    questions = load_questions(bench.BUILT_IN)
     assert len(questions) == 12 and {len(group) for group in form_groups(questions, 8)} == {2}
 
 
@@ -408,7 +382,6 @@ def test_there_are_questions_for_a_first_look() -> None:
         (["--methods", "ngram:width=2"], "ngram has no option width"),
         (["--methods", "no.py:Mine"], "cannot load 'no.py:Mine': there is no such file"),
         (["--methods", "draft"], "draft needs draft_model"),
-        (["--methods", "hf-assistant"], "hf-assistant, which needs it"),
         (["--methods", "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
         (["--methods", "merged:warm=true"], "give --repeats 1"),
         (["--methods", "hf", "--batch-size", "2"], "hf answers one question at a time"),
@@ -423,31 +396,25 @@ def test_there_are_questions_for_a_first_look() -> None:
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], message: str, tmp_path: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
     (tmp_path / "good.jsonl").write_text(GOOD)
-    assert message in refusal(["--questions", str(tmp_path / "good.jsonl"), *options], capsys)
+    run_main(bench.main, "--questions", tmp_path / "good.jsonl", *options).refused(message)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
-def test_a_file_that_is_not_a_report_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_not_a_report_is_refused(content: str, tmp_path: Path, run_main: Main) -> None:
     (tmp_path / "out.json").write_text(content)
-    assert "out.json is not" in refusal(["--from", str(tmp_path / "out.json")], capsys)
+    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not")
 
 
 def test_prompts_that_fill_the_context_are_refused(
-    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    save_model: Callable[..., Path], tmp_path: Path, run_main: Main
 ) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
-    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--device", "cpu"]
-    assert "question 9: turn 0 has 305 tokens; the model's context of 256" in refusal(options, capsys)
+    options = ["--model", save_model(), "--questions", tmp_path / "long.jsonl", "--device", "cpu"]
+    run_main(bench.main, *options).refused("question 9: turn 0 has 305 tokens; the model's context of 256")
 
 
 def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
@@ -465,14 +432,3 @@ def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
     last = report["records"][1]["turns"][1]
     assert all(last["prompt_tokens"][0] + method["tokens"][0] <= 256 for method in last["methods"].values())
     assert {row["identical"] for row in report["rows"]} == {1.0}
-
-
-def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error message, in one line."""
-    capsys.readouterr()  # what saving a model has printed
-    with pytest.raises(SystemExit) as ended:
-        bench.main(options)
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("draftless bench: error: ") and message.count("\n") == 1
-    return message

@@ -17,72 +17,52 @@ from decode.session import Session
 from decode.tree import Tree
 from scripts import bench
 from scripts.benchmark import passes
-from scripts.benchmark.llama_bench import REPETITIONS, LlamaBench
 from scripts.benchmark.passes import (
     BATCH_SIZES,
     CONTEXTS,
     LLAMA,
+    LLAMA_ROUNDS,
     NODES,
     OURS,
-    choose_contexts,
     find_medians,
     format_passes,
     time_passes,
 )
-from tests.support.models import CONTEXT, tiny
+from tests.support.commands import Run
+from tests.support.models import tiny
 
 # Answers like llama-bench: 2 ms for each token. Writes its options to a file, a line for each run.
 FAKE = """#!{python}
 import json, sys
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if "--help" in sys.argv:
-    print("  -d, --n-depth <n>" if {depth} else "  -n, --n-gen <n>")
-    sys.exit()
 with open({log!r}, "a") as file:
     file.write(json.dumps(options) + "\\n")
-model = {{"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc", "n_depth": int(options.get("-d", 0))}}
+model = {{"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc", "n_depth": int(options["-d"])}}
 sizes = [(0, int(options["-n"])), *((int(size), 0) for size in options["-p"].split(",") if size != "0")]
 print(json.dumps([
     {{**model, "n_prompt": prompt, "n_gen": new, "samples_ns": [2_000_000 * (prompt + new)] * int(options["-r"])}}
     for prompt, new in sizes
 ]))
 """
+Main = Callable[..., Run]
 
 
-@pytest.fixture
-def write_program(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a program and returns its path."""
-
-    def write(text: str) -> Path:
-        path = tmp_path / "llama-bench"
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
-
-    return write
+def write_program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a report of both dtypes and a fake llama-bench, and the options which that got."""
     folder = tmp_path_factory.mktemp("report")
-    log, program, gguf = folder / "log.jsonl", folder / "llama-bench", folder / "model.gguf"
-    program.write_text(FAKE.format(python=sys.executable, depth=True, log=str(log)))
-    program.chmod(0o755)
-    gguf.touch()
-    options = ["--model", str(save_model(max_position_embeddings=4096)), "--device", "cpu", "--accelerate", "off"]
-    options += [
-        "--threads",
-        "1",
-        "--repeats",
-        "2",
-        "--llama-bench",
-        str(program),
-        "--json",
-        str(folder / "passes.json"),
-    ]
+    program = write_program(folder / "fake", FAKE.format(python=sys.executable, log=str(folder / "log.jsonl")))
+    model = save_model(max_position_embeddings=4096)
+    options = ["--passes", "--model", model, "--device", "cpu", "--accelerate", "off", "--threads", "1"]
+    options += ["--repeats", "2", "--json", folder / "passes.json", "--llama-bench", program]
     threads = torch.get_num_threads()
-    bench.main(["--passes", *options, "--gguf", f"float32={gguf}", "--gguf", f"bfloat16={gguf}"])
+    bench.main([*map(str, options), "--gguf", "float32=model.gguf", "--gguf", "bfloat16=model.gguf"])
     torch.set_num_threads(threads)
     return folder
 
@@ -101,9 +81,8 @@ def test_report_has_every_size_dtype_context_and_batch(report: dict[str, Any]) -
     assert [tuple(entry[name] for name in names) for entry in entries] == ours + peers
     for entry in entries:
         assert entry["nodes"] == [*NODES] == [1, 2, 4, 8, 12, 16, 32, 64]
-        count = 2 if entry["engine"] == OURS else 2 * REPETITIONS
+        count = 2 if entry["engine"] == OURS else 2 * LLAMA_ROUNDS
         assert [len(samples) for samples in entry["samples_ms"]] == [count] * len(NODES)
-        assert ("floor_ms" in entry) == (entry["engine"] == OURS)
         assert all(sample > 0 for samples in entry["samples_ms"] for sample in samples)
     assert all(find_medians(entry) == [2.0 * nodes for nodes in NODES] for entry in entries if entry["engine"] == LLAMA)
 
@@ -116,18 +95,13 @@ def test_settings_and_machine(report: dict[str, Any]) -> None:
     assert set(settings["llama_cpp"]) == {"float32", "bfloat16"}
     assert settings["llama_cpp"]["float32"] == {"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc"}
     assert machine["threads"] == 1
-    floors = {
-        (entry["dtype"], entry["context"]): entry["floor_ms"] for entry in report["passes"] if "floor_ms" in entry
-    }
-    assert floors["float32", 256] == pytest.approx(2 * floors["bfloat16", 256])  # bytes over one bandwidth
-    assert floors["float32", 4000] > floors["float32", 256]
 
 
 def test_llama_bench_is_checked_once_and_runs_in_every_round(folder: Path) -> None:
     runs = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    common = {"-m": str(folder / "model.gguf"), "-n": "1", "-t": "1", "-d": "256", "-o": "json"}
+    common = {"-m": "model.gguf", "-n": "1", "-t": "1", "-d": "256", "-o": "json"}
     check = {**common, "-p": "0", "-r": "1"}
-    assert runs == [check] * 2 + [{**common, "-p": "2,4,8,12,16,32,64", "-r": str(REPETITIONS)}] * 4
+    assert runs == [check] * 2 + [{**common, "-p": "2,4,8,12,16,32,64", "-r": str(LLAMA_ROUNDS)}] * 4
 
 
 def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +111,7 @@ def test_report_is_shown_again(folder: Path, report: dict[str, Any], capsys: pyt
 
 def make_entry(times: list[float], engine: str = OURS, **settings: Any) -> dict[str, Any]:
     fields = {"engine": engine, "dtype": "float32", "context": 256, "batch": 1, "nodes": [1, 8], **settings}
-    return {**fields, "floor_ms": 5.0, "samples_ms": [[time] for time in times]}
+    return {**fields, "samples_ms": [[time] for time in times]}
 
 
 def test_tables_have_ratios_to_one_node_and_to_llama_cpp() -> None:
@@ -145,23 +119,20 @@ def test_tables_have_ratios_to_one_node_and_to_llama_cpp() -> None:
         make_entry([10.0, 25.0]),
         make_entry([20.0, 80.0], batch=4),
         make_entry([40.0, 50.0], context=4000),
-        make_entry([8.0, 50.0], LLAMA, context=0),
+        make_entry([8.0, 50.0], LLAMA),
     ]
     shown = format_passes({"passes": entries}).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown if line.startswith("| ")]
     assert cells == [
-        ["nodes", "float32, batch 1", "llama.cpp, no context", "Draftless / llama.cpp", "float32, batch 4"],
+        ["nodes", "float32, batch 1", "llama.cpp", "Draftless / llama.cpp", "float32, batch 4"],
         ["1", "10.0 (1.00x)", "8.0 (1.00x)", "1.25", "20.0 (1.00x)"],
         ["8", "25.0 (2.50x)", "50.0 (6.25x)", "0.50", "80.0 (4.00x)"],
-        ["floor", "5.0", "-", "-", "5.0"],
         ["nodes", "float32, batch 1"],
         ["1", "40.0 (1.00x)"],
         ["8", "50.0 (1.25x)"],
-        ["floor", "5.0"],
     ]
     titles = [line.split()[4:7] for line in shown if line.startswith("Milliseconds")]
     assert titles == [["after", "256", "tokens"], ["after", "4000", "tokens"]]
-    assert "last token" in shown[-1]
     assert "llama.cpp" not in format_passes({"passes": entries[:3]})
 
 
@@ -183,16 +154,13 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
         timed.append((session.target.dtype, length, len(session.lengths), tree.width))
         return 0.001 * len(timed)
 
-    class Llama:
-        context = 0
-
-        def time(self, sizes: Any) -> list[list[float]]:
-            timed.append(("llama",))
-            return [[1.0] for _ in sizes]
+    def run_llama(sizes: Any, repetitions: int) -> dict[int, Any]:
+        timed.append(("llama",))
+        return {size: {"samples_ns": [1e6]} for size in sizes}
 
     monkeypatch.setattr(passes, "time_pass", time)
     targets = {name: Target(tiny("llama", dtype=getattr(torch, name))) for name in ("float32", "float64")}
-    entries = time_passes(targets, CONTEXTS, {"float32": Llama()}, 2)  # type: ignore[dict-item]
+    entries = time_passes(targets, CONTEXTS, {"float32": run_llama}, 2)
     all_passes = {*product([torch.float32, torch.float64], CONTEXTS, BATCH_SIZES, NODES)}
     count = 2 * len(all_passes) + 1
     rounds = [timed[:count], timed[count:]]
@@ -207,32 +175,15 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
 
 
 def test_a_context_that_does_not_fit_is_left_out(
-    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    save_model: Callable[..., Path], tmp_path: Path, run_main: Main
 ) -> None:
-    model = save_model(max_position_embeddings=320)
-    options = ["--model", str(model), "--device", "cpu", "--dtype", "float64", "--repeats", "1"]
-    bench.main(["--passes", *options, "--json", str(tmp_path / "passes.json")])
-    captured = capsys.readouterr()
-    assert "draftless bench: context 4000 is left out: the model's context is 320\n" in captured.err
-    assert "after 256 tokens" in captured.out and "4000" not in captured.out
-    entries = json.loads((tmp_path / "passes.json").read_text())["passes"]
+    options = ["--passes", "--device", "cpu", "--dtype", "float64", "--repeats", "1", "--json", tmp_path / "out.json"]
+    run = run_main(bench.main, *options, "--model", save_model(max_position_embeddings=320))
+    assert "after 256 tokens" in run.out and "4000" not in run.out
+    entries = json.loads((tmp_path / "out.json").read_text())["passes"]
     assert {(entry["dtype"], entry["context"]) for entry in entries} == {("float64", 256)}
-    assert choose_contexts(4064) == [256, 4000] and choose_contexts(4063) == [256]
-
-
-def test_a_model_without_room_is_refused(save_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(["--passes", "--model", str(save_model()), "--device", "cpu"], capsys)
-    assert f"the model's context is {CONTEXT}; passes need 320" in message
-
-
-def test_an_older_llama_bench_gets_no_context(write_program: Callable[[str], Path], tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    program = write_program(FAKE.format(python=sys.executable, depth=False, log=str(log)))
-    llama = LlamaBench(str(program), "model.gguf", 3, 256)
-    assert llama.context == 0
-    assert llama.time([1, 8]) == [[2.0] * REPETITIONS, [16.0] * REPETITIONS]
-    runs = [json.loads(line) for line in log.read_text().splitlines()]
-    assert all("-d" not in run and run["-t"] == "3" for run in runs)
+    refused = run_main(bench.main, *options, "--model", save_model(max_position_embeddings=319))
+    refused.refused("the model's context is 319; passes need 320")
 
 
 @pytest.mark.parametrize(
@@ -248,17 +199,11 @@ def test_an_older_llama_bench_gets_no_context(write_program: Callable[[str], Pat
     ],
 )
 def test_a_program_that_fails_is_found_before_a_model_is_loaded(
-    program: str,
-    message: str,
-    write_program: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    program: str, message: str, tmp_path: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "load_model_only", lambda *inputs: pytest.fail("a model was loaded"))
-    (tmp_path / "model.gguf").touch()
-    options = ["--llama-bench", str(write_program(program)), "--gguf", f"float32={tmp_path / 'model.gguf'}"]
-    assert message in refusal(["--passes", *options], capsys)
+    monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    options = ["--llama-bench", write_program(tmp_path / "llama-bench", program), "--gguf", "float32=model.gguf"]
+    run_main(bench.main, "--passes", *options).refused(message)
 
 
 @pytest.mark.parametrize(
@@ -270,24 +215,17 @@ def test_a_program_that_fails_is_found_before_a_model_is_loaded(
         (["--questions", "x.jsonl", "--llama-bench", "x"], "--llama-bench is for --passes"),
         (["--passes", "--llama-bench", sys.executable], "--llama-bench and --gguf need each other"),
         (["--passes", "--gguf", f"float32={__file__}"], "--llama-bench and --gguf need each other"),
-        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "--llama-bench no/such is not a program"),
-        (
-            ["--passes", "--llama-bench", sys.executable, "--gguf", "float32=no.gguf"],
-            "a file for one of float32, bfloat16",
-        ),
-        (
-            ["--passes", "--dtype", "bfloat16", "--llama-bench", sys.executable, "--gguf", f"float32={__file__}"],
-            "a file for one of bfloat16",
-        ),
+        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "no/such: No such file"),
+        (["--passes", "--dtype", "bfloat16", "--llama-bench", "x", "--gguf", "float32=y"], "a file for float32, which"),
         (["--passes", "--gguf", "int4=x"], "'int4=x' is not DTYPE=FILE with a DTYPE of float64, float32"),
         (["--passes", "--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: list[str], message: str, run_main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "load_model_only", lambda *inputs: pytest.fail("a model was loaded"))
-    assert message in refusal(options, capsys)
+    monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    run_main(bench.main, *options).refused(message)
 
 
 @pytest.mark.parametrize(
@@ -302,18 +240,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     ],
 )
 def test_a_damaged_report_is_refused(
-    report: dict[str, Any], change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: dict[str, Any], change: dict[str, Any], tmp_path: Path, run_main: Main
 ) -> None:
     (tmp_path / "out.json").write_text(json.dumps({**report, **change}))
-    assert "out.json is not a report of draftless bench" in refusal(["--from", str(tmp_path / "out.json")], capsys)
-
-
-def refusal(options: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error message, in one line."""
-    capsys.readouterr()  # what saving a model has printed
-    with pytest.raises(SystemExit) as ended:
-        bench.main(options)
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("draftless bench: error: ") and message.count("\n") == 1
-    return message
+    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not a report of draftless bench")
