@@ -13,15 +13,13 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from heads import save_head
-from proposers import EagleProposer, HeadProposer, HydraProposer, MedusaProposer, feature_history, load_proposer
+from proposers import HEAD_PROPOSERS, HeadProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
+from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
 VOCABULARY = 24  # so small that random heads are sometimes right
-PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
-PROPOSERS: dict[str, Any] = {"medusa": MedusaProposer, "hydra": HydraProposer, "eagle": EagleProposer}
-PROPOSERS["eagle3"] = EagleProposer
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"output": "own", "draft_size": 13}),
     "medusa, shared output": ("medusa", {"output": "shared"}),
@@ -51,17 +49,13 @@ def target() -> Target:
 
 def make(kind: str, target: Target, head: dict[str, Any] | None = None, **settings: Any) -> HeadProposer:
     name, shape = KINDS[kind]
-    return PROPOSERS[name](make_head(name, target, **{**shape, **(head or {})}), **settings)
+    return HEAD_PROPOSERS[name](make_head(name, target, **{**shape, **(head or {})}), **settings)
 
 
 def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS, **settings: Any) -> Recorder:
     recorder = Recorder(proposer)
     generate(target, prompts, recorder, **{"max_new_tokens": 16, **settings})
     return recorder
-
-
-def texts(target: Target, proposer: Any, **settings: Any) -> list[list[int]]:
-    return [answer.tokens for answer in generate(target, PROMPTS, proposer, max_new_tokens=10, **settings)]
 
 
 class Written:
@@ -239,12 +233,13 @@ def test_the_text_is_the_targets(
 ) -> None:
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 2.0]))
     sampling = Sampling(temperature=temperature, seed=3)
-    plain = texts(target, None, sampling=sampling)
+    plain = texts(target, None, sampling=sampling, max_new_tokens=10)
     trees: list[dict[str, Any]] = [{"nodes": 20}, {"width": 1, "nodes": 5}, {}]
     for batch_size in (1, 2, 4):
         for settings in trees[:: 2 if batch_size == 2 else 1]:
             proposer = make(kind, target, **settings)
-            assert texts(target, proposer, sampling=sampling, batch_size=batch_size) == plain, settings
+            limits = {"batch_size": batch_size, "max_new_tokens": 10}
+            assert texts(target, proposer, sampling=sampling, **limits) == plain, settings
 
 
 @pytest.mark.parametrize("kind", EAGLES)

@@ -18,14 +18,8 @@ from transformers import TopKLogitsWarper
 from decode import Sampling, Step, Target, Tree, generate
 from decode.models.cost_curve import CostCurve
 from decode.rejection import SampledTree
-from proposers import (
-    EagleProposer,
-    HydraProposer,
-    MedusaProposer,
-    draft_budget,
-)
+from proposers import HEAD_PROPOSERS, draft_budget
 from proposers.draft_budget import DraftBudget
-from proposers.head_proposer import HeadProposer
 from proposers.trees import sampled, search
 from tests.support.drafting import fix_cost, make_head
 from tests.support.enumeration import EXACT, WRONG, Enumerator, Prefix, count_tokens, enumerate_outcomes, measure_error
@@ -34,12 +28,6 @@ from tests.support.reference_rules import RULES, RowRule
 
 VOCABULARY = 4
 TEXT = [3, 1, 2, 1]
-PROPOSERS: dict[str, type[HeadProposer]] = {
-    "eagle": EagleProposer,
-    "eagle3": EagleProposer,
-    "medusa": MedusaProposer,
-    "hydra": HydraProposer,
-}
 EAGLES = ["eagle", "eagle3"]
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"depth": 3, "width": 1, "nodes": 4},
@@ -63,7 +51,7 @@ def make_small(kind: str, shape: str, target: Target) -> Any:
 
 
 def make(kind: str, target: Target, head: dict[str, Any] | None = None, **settings: Any) -> Any:
-    return PROPOSERS[kind](make_head(kind, target, **(head or {})), **{"sampled": True, **settings})
+    return HEAD_PROPOSERS[kind](make_head(kind, target, **(head or {})), **{"sampled": True, **settings})
 
 
 # ---- every draft of one step, every acceptance of it ----
@@ -152,12 +140,8 @@ def emit_with(
     first = First(proposer.layers)
     generate(target, [TEXT], first, sampling=sampling, max_new_tokens=2)
 
-    def propose() -> Tree:
-        fresh = proposer.renew()
-        return fresh.propose(first.step, 64)
-
     targets = TargetProbabilities(target, first.step.sequences[0], sampling)
-    return emit(monkeypatch, propose, targets, rule), targets
+    return emit(monkeypatch, lambda: proposer.renew().propose(first.step, 64), targets, rule), targets
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,22 +27,13 @@ class MadeUpDrafter:
         return 2 * torch.randn(self.vocabulary, generator=generator)
 
     def logits(self, level: int) -> Tensor:
-        return torch.stack(
-            [torch.stack([self.probabilities(row, path) for path in paths]) for row, paths in self._rows()]
-        )
+        rows = enumerate(self.paths)
+        return torch.stack([torch.stack([self.probabilities(row, path) for path in paths]) for row, paths in rows])
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
         self.followed += tokens.shape[1]
-        self.paths = [
-            [
-                (*paths[parent], token - 100)
-                for parent, token in zip(parents[row].tolist(), tokens[row].tolist(), strict=True)
-            ]
-            for row, paths in self._rows()
-        ]
-
-    def _rows(self) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-        return iter(enumerate(self.paths))
+        rows = zip(self.paths, parents.tolist(), tokens.tolist(), strict=True)
+        self.paths = [[(*row[above], token - 100) for above, token in zip(*new, strict=True)] for row, *new in rows]
 
 
 def find(drafter: MadeUpDrafter, roots: list[int], width: int, nodes: int = 1000) -> Candidates:
