@@ -123,8 +123,12 @@ def search(
         if is_last and budget is None:
             break
         best.append(scores)
-        if is_last or (budget is not None and waits and not budget.is_worth_a_level(_expect_right(best, is_sampled))):
+        if is_last:
             break
+        if budget is not None and waits:
+            right_now = expect_right(best if is_sampled else best[-1:], is_sampled)[-1]
+            if not budget.is_worth_a_level(float(right_now)):
+                break
         if narrow:
             scored = [part for _, part, _ in found]
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
@@ -149,11 +153,6 @@ def join_levels(
     tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     parents = places.repeat_interleave(ranks, dim=1)
     return tokens, parents, scores, None if best is None else expect_right(best, sampled)
-
-
-def _expect_right(best: list[Tensor], sampled: bool) -> float:
-    """`expect_right` for the last level."""
-    return float(expect_right(best[:1] * len(best) if sampled else best[-1:], sampled)[-1])
 
 
 def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:

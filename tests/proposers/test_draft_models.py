@@ -23,11 +23,6 @@ TOKENIZER = make_tokenizer()
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9], [95, 95]]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
-
-
 def test_a_draft_model_is_right_about_itself(target: Target) -> None:
     limits: dict[str, Any] = {"max_new_tokens": 41, "stop_ids": []}
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)

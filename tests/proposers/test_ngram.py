@@ -14,12 +14,6 @@ from decode import Sampling, Step, Target, Tree
 from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, NGramProposer
 from tests.support.drafting import fix_cost
-from tests.support.models import tiny
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
 
 
 def first_step(target: Target, *sequences: list[int]) -> Step:
