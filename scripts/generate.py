@@ -11,19 +11,19 @@ from typing import Any
 
 from decode import Answer, Chunk, Sampling, stream
 from decode.answer import NO_NUMBERS
-from proposers import MergedProposer
+from proposers import AnswerStore, check_options
+from proposers.load import OPTIONS
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import (
+    DRAFTING,
     ModelOptions,
-    ProposerOptions,
     add_model_options,
     add_proposer_options,
     load_target,
     make_proposer,
-    open_store,
 )
 from scripts.shared.prompts import add_template_option, ask, encode_turn, read_prompts
-from scripts.shared.terminal import OrderedOutput, format_chunk, has_colour
+from scripts.shared.terminal import format_chunk, has_colour, in_order
 from training.conversations import Conversation
 from training.rendering import Renderer
 
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-        model, drafting = ModelOptions.from_args(args), ProposerOptions.from_args(args)
-        drafting.check(model)
-        check_writable(drafting.store and Path(drafting.store), "--store")
+        model = ModelOptions.from_args(args)
+        check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=args.model is None)
+        check_writable(args.store and Path(args.store), "--store")
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
@@ -62,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = load_target(model)
         renderer = Renderer(target.tokenizer, args.template_option, args.chat)
         encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
-        store = open_store(drafting, target)
-        proposer = make_proposer(drafting, target, model, store)
+        store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
+        if store is not None and args.store is not None and Path(args.store).exists():
+            store.load(args.store, target)
+        proposer = make_proposer(args, target, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
@@ -77,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
             titled = turns + len(conversations) > 2
             failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
-        if store is not None and drafting.store is not None and isinstance(proposer, MergedProposer):
+        if store is not None and args.store is not None:
             proposer.keep_answers()
-            store.save(drafting.store, target)
+            store.save(args.store, target)
         if failed:
             raise ValueError(f"prompt {', '.join(map(str, failed))}: {NO_NUMBERS}")
         if any(conversation.is_open for conversation in conversations):
@@ -113,27 +115,26 @@ def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_js
 
     Returns the numbers of conversations that end here, because the answer ended in an error.
     """
-    coloured, places, failed = has_colour(sys.stdout), list(asked), list[int]()
-    with OrderedOutput(len(asked)) as output:
-        for index, place in enumerate(places if titled and not as_json else ()):
-            output.put(index, f"--- prompt {place}, turn {asked[place].answers} ---\n")
-        for chunk in chunks:
-            index, conversation = chunk.request_id, asked[places[chunk.request_id]]
-            if not as_json:
-                output.put(index, format_chunk(chunk, coloured))
-            if chunk.answer is None:
-                continue
-            if as_json:
-                row = {"index": places[index], "turn": conversation.answers, **to_json(chunk.answer)}
-                output.put(index, json.dumps(row) + "\n")
-            else:
-                output.put(index, "\n")
-                output.put(index, describe(chunk.answer) + "\n", sys.stderr)
-            if chunk.answer.error is None:
-                conversation.add(chunk.answer.text)
-            else:
-                failed.append(places[index])
-            output.end(index)
+    coloured, places, failed, begun = has_colour(sys.stdout), list(asked), list[int](), -1
+    for chunk in in_order(chunks, len(asked)):
+        place, answer = places[chunk.request_id], chunk.answer
+        conversation = asked[place]
+        if titled and not as_json and chunk.request_id != begun:
+            print(f"--- prompt {place}, turn {conversation.answers} ---")
+            begun = chunk.request_id
+        if not as_json:
+            print(format_chunk(chunk, coloured), end="" if answer is None else "\n", flush=True)
+        if answer is None:
+            continue
+        if as_json:
+            row = {"index": place, "turn": conversation.answers, **to_json(answer)}
+            print(json.dumps(row) + "\n", end="", flush=True)  # a whole line also if Ctrl-C comes now
+        else:
+            print(describe(answer), file=sys.stderr, flush=True)
+        if answer.error is None:
+            conversation.add(answer.text)
+        else:
+            failed.append(place)
     return failed
 
 

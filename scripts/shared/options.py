@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import transformers
@@ -15,7 +14,7 @@ from decode import Proposer, Target
 from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.text import Tokenizer
-from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
+from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.load import OPTIONS
 from scripts.shared.command import at_least
@@ -39,19 +38,11 @@ DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this 
 run, and so the same text in half precision too"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a command, with the names that argparse gives them."""
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
-        """The parsed options and `others`; those that the parser does not have keep their defaults."""
-        parsed = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
-        return cls(**{**parsed, **others})
+DRAFTING = ("draft_model", "head", "nodes", "depth", "width", "sampled", "store")  # options of `load_proposer`
 
 
 @dataclass(frozen=True)
-class ModelOptions(Options):
+class ModelOptions:
     """Which model to load, and how. Raises ValueError for options that exclude each other."""
 
     model: str | None = None  # folder or hub id; None is the default model
@@ -68,24 +59,11 @@ class ModelOptions(Options):
         if self.accelerate == "compiled" and not has_kernels and not (self.device or "").startswith("cuda"):
             raise ValueError("--accelerate compiled is for a GPU, or for --device cpu and --dtype float32 or bfloat16")
 
-
-@dataclass(frozen=True)
-class ProposerOptions(Options):
-    """Which proposer drafts, and how, by the names of `proposers.load_proposer`."""
-
-    proposer: str = "auto"
-    draft_model: str | None = None
-    head: str | None = None
-    nodes: int | None = None
-    depth: int | None = None
-    width: int | None = None
-    sampled: bool = False
-    store: str | None = None
-
-    def check(self, model: ModelOptions) -> None:
-        """Raise ValueError for options that this proposer or this model cannot have. Loads nothing."""
-        settings = asdict(self)
-        check_options(settings.pop("proposer"), settings, pretrained=model.model is None)
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
+        """The parsed options and `others`; those that the parser does not have keep their defaults."""
+        parsed = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        return cls(**{**parsed, **others})
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -99,40 +77,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_proposer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `ProposerOptions`."""
-    add = parser.add_argument_group("drafting").add_argument
+    """Add --proposer, its options, and --deterministic."""
+    add, whole = parser.add_argument_group("drafting").add_argument, at_least(1)
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
     add("--head", metavar="DIR", help=HEAD_HELP)
-    add("--nodes", type=at_least(1), metavar="N", help=NODES_HELP)
-    add(
-        "--depth",
-        type=at_least(1),
-        metavar="N",
-        help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most",
-    )
-    add(
-        "--width",
-        type=at_least(1),
-        metavar="N",
-        help=f"for eagle, eagle3 ({WIDTH}), draft (1): paths per depth",
-    )
+    add("--nodes", type=whole, metavar="N", help=NODES_HELP)
+    add("--depth", type=whole, metavar="N", help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most")
+    add("--width", type=whole, metavar="N", help=f"for eagle, eagle3 ({WIDTH}), draft (1): paths per depth")
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
-
-
-def open_store(options: ProposerOptions, target: Target) -> AnswerStore | None:
-    """A store with the answers in the options' file, if there is one yet; None for proposers that have no store.
-
-    Raises ValueError for a store of another vocabulary.
-    """
-    if "store" not in OPTIONS.get(options.proposer, ()):
-        return None
-    store = AnswerStore()
-    if options.store is not None and Path(options.store).exists():
-        store.load(options.store, target)
-    return store
 
 
 def load_target(options: ModelOptions) -> Target:
@@ -154,16 +109,12 @@ def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tup
         raise ValueError(str(error)) from error
 
 
-def make_proposer(
-    options: ProposerOptions, target: Target, model: ModelOptions, store: AnswerStore | None = None
-) -> Proposer:
-    """The proposer of the options, with the draft model or head that it needs. `model`: the options of the target.
+def make_proposer(args: argparse.Namespace, target: Target, store: AnswerStore | None) -> Proposer:
+    """The proposer of the options, with the draft model or head that it needs.
 
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
-    settings = asdict(options)
-    name = settings.pop("proposer")
-    settings["store"] = store
-    if options.draft_model is not None:
-        settings["draft_model"] = load_target(replace(model, model=options.draft_model))
-    return load_proposer(name, target, **settings)
+    settings = {name: getattr(args, name) for name in DRAFTING} | {"store": store}
+    if args.draft_model is not None:
+        settings["draft_model"] = load_target(ModelOptions.from_args(args, model=args.draft_model))
+    return load_proposer(args.proposer, target, **settings)

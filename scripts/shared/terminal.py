@@ -1,9 +1,9 @@
-"""Answers on a terminal: draft tokens in colour, and several growing answers written in order."""
+"""Answers on a terminal: draft tokens in colour, and several growing answers in order."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
 from decode import Chunk
@@ -26,42 +26,24 @@ def format_chunk(chunk: Chunk, coloured: bool) -> str:
     return "".join([*pieces, *chunk.pieces[chunk.drafted :]])
 
 
-class OrderedOutput:
-    """Writes several growing answers one after the other: the first as it grows, the others after it.
+def in_order(chunks: Iterable[Chunk], answers: int) -> Iterator[Chunk]:
+    """The chunks of several growing answers, one answer after the other: the first as it grows, the others after it.
 
-    On leaving the context, also after an error, every ended answer is written.
+    If `chunks` raises, those of all ended answers come before the error.
     """
-
-    def __init__(self, answers: int) -> None:
-        self._waiting: list[list[tuple[TextIO, str]]] = [[] for _ in range(answers)]
-        self._ended = [False] * answers
-        self._current = 0  # the answer that is written as it grows
-
-    def __enter__(self) -> OrderedOutput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for index, ended in enumerate(self._ended):
-            if ended:
-                self._write(index)
-
-    def put(self, index: int, text: str, file: TextIO | None = None) -> None:
-        """Add text to an answer, for stdout or another file."""
-        self._waiting[index].append((file or sys.stdout, text))
-        if index == self._current:
-            self._write(index)
-
-    def end(self, index: int) -> None:
-        """Mark an answer as complete."""
-        self._ended[index] = True
-        while self._current < len(self._ended):
-            self._write(self._current)
-            if not self._ended[self._current]:
-                return
-            self._current += 1
-
-    def _write(self, index: int) -> None:
-        for file, text in self._waiting[index]:
-            file.write(text)
-            file.flush()
-        self._waiting[index].clear()
+    waiting: list[list[Chunk]] = [[] for _ in range(answers)]
+    current = 0  # the answer that is given as it grows
+    try:
+        for chunk in chunks:
+            waiting[chunk.request_id].append(chunk)
+            while current < answers and waiting[current]:
+                given, waiting[current] = waiting[current], []
+                yield from given
+                if given[-1].answer is None:
+                    break
+                current += 1
+    except (Exception, KeyboardInterrupt):
+        for kept in waiting:
+            if kept and kept[-1].answer is not None:
+                yield from kept
+        raise
