@@ -227,38 +227,29 @@ def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
         assert file.read_bytes().startswith(raw[: raw.rfind(b"\n", 0, cut) + 1])
 
 
-GOOD = {"id": 1, "prompt": "x"}
+GOOD, OTHER = {"id": 1, "prompt": "x"}, {"id": 9, "prompt": "y"}
+
+
+NO_TEMPERATURE = "a temperature is 0 (greedy) or a number from 1e-30 on, not "
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "options", "message"),
     [
-        ({"id": 1, "prompt": "y"}, "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
-        ({"id": None, "prompt": "y"}, "line 2: an id is a whole number or a text, not null"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2: there is no question to answer"),
-        ({"prompt": "x", "temperature": -1}, "line 2: a temperature is 0 (greedy) or a number from 1e-30 on, not -1"),
+        ({"id": 1, "prompt": "y"}, [], "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
+        ({"id": None, "prompt": "y"}, [], "line 2: an id is a whole number or a text, not null"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, [], "line 2: there is no question to answer"),
+        ({"prompt": "x", "temperature": -1}, [], f"line 2: {NO_TEMPERATURE}-1"),
+        (OTHER, ["--temperature", "1e-40"], f"--temperature: {NO_TEMPERATURE}1e-40"),
+        (OTHER, ["--temperature", "nan"], f"--temperature: {NO_TEMPERATURE}NaN"),
+        (OTHER, ["--out", "no/folder/out.jsonl"], "--out no/folder/out.jsonl cannot be written"),
+        (OTHER, ["missing.jsonl"], "missing.jsonl: No such file"),
+        (OTHER, [], "there is no such folder"),  # of the model
     ],
 )
-def test_a_bad_row_is_found_before_a_model_is_loaded(
-    call: Call, row: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distill, "load_target", lambda args: pytest.fail("a model was loaded"))
-    call(write("in.jsonl", [GOOD, row])).refused(message)
+def test_bad_input_is_found_before_a_model_is_loaded(call: Call, row: Any, options: list[str], message: str) -> None:
+    call(write("in.jsonl", [GOOD, row]), *options, name="nowhere/at/all").refused(message)
     assert not Path("out.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--temperature", "1e-40"], "a temperature is 0 (greedy) or a number from 1e-30 on, not 1e-40"),
-        (["--temperature", "nan"], "--temperature: a temperature is 0 (greedy) or a number from 1e-30 on, not NaN"),
-        (["--model", "nowhere/at/all"], "there is no such folder"),
-        (["--out", "no/folder/out.jsonl"], "--out no/folder/out.jsonl cannot be written"),
-        (["missing.jsonl"], "missing.jsonl: No such file"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(call: Call, options: list[str], message: str) -> None:
-    call(write("in.jsonl", [GOOD]), *options).refused(message)
 
 
 def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
@@ -291,7 +282,7 @@ def test_without_a_template_chats_are_plain_text_and_options_refused(call: Call,
 
 
 def test_the_same_path_with_another_model_is_refused(call: Call, model: Path, save_model: Callable[..., Path]) -> None:
-    two = write("two.jsonl", [GOOD, {"id": 9, "prompt": "y"}])
+    two = write("two.jsonl", [GOOD, OTHER])
     assert call(write("in.jsonl", [GOOD])).status == 0
     before = Path("out.jsonl").read_bytes()
     Path("model").unlink()
