@@ -10,7 +10,6 @@ import torch
 
 from decode import Target
 from heads import HEADS, LayerConfig, choose_features
-from heads.vocabulary import Output
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
@@ -20,34 +19,23 @@ NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
 def make_head(
-    kind: str,
-    target: Target,
-    examples: Sequence[Example],
-    *,
-    draft_vocab: int | None = None,
-    heads: int | None = None,
-    layers: int | None = None,
-    output: Output | None = None,
-    prefix: bool = False,
-    seed: int = 0,
+    kind: str, target: Target, examples: Sequence[Example], draft_vocab: int | None, prefix: bool, **shape: Any
 ) -> Any:
     """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
 
-    None is the default of the kind's config. draft_vocab: see `choose_draft_vocabulary`. heads, layers, output: for
-    Medusa and Hydra; above 64k tokens the default output is the target's. prefix: Hydra++'s prefix layer.
+    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. shape: heads, layers and output, for
+    Medusa and Hydra; None is the default of their config. Above 64k tokens the default output is the target's.
     """
-    torch.manual_seed(seed)
     network, config = HEADS[kind]
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
     drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
-    large: Output | None = "target" if vocab > LARGE_VOCABULARY and kind not in REGRESSION else None
+    large = "target" if vocab > LARGE_VOCABULARY and kind not in REGRESSION else None
     sizes: dict[str, Any] = {
         "draft_size": len(drafted),
         "target_layers": model_config.num_hidden_layers,
         "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
-        "heads": heads,
-        "layers": layers,
-        "output": output or large,
+        **shape,
+        "output": shape.get("output") or large,
         "prefix": _layer_config(target) if prefix else None,
     }
     if kind in REGRESSION:

@@ -22,7 +22,7 @@ from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head
 from scripts.distillation.answers_file import settings_path
-from scripts.head_training.options import TrainOptions
+from scripts.head_training.options import MULTI_HEAD, TrainOptions
 from scripts.shared.options import ModelOptions, load_target
 from training.data import Dataset, load_dataset
 from training.factory import make_head
@@ -96,8 +96,9 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
     if options.init is None:
-        shape = {name: getattr(options, name) for name in ("draft_vocab", "heads", "layers", "output", "prefix")}
-        head = make_head(options.kind, target, dataset.examples, **shape, seed=options.seed)
+        shape = {name: getattr(options, name) for name in ("draft_vocab", "prefix", *MULTI_HEAD)}
+        torch.manual_seed(options.seed)
+        head = make_head(options.kind, target, dataset.examples, **shape)
     else:
         head = _load_head(options, target)
     head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
