@@ -242,14 +242,6 @@ def test_the_text_is_the_targets(
             assert texts(target, proposer, sampling=sampling, **limits) == plain, settings
 
 
-@pytest.mark.parametrize("kind", EAGLES)
-def test_random_heads_are_rarely_right(target: Target, kind: str) -> None:
-    """A random head that is right often would be reading the answer."""
-    answers = generate(target, PROMPTS, make(kind, target, nodes=9), max_new_tokens=40, stop_ids=())
-    tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
-    assert 1 <= tau < 1.5
-
-
 # ---- how many nodes ----
 
 
