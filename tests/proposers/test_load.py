@@ -191,6 +191,7 @@ WHILE_LOADING = [
     ("HEADS/wide", {}, "hidden size"),
     ("draft", {"draft_model": "TARGET", "width": 0}, "width 0 and length None must be at least 1"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
+    ("merged", {"nodes": 0}, "nodes is 0; a tree has at least its root"),
     ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody"),
     ("HEADS/own.py:three", {}, "own.py has no class three"),
     ("HEADS/own.py:Greedy", {}, "Greedy in .* must be made without arguments: missing .* 'length'"),

@@ -223,8 +223,3 @@ def test_random_trees_are_best_first() -> None:
                 every |= {(*path, token): p * share for token, share in table.get(path, {}).items()}
         best = sorted(every.values(), reverse=True)[:size]
         assert [p for _, p in found] == [round(p, 6) for p in best]
-
-
-def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="nodes is 0; a tree has at least its root"):
-        MergedProposer(nodes=0)
