@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs
 
-from decode.models.fingerprint import describe_model
-from heads.checkpoint import save_head
+from decode import Target
+from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.models.fingerprint import describe_model, find_changes
+from heads.checkpoint import load_head, save_head
+from scripts.distillation.answers_file import settings_path
 from scripts.head_training.measurements import plot_training, print_plan, validate
-from scripts.head_training.options import TrainOptions, make_parser
-from scripts.head_training.setup import describe_settings, fill_cache, get_head, load_model_and_data, make_accelerator
+from scripts.head_training.options import MULTI_HEAD, TrainOptions, make_parser
 from scripts.shared.command import failing_clearly
+from scripts.shared.options import ModelOptions, load_target
 from training.checkpoint import load_checkpoint
-from training.factory import make_objective
-from training.feature_cache import BatchLoader
+from training.data import Dataset, load_dataset
+from training.factory import make_head, make_objective
+from training.feature_cache import BatchLoader, FeatureCache
+from training.rendering import Renderer
 from training.teacher import Teacher
 from training.trainer import Trainer
+
+GIB = 1 << 30
+TIMEOUT = timedelta(days=7)  # processes wait for each other while one validates or fills its part of the cache
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,6 +75,129 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
             if options.plot is not None:
                 plot_training(options.out, options.plot)
+
+
+def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
+    """One process or one of several, and the options with device and dtype filled in."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU")
+    state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
+    dtype = options.dtype or ("bfloat16" if is_fast_in_bfloat16(state.device) else "float32")
+    # torch 2.11 does not have the replacement, forward_sync_buffers.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    accelerator = Accelerator(
+        cpu=state.device.type == "cpu",
+        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # buffers never change
+    )
+    return accelerator, replace(options, device=str(state.device), dtype=dtype)
+
+
+def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
+    """The target, and the conversations of --data. Raises ValueError if they do not fit each other."""
+    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate="packed"))
+    length = min(options.max_length, target.context)
+    renderer = Renderer(target.tokenizer, options.template_option, ends=target.stop_ids)
+    reading = {"max_bad": options.max_bad, "use_text": options.use_text}
+    dataset = load_dataset(options.data, renderer, length, options.validation, **reading)
+    if PartialState().is_main_process:
+        warn_of_data(options.data, target, dataset)
+    if not dataset.prompts:
+        raise ValueError(
+            "no prompt is held out for validation: the data needs ten at least, short enough for the model"
+        )
+    highest = max(map(max, [*(example.tokens for example in dataset.examples), *dataset.prompts]))
+    if highest >= target.vocabulary:
+        raise ValueError(
+            f"the tokenizer makes token {highest} of the data, but the model's vocabulary is {target.vocabulary}: "
+            "the tokenizer is another model's"
+        )
+    return target, dataset
+
+
+def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> None:
+    """Print what is wrong with the data and ends no training: rows that were skipped, answers of another model."""
+    if dataset.bad:
+        print(f"skipped: {dataset.bad}", file=sys.stderr)
+    now = describe_model(target.model, target.tokenizer)
+    for file in files:
+        settings = settings_path(file)
+        if not settings.is_file():
+            continue
+        try:
+            changes = find_changes(dict(json.loads(settings.read_bytes())), now)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{settings} is damaged ({error}); remove it to go on without") from error
+        if changes:
+            print(
+                f"{file} has answers of another model: its {changes} changed; heads are best trained on the model's "
+                "own answers",
+                file=sys.stderr,
+            )
+
+
+def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
+    """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
+    if options.init is None:
+        shape = {name: getattr(options, name) for name in ("draft_vocab", "prefix", *MULTI_HEAD)}
+        torch.manual_seed(options.seed)
+        head = make_head(options.kind, target, dataset.examples, **shape)
+    else:
+        head = _load_head(options, target)
+    head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
+    return head
+
+
+def _load_head(options: TrainOptions, target: Target) -> Any:
+    sizes = target.vocabulary, target.config.num_hidden_layers
+    head: Any = load_head(options.init, torch.float32, *sizes)
+    if head.kind != options.kind:
+        raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
+    own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
+    for name, value in (own | {"draft_vocab": head.draft_size}).items():
+        given = getattr(options, name)
+        if given not in (None, value):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
+    head.check_target(target.config.hidden_size, *sizes)
+    if head.output == "target":
+        head.borrow(target.output_matrix, target.output_bias)
+    return head
+
+
+def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dict[str, Any]:
+    """The settings that must be equal for a training to be resumed."""
+    schedule = asdict(options.schedule)
+    del schedule["save_every"], schedule["validate_every"]
+    tokens = [] if head.token_map is None else head.token_map.tolist()  # a checkpoint has only draft ids
+    return {
+        **schedule,
+        **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
+        "template_options": dict(options.template_option or ()),
+        "data": dataset.fingerprint,
+        "init": None if options.init is None else str(options.init.resolve()),
+        "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
+        "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
+        **options.objective,
+    }
+
+
+def fill_cache(
+    options: TrainOptions, teacher: Teacher, dataset: Dataset, accelerator: Accelerator
+) -> FeatureCache | None:
+    """The cache of --cache, filled up to --cache-gib; each process fills its part."""
+    if options.cache is None:
+        return None
+    settings = {"data": dataset.fingerprint, "dtype": options.dtype, "layers": list(teacher.layers)}
+    with accelerator.main_process_first():
+        cache = FeatureCache(options.cache, settings | describe_model(teacher.target.model, teacher.target.tokenizer))
+    limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
+    with cache.locked() if accelerator.is_main_process else nullcontext():
+        accelerator.wait_for_everyone()
+        cache.fill(teacher, dataset.examples, limit, process, processes)
+        accelerator.wait_for_everyone()
+    cache.scan()
+    return cache
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The parts of `draftless train`: options, setup, plan, validation and plots."""
+"""The parts of `draftless train`: options, plan, validation and plots."""

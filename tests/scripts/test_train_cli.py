@@ -211,8 +211,8 @@ def test_another_model_at_the_same_path_is_refused(
     other_texts = call(*SHORT, *cache, "--max-length", "20", out=tmp_path / "third")
     refuse(other_texts, "cache were made with other data; choose another folder")
     real = scripts.train.describe_model
-    for module in ("scripts.train", "scripts.head_training.setup"):
-        monkeypatch.setattr(f"{module}.describe_model", lambda *model: real(*model) | {"weights": "x", "template": "y"})
+    other = {"weights": "x", "template": "y"}
+    monkeypatch.setattr(scripts.train, "describe_model", lambda *model: real(*model) | other)
     message = f"the model's weights and chat template changed since the training in {out} was begun; give another --out"
     refuse(call(*SHORT, "--resume", out=out), message)
     refused = call(*SHORT, *cache, out=tmp_path / "second")
