@@ -14,7 +14,6 @@ import pytest
 import decode
 import proposers
 from tests.decode.models.test_architectures import ACCEPTED, REFUSED
-from tests.support.generate_arguments import make_tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("heads/pretrained/*/*/README.md")])
@@ -119,11 +118,6 @@ def test_results_name_their_commit(file: Path) -> None:
     report = json.loads(file.read_text(encoding="utf-8"))
     commit = report.get("commit") or report["settings"]["commit"]
     assert re.fullmatch(r"[0-9a-f]{7,40}", commit)
-
-
-def test_the_table_of_arguments_is_that_of_the_tests() -> None:
-    """After a change: python -m tests.support.generate_arguments."""
-    assert make_tables() in (ROOT / "docs" / "generate.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", [decode, proposers])

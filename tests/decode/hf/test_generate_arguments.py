@@ -4,30 +4,120 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
 )
 from transformers.utils import ModelOutput
 
 from decode import Target, speculate
 from decode.hf.arguments import KNOWN_ARGUMENTS, KNOWN_SETTINGS
 from proposers import DraftProposer
-from tests.support.generate_arguments import CALL_ARGUMENTS, REFUSED, TRIALS, UNUSED
 from tests.support.models import CACHE, tiny
 from tests.support.speculating import BATCH, MASK, PROMPT, make_tokenizer
+from tests.test_docs import read_table
 
 TWO = torch.cat([PROMPT, PROMPT.flip(1)])
 ALIKE = ("disable_compile", "remove_invalid_values", "use_cache", "max_cache_len", "do_sample")  # other than in tokens
+
+
+def read_outcomes(kind: str) -> dict[str, str]:
+    """What docs/generate.md says of each argument: honoured, refused or no effect."""
+    rows = read_table("docs/generate.md", f"| {kind} | with `speculate` | |")
+    return {name.strip("`"): outcome for name, outcome, _ in rows}
+
+
+OUTCOMES = read_outcomes("field of `GenerationConfig`")
+SAMPLE = {"do_sample": True}
+RETURN = {"return_dict_in_generate": True}
+# Each field of `GenerationConfig`: the value to try, and other fields that it needs.
+TRIALS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "max_length": (12, {"max_new_tokens": None}),
+    "max_new_tokens": (5, {}),
+    "min_length": (15, {"eos_token_id": [*range(3, 60)]}),
+    "min_new_tokens": (6, {"eos_token_id": [*range(3, 60)]}),
+    "early_stopping": (True, {}),
+    "max_time": (1e-9, {}),
+    "stop_strings": (["J@"], {}),
+    "do_sample": (True, {}),
+    "num_beams": (2, {}),
+    "use_mtp": (True, {}),
+    "use_cache": (False, RETURN),
+    "cache_implementation": ("static", RETURN),
+    "cache_config": ({"nbits": 4}, {}),
+    "max_cache_len": (90, {"cache_implementation": "static", **RETURN}),
+    "temperature": (0.5, SAMPLE),
+    "top_k": (5, SAMPLE),
+    "top_p": (0.5, SAMPLE),
+    "min_p": (0.2, SAMPLE),
+    "top_h": (0.4, SAMPLE),
+    "typical_p": (0.5, SAMPLE),
+    "epsilon_cutoff": (0.02, SAMPLE),
+    "eta_cutoff": (0.02, SAMPLE),
+    "repetition_penalty": (1.5, {}),
+    "encoder_repetition_penalty": (1.5, {}),
+    "length_penalty": (2.0, {}),
+    "no_repeat_ngram_size": (1, {}),
+    "encoder_no_repeat_ngram_size": (1, {"max_new_tokens": 60}),
+    "bad_words_ids": ([[token] for token in range(40, 90)], {}),
+    "renormalize_logits": (True, {"top_k": 5, **SAMPLE}),
+    "forced_bos_token_id": (44, {}),
+    "forced_eos_token_id": (55, {}),
+    "remove_invalid_values": (True, {}),
+    "exponential_decay_length_penalty": ((2, 3.0), {"eos_token_id": [*range(50, 56)]}),
+    "suppress_tokens": ([*range(40, 90)], {}),
+    "begin_suppress_tokens": ([*range(3, 90)], {}),
+    "sequence_bias": ([[[token], -50.0] for token in range(40, 90)], {}),
+    "token_healing": (True, {}),
+    "guidance_scale": (1.5, {}),
+    "watermarking_config": (WatermarkingConfig(bias=9.0), {}),
+    "num_return_sequences": (3, SAMPLE),
+    "output_attentions": (True, RETURN),
+    "output_hidden_states": (True, RETURN),
+    "output_scores": (True, RETURN),
+    "output_logits": (True, RETURN),
+    "return_dict_in_generate": (True, {}),
+    "pad_token_id": (1, {"eos_token_id": 24}),
+    "bos_token_id": (7, {}),
+    "eos_token_id": ([*range(3, 60)], {}),
+    "decoder_start_token_id": (5, {}),
+    "is_assistant": (True, {}),
+    "num_assistant_tokens": (3, {}),
+    "num_assistant_tokens_schedule": ("heuristic", {}),
+    "assistant_confidence_threshold": (0.9, {}),
+    "prompt_lookup_num_tokens": (3, {}),
+    "max_matching_ngram_size": (3, {}),
+    "assistant_early_exit": (1, {}),
+    "assistant_lookbehind": (3, {}),
+    "target_lookbehind": (3, {}),
+    "assistant_ensemble_weight": (0.5, {}),
+    "speculation_type": ("dflash", {}),
+    "compile_config": (CompileConfig(), {}),
+    "disable_compile": (True, {}),
+    "continuous_batching_config": (ContinuousBatchingConfig(), {}),
+    "low_memory": (True, {}),
+    "penalty_alpha": (0.6, {"top_k": 4}),
+    "dola_layers": ("high", {}),
+    "diversity_penalty": (0.5, {}),
+    "num_beam_groups": (2, {}),
+    "constraints": ([1], {}),
+    "force_words_ids": ([[5]], {}),
+    "prefill_chunk_size": (3, {}),
+    "transformers_version": ("5.0.0", {}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +132,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def run(model: PreTrainedModel, settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ours: bool) -> Any:
     """The result of `generate` as nested lists and tensors."""
-    settings = {"max_new_tokens": 9, "pad_token_id": 0, **settings}
+    settings = deepcopy({"max_new_tokens": 9, "pad_token_id": 0, **settings})
     if settings.get("do_sample"):  # the distribution of the first token
         settings |= {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
     if "stop_strings" in settings:
@@ -79,36 +169,30 @@ def same(one: list, other: list) -> bool:
 
 
 def test_every_argument_is_tried() -> None:
-    assert {name for name in vars(GenerationConfig()) if name[0] != "_"} == {*TRIALS} == KNOWN_SETTINGS
+    assert {name for name in vars(GenerationConfig()) if name[0] != "_"} == {*TRIALS} == {*OUTCOMES} == KNOWN_SETTINGS
     call = {*inspect.signature(GenerationMixin.generate).parameters} - {"self", "kwargs"}
-    assert call <= {*CALL_ARGUMENTS}
-    assert call <= KNOWN_ARGUMENTS
-    assert all(name in trial.settings() for name, trial in TRIALS.items())
+    assert call <= {*read_outcomes("argument of the call")} & KNOWN_ARGUMENTS
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, trial in TRIALS.items() if trial.outcome != REFUSED])
-def test_honoured_arguments_change_what_they_change_in_transformers(
+@pytest.mark.parametrize("name", TRIALS)
+def test_arguments_do_what_the_table_says(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    trial = TRIALS[name]
-    got = run(model, trial.settings(), tokenizer, ours=True)
-    if trial.outcome == UNUSED:
+    """Honoured ones change what they change in transformers; refused ones are named."""
+    value, others = TRIALS[name]
+    settings = {name: value, **others}
+    if OUTCOMES[name] == "refused":
+        with pytest.raises(ValueError, match=name.replace("_", "[_ ]") + "|ClassifierFreeGuidance"):
+            run(model, settings, tokenizer, ours=True)
+        return
+    got = run(model, settings, tokenizer, ours=True)
+    if OUTCOMES[name] == "no effect":
         assert same(got, run(model, {}, tokenizer, ours=True))
         return
-    assert same(got, run(model, trial.settings(), tokenizer, ours=False))
-    without = {key: value for key, value in trial.settings().items() if key != name}
+    assert OUTCOMES[name] == "honoured" and same(got, run(model, settings, tokenizer, ours=False))
     if name not in ALIKE:
-        assert not same(got, run(model, without, tokenizer, ours=False))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, trial in TRIALS.items() if trial.outcome == REFUSED])
-def test_other_arguments_are_refused_by_name(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str
-) -> None:
-    with pytest.raises(ValueError, match=name.replace("_", "[_ ]") + "|ClassifierFreeGuidance"):
-        run(model, TRIALS[name].settings(), tokenizer, ours=True)
+        assert not same(got, run(model, others, tokenizer, ours=False))
 
 
 class Never(StoppingCriteria):
