@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from heads.checkpoint import load_head, save_head
-from heads.eagle import EagleConfig, EagleHead
-from heads.eagle3 import Eagle3Config, Eagle3Head, choose_features
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
 from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache

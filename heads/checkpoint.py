@@ -15,11 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from heads.formats.eagle import export_eagle, read_eagle
-from heads.formats.eagle3 import export_eagle3, read_eagle3
-from heads.formats.hydra import read_hydra
+from heads.formats.eagle import export_eagle, export_eagle3, read_eagle, read_eagle3
 from heads.formats.layout import (
-    HEADS,
     MAP,
     OWN,
     ConfigDict,
@@ -27,17 +24,16 @@ from heads.formats.layout import (
     Layout,
     Shapes,
     build_empty,
+    read_own,
+    read_token_map,
     replace_prefix,
     section,
+    sort_vocabulary,
 )
-from heads.formats.medusa import export_medusa, read_medusa
-from heads.formats.token_map import read_token_map, sort_vocabulary
+from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
-from heads.layers import LayerConfig
-from heads.rope import RopeScaling
 
 EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
-EXTRA = {"medusa": {"lm_head.weight"}, "eagle": {"fc.bias"}, "eagle3": {"t2d"}}  # in our files, for servers
 
 
 def load_head(
@@ -55,7 +51,7 @@ def load_head(
         own = section(config, OWN)
         tensors = read_token_map(tensors, own.get(MAP))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        layout = _read_own(own) if "kind" in own else _find_layout(shapes, config, vocab_size, layers)
+        layout = read_own(own) if "kind" in own else _find_layout(shapes, config, vocab_size, layers)
         return _assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
@@ -123,21 +119,6 @@ def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if OWN in metadata:
         return dict(json.loads(metadata[OWN]))
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-
-
-def _read_own(own: ConfigDict) -> Layout:
-    """The layout of a folder of `save_head`, whose config has all settings. Raises ValueError if they are damaged."""
-    settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
-    try:
-        for name in ("layer", "prefix"):
-            if layer := settings.get(name):
-                scaling = layer.get("rope_scaling")
-                settings[name] = LayerConfig(**{**layer, "rope_scaling": scaling and RopeScaling(**scaling)})
-        if "features" in settings:
-            settings["features"] = tuple(settings["features"])
-        return Layout(HEADS[own["kind"]][1](**settings), ignored=EXTRA.get(own["kind"], set()))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"its config's section {OWN} is damaged: {error}") from error
 
 
 def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:

@@ -1,19 +1,21 @@
-"""EAGLE-1 heads: one decoder layer that predicts the target's next feature from a feature and a token.
+"""EAGLE heads: one decoder layer that predicts the target's next feature (EAGLE-1) or a state like it (EAGLE-3).
 
-Source: Li et al., "EAGLE" (2024). EAGLE-2 (Li et al., 2024) changes only the tree and HASS (Zhang et al., 2024) only
-the training, so their weights have this form too. Shapes: B rows, N tokens, H hidden size.
+Sources: Li et al., "EAGLE" (2024), whose weights have the form of EAGLE-2's (Li et al., 2024; another tree) and HASS's
+(Zhang et al., 2024; another training); Li et al., "EAGLE-3" (2025), and the variants that speculators, SpecForge and
+ModelOpt train. Shapes: B rows, N tokens, H the head's hidden size, F the target's, K layers that are read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.layer_cache import AttentionContext
-from heads.layers import DecoderLayer, LayerConfig, Positions
-from heads.vocabulary import HeadConfig, VocabularyHead
+from heads.layer_cache import Attend, attend
+from heads.layers import DecoderLayer, LayerConfig, Norm, Positions, make_norm
+from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,108 @@ class EagleHead(VocabularyHead):
         """The target's features [B, N, H] as `forward` takes them: unchanged."""
         return features
 
-    def forward(
-        self,
-        embedded: Tensor,
-        features: Tensor,
-        positions: Positions,
-        mask: Tensor | None = None,
-        context: AttentionContext | None = None,
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, features: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
         """States [B, N, H]: the input of `logits`, and the features of the next level.
 
         features: the target's, or earlier states. embedded: the target's embeddings of the token after each.
         """
-        return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, mask, context)
+        return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, attend)
+
+
+@dataclass(frozen=True)
+class Eagle3Config(HeadConfig):
+    """Sizes and variants of an EAGLE-3 head.
+
+    features: the target's hidden states it reads, in transformers' numbering: L is the output of the first L layers.
+    Raises ValueError if the settings contradict each other.
+    """
+
+    layer: LayerConfig
+    features: tuple[int, ...]
+    output: Output = "shared"
+    target_hidden_size: int | None = None  # None: the head's own
+    embedding: bool = False  # its own token embeddings instead of the target's
+    bias: bool = False  # of fc
+    fc_norm: bool = False  # a norm for each layer's features ("EAGLE-3.1")
+    norm_before_fc: bool = False  # one norm for their concatenation
+    norm_before_residual: bool = False  # the residual is the normed state; not in SGLang
+    normed_feedback: bool = False  # feed normed states back: `norm_output` of speculators and vLLM
+    final_norm: bool = True  # before the output matrix: `norm_output` of SpecForge; servers always have it
+
+    def __post_init__(self) -> None:
+        if not self.features or sorted({*self.features}) != [*self.features] or self.features[0] < 0:
+            raise ValueError(f"features is {list(self.features)}; it must be ascending layer numbers from 0")
+        if self.output == "own":
+            raise ValueError("an EAGLE-3 head has one output matrix; choose shared or target")
+        if self.output == "target" and (self.draft_size or self.vocab_size) < self.vocab_size:
+            raise ValueError("a draft vocabulary needs an output matrix of its own, lm_head.weight; choose shared")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are two ways to norm the features; choose one")
+        target_size = self.target_hidden_size or self.hidden_size
+        if target_size != self.hidden_size and not self.embedding:
+            sizes = f"hidden size is {self.hidden_size} and whose target's is {target_size}"
+            raise ValueError(f"a head whose {sizes} needs its own embeddings, embed_tokens.weight")
+
+
+class Eagle3Head(VocabularyHead):
+    """Predicts a state from fused features and the token after them; drafting feeds states back as fused features.
+
+    Parameters are named as published. A new head repeats the deepest of its features.
+    """
+
+    kind = "eagle3"
+    reads_all_features = True
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, config.output)
+        size, eps, count = config.hidden_size, config.layer.rms_norm_eps, len(config.features)
+        self.features = config.features
+        self.target_hidden_size = target_size = config.target_hidden_size or size
+        self.fc_norm = nn.ModuleList(make_norm(target_size, eps, config.fc_norm) for _ in range(count))
+        self.input_norm = make_norm(count * target_size, eps, config.norm_before_fc)
+        self.fc = nn.Linear(count * target_size, size, bias=config.bias)
+        self.midlayer = DecoderLayer(size, replace(config.layer, input_norm=True), inputs=2)
+        self.midlayer.hidden_norm = Norm(size, eps)
+        self.norm = make_norm(size, eps, config.final_norm)
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.embedding else None
+        copy_last(self.fc)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(self.input_norm(features))
+
+    def forward(self, embedded: Tensor, fused: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
+        """States [B, N, H], as in `EagleHead.forward`. fused: fused features, or earlier states.
+
+        embedded: by the head's `embed_tokens` if it has it.
+        """
+        layer: Any = self.midlayer
+        normed = layer.hidden_norm(fused)
+        joined = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        states = layer.add(normed if self.config.norm_before_residual else fused, joined, positions, attend)
+        return self.norm(states) if self.config.normed_feedback else states
+
+    def normalise(self, states: Tensor) -> Tensor:
+        return states if self.config.normed_feedback else self.norm(states)
+
+    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        super().check_target(hidden_size, vocab_size, layers)
+        if self.features[-1] > layers:
+            raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
+
+
+def choose_features(layers: int) -> tuple[int, ...]:
+    """The default hidden states to read from a target with this many layers: low, middle and high.
+
+    From 7 layers on these are the paper's; below 7 its formula repeats a layer. Fewer than 3 layers are all read.
+    """
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return (1, layers // 2, layers - 1) if layers > 3 else tuple(range(1, layers + 1))
 
 
 def copy_last(linear: nn.Linear) -> None:

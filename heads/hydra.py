@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads.layer_cache import LayerCache
-from heads.layers import DecoderLayer, GroundedBlock, LayerConfig, Norm, ResidualBlock
+from heads.layers import DecoderLayer, LayerConfig, Norm, ResidualBlock
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -24,7 +25,7 @@ class HydraConfig(HeadConfig):
     layers: int = 1  # blocks of each head, including the grounded one
     output: Output = "shared"
     output_bias: bool = False
-    projected: bool = False  # see GroundedBlock
+    projected: bool = False  # the residual of the first block is a learned matrix, as published; else the feature
     prefix: LayerConfig | None = None  # Hydra++: attention over the features of all tokens so far
 
 
@@ -38,9 +39,13 @@ class HydraHead(VocabularyHead):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config, config.output, config.heads, config.output_bias)
         self.depth = config.heads
-        self.grounded = nn.ModuleList(
-            GroundedBlock(config.hidden_size, index + 2, config.projected) for index in range(config.heads)
+        size, parts = config.hidden_size, ["linear", "residual"] if config.projected else ["linear"]
+        self.grounded = nn.ModuleList(  # the first block of each head, which reads a feature and index + 1 embeddings
+            nn.ModuleDict({part: nn.Linear((index + 2) * size, size) for part in parts})
+            for index in range(config.heads)
         )
+        for name, parameter in self.grounded.named_parameters():
+            (nn.init.eye_ if name.endswith("residual.weight") else nn.init.zeros_)(parameter)
         self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size, config.layers - 1) for _ in range(config.heads))
         self.prefix: nn.ModuleDict | None = None
         self.reads_all_features = config.prefix is not None
@@ -59,13 +64,16 @@ class HydraHead(VocabularyHead):
         if self.prefix is None:
             return features
         (batch, tokens), device = features.shape[:2], features.device
-        positions = torch.arange(tokens, device=device)[None] if cache is None else cache.positions(tokens, device)
-        states = self.prefix["norm"](self.prefix["layer"](features, positions, context=cache))
-        if cache is not None:
+        if cache is None:
+            states = self.prefix["layer"](features, torch.arange(tokens, device=device)[None])
+        else:
+            states = self.prefix["layer"](features, cache.positions(tokens, device), cache.attend)
             cache.keep([tokens] * batch if counts is None else counts)
-        return states
+        return self.prefix["norm"](states)
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:
         """Features [..., H] and embeddings [..., index + 1, H] of the next tokens -> head `index`'s state [..., H]."""
         states = torch.cat([features, embedded.flatten(-2)], dim=-1)
-        return self.blocks[index](self.grounded[index](states))
+        grounded: Any = self.grounded[index]
+        residual = grounded["residual"](states) if self.config.projected else features
+        return self.blocks[index](residual + nn.functional.silu(grounded["linear"](states)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,22 @@ from torch import Tensor, nn
 GROWTH = 256  # slots; allocation is rounded up to a multiple
 
 
-class AttentionContext(Protocol):
-    """Earlier tokens that new tokens attend to."""
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D].
-
-        mask: what each token attends to, [B, 1, T, S] to add to the scores; None: all up to its own.
-        """
+# Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D].
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped-query attention as in `AttentionContext`, without earlier tokens."""
+    """Grouped-query attention without earlier tokens.
+
+    mask: what each token attends to, [B, 1, T, S] to add to the scores; None: all up to its own.
+    """
     return nn.functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
 
 
 class LayerCache:
-    """The keys and values of one layer for a batch; an `AttentionContext`.
+    """The keys and values of one layer for a batch.
 
     Text tokens stay only if `keep` counts them: the next call overwrites padding. Draft tokens come with a mask over
     all S slots in use and take its last T, in all rows. They stay until the next text.
@@ -55,8 +52,8 @@ class LayerCache:
         for held in self.allocated():
             held.zero_()
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend as in `AttentionContext`, and write the new tokens. No gradient flows through them."""
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend to earlier tokens too, and write the new ones. No gradient flows through them."""
         count, longest, device = keys.shape[2], max(self.lengths), keys.device
         used = longest + count if mask is None else mask.shape[3]
         slots: slice | Tensor = slice(used - count, used)
@@ -114,19 +111,18 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class FixedSlots:
-    """An `AttentionContext` of fixed shape: all slots are seen, and new tokens are written to those that it names."""
+    """Attention of fixed shape: all slots are seen, and new tokens are written to those that it names."""
 
     keys: Tensor  # [B, G, S, D]
     values: Tensor
     slots: Tensor  # [B, T], or [T] of all rows
+    mask: Tensor  # [B, 1, T, S]: hides slots that are not in use
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend as in `AttentionContext`. The mask [B, 1, T, S] hides slots that are not in use."""
-        assert mask is not None
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         _put(self.keys, keys, self.slots)
         _put(self.values, values, self.slots)
-        return self.attention(queries, self.keys, self.values, mask)
+        return self.attention(queries, self.keys, self.values, self.mask)
 
 
 def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:

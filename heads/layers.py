@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads.layer_cache import AttentionContext, attend
+from heads.layer_cache import Attend, attend
 from heads.rope import RopeScaling, RotaryTable, rotary_table, rotate
 
 Positions: TypeAlias = Tensor | RotaryTable  # of tokens, or the table of these positions if it is known already
@@ -47,28 +47,31 @@ class LayerConfig:
 class DecoderLayer(nn.Module):
     """Attention, then a gated feed-forward network, each with a norm before it and a residual connection.
 
-    A new layer is the identity: the last matrix of both halves is zero.
+    A new layer is the identity: the last matrix of both halves is zero. inputs: states whose concatenation the
+    attention reads, as in `Attention`.
     """
 
-    def __init__(self, hidden_size: int, config: LayerConfig) -> None:
+    def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
         super().__init__()
         self.input_layernorm = make_norm(hidden_size, config.rms_norm_eps, config.input_norm)
-        self.self_attn = Attention(hidden_size, config)
+        self.self_attn = Attention(hidden_size, config, inputs)
         self.post_attention_layernorm = Norm(hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(hidden_size, config.intermediate_size)
 
-    def forward(
-        self, states: Tensor, positions: Positions, mask: Tensor | None = None, context: AttentionContext | None = None
-    ) -> Tensor:
-        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]. mask: as in `AttentionContext.attend`."""
-        states = states + self.self_attn(self.input_layernorm(states), positions, mask, context)
+    def forward(self, states: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
+        """States [B, T, H] at positions [B, T] or [1, T] -> [B, T, H]."""
+        return self.add(states, self.input_layernorm(states), positions, attend)
+
+    def add(self, residual: Tensor, inputs: Tensor, positions: Positions, attend: Attend) -> Tensor:
+        """Add both halves to a residual [B, T, H]. inputs [B, T, inputs x H]: normed, for the attention."""
+        states = residual + self.self_attn(inputs, positions, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., 2023) with rotary positions. `inputs` states are concatenated."""
 
-    def __init__(self, hidden_size: int, config: LayerConfig, inputs: int = 1) -> None:
+    def __init__(self, hidden_size: int, config: LayerConfig, inputs: int) -> None:
         super().__init__()
         self.config = config
         queries, keys = config.num_attention_heads, config.num_key_value_heads
@@ -80,9 +83,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (make_norm(config.head_dim, config.rms_norm_eps, config.qk_norm) for _ in "qk")
         nn.init.zeros_(self.o_proj.weight)
 
-    def forward(
-        self, states: Tensor, positions: Positions, mask: Tensor | None, context: AttentionContext | None
-    ) -> Tensor:
+    def forward(self, states: Tensor, positions: Positions, attend: Attend) -> Tensor:
         """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
         queries, keys, values = (
             project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
@@ -91,8 +92,7 @@ class Attention(nn.Module):
         dtype = values.dtype
         table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, dtype)
         queries, keys = (rotate(part.to(dtype), table) for part in (self.q_norm(queries), self.k_norm(keys)))
-        mixed = (attend if context is None else context.attend)(queries, keys, values, mask)
-        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -134,24 +134,3 @@ class ResidualBlock(nn.Module):
         for layer in self.layers:
             states = states + nn.functional.silu(layer(states))
         return states
-
-
-class GroundedBlock(nn.Module):
-    """First block of a Hydra head: a concatenation [..., inputs x H] of feature and embeddings -> [..., H].
-
-    projected: the residual connection is a learned matrix, as published; else the feature, with half the parameters.
-    """
-
-    def __init__(self, hidden_size: int, inputs: int, projected: bool) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.linear = nn.Linear(inputs * hidden_size, hidden_size)
-        self.residual = nn.Linear(inputs * hidden_size, hidden_size) if projected else None
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-        if self.residual is not None:
-            nn.init.eye_(self.residual.weight)
-
-    def forward(self, states: Tensor) -> Tensor:
-        residual = states[..., : self.hidden_size] if self.residual is None else self.residual(states)
-        return residual + nn.functional.silu(self.linear(states))

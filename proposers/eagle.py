@@ -7,6 +7,7 @@ hidden size, D draft vocabulary, R queries that share a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class EagleProposer(HeadProposer):
 
         def read(fused: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
             positions = cache.positions(fused.shape[1], fused.device)
-            states: Tensor = self.head(embed(tokens), fused, positions, context=cache)
+            states: Tensor = self.head(embed(tokens), fused, positions, cache.attend)
             cache.keep(counts, on_device)
             return states
 
@@ -94,7 +95,8 @@ class EagleDrafter:
         states, above = (part.gather(1, expand_last(parents, part)) for part in (self.states, self.mask))
         others = above.new_full([tokens.shape[1]] * 2, torch.finfo(above.dtype).min).fill_diagonal_(0)
         self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
-        self.states = self.head(self.embed(tokens), states, self.positions, self.mask[:, None], self.cache)
+        attend = partial(self.cache.attend, mask=self.mask[:, None])
+        self.states = self.head(self.embed(tokens), states, self.positions, attend)
         self.positions = self.positions + 1
 
 
@@ -179,8 +181,8 @@ def read_features(
     next_positions = after + torch.arange(levels, device=device)
     table = layer.rotary_table(torch.cat([positions, next_positions], dim=1), dtype)
     mask = hide(slot > positions[..., None], dtype)[:, None]
-    context = FixedSlots(keys, values, positions, attend)
-    states = head(embed(following).to(dtype), features.to(dtype), table.part(0, count), mask, context)
+    slots = FixedSlots(keys, values, positions, mask, attend)
+    states = head(embed(following).to(dtype), features.to(dtype), table.part(0, count), slots.attend)
     last = pick_last(states, counts)[:, None]
     shared = layer.num_attention_heads // layer.num_key_value_heads
     mask = hide(slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
@@ -208,8 +210,8 @@ def extend_paths(
     own = slot == new[:, None]
     mask = before.mask.gather(2, parents[:, None, :, None].expand(-1, shared, -1, size)).masked_fill(own, 0)
     states = before.states.gather(1, expand_last(parents, before.states))
-    context = FixedSlots(keys, values, new, attend)
-    states = head(embed(tokens).to(states.dtype), states, table, mask.flatten(1, 2)[:, None], context)
+    slots = FixedSlots(keys, values, new, mask.flatten(1, 2)[:, None], attend)
+    states = head(embed(tokens).to(states.dtype), states, table, slots.attend)
     return Paths(states, mask, head.logits(states))
 
 

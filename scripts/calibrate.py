@@ -162,7 +162,7 @@ def _start_along_text(
     head, embed = proposer.head, proposer.embedding(target)
     if isinstance(proposer, EagleProposer):
         cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
-        states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), context=cache)
+        states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), cache.attend)
         cache.keep([end])
         cache.select([0] * (end - begin))
         cache.crop(range(begin + 1, end + 1))

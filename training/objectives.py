@@ -142,11 +142,11 @@ class EagleObjective(Objective):
         context = UnrolledContext(columns)
         positions = torch.arange(width, device=columns.device)[None]
         fused = self.head.fuse(self._add_noise(batch.features))
-        states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context=context)[rows, columns]
+        states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context.attend)[rows, columns]
         for step in range(self.steps):
             if step:
                 embedded = self.embed(tokens[rows, columns + 1 + step])
-                states = self.head(embedded, states, columns + step, context=context)
+                states = self.head(embedded, states, columns + step, context.attend)
             chosen = chosen & answers[rows, columns + 1 + step]
             yield states[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + step
 
@@ -183,11 +183,11 @@ class UnrolledContext:
         self.text: tuple[Tensor, Tensor] | None = None
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """See `heads.layer_cache.AttentionContext`. In drafting steps the mask is not used."""
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `heads.layer_cache.Attend`."""
         if self.text is None:
             self.text = keys, values
-            return attend(queries, keys, values, mask)
+            return attend(queries, keys, values)
         self.drafts.append((keys, values))
         count, size = queries.shape[2:]
         grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]

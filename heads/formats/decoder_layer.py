@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from heads.eagle import EagleConfig
-from heads.eagle3 import Eagle3Config
+from heads.eagle import Eagle3Config, EagleConfig
 from heads.formats.layout import ConfigDict, Shapes, extent, number, section
 from heads.layers import LayerConfig
 from heads.rope import RopeScaling

@@ -1,7 +1,9 @@
-"""EAGLE-1 heads as published (EAGLE-2 and HASS use the same format), and as servers load them.
+"""EAGLE heads as published, and as servers load them.
 
-A published folder has a copy of the target's embeddings and a copy of its config with a few changes. Its
-`num_hidden_layers` and `num_key_value_heads` are often wrong, and a missing `bias` means true.
+An EAGLE-1 folder (of EAGLE-2 and HASS too) has a copy of the target's embeddings and a copy of its config with a few
+changes. Its `num_hidden_layers` and `num_key_value_heads` are often wrong, and a missing `bias` means true. EAGLE-3
+heads are published by the authors, SpecForge, ModelOpt and speculators. Their layer is named `midlayer` or `layers.0`;
+speculators' config keeps its sizes in a nested object.
 """
 
 from __future__ import annotations
@@ -11,11 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.eagle import EagleConfig, EagleHead
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
 from heads.formats.decoder_layer import export_layer, read_layer
-from heads.formats.layout import EMBEDDING, MAP, OWN, ConfigDict, Layout, Shapes, extent, read_common
+from heads.formats.layout import (
+    EMBEDDING,
+    MAP,
+    OWN,
+    ConfigDict,
+    Layout,
+    Shapes,
+    count,
+    extent,
+    number,
+    read_common,
+    rename,
+    section,
+)
 
 LAYER = "layers.0."
+MIDLAYER = "midlayer."
+READ = "eagle_aux_hidden_state_layer_ids"
+NESTED = "transformer_layer_config"  # speculators' sizes of the layer
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
+KNOWN = {*NORMS, "norm_output", "embed_requires_grad", "tie_word_embeddings", "return_dict", "use_cache"}  # may be true
 
 
 def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
@@ -48,4 +68,105 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "attention_bias": False,  # true would mean a bias of o_proj too
         "qkv_bias": config.layer.qkv_bias,
         OWN: tokens,
+    }
+
+
+def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout | None:
+    """The layout of an EAGLE-3 head; None if the file has no such layer."""
+    _refuse_unknown(config)
+    prefix = MIDLAYER if any(name.startswith(MIDLAYER) for name in shapes) else LAYER
+    fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in shapes
+    if not fuses or not any(name.startswith(f"{prefix}self_attn.") for name in shapes):
+        return None
+    renamed, layer_config = {MIDLAYER: prefix}, {**config, **section(config, NESTED)}
+    norms = _read_norms(shapes, config, prefix)
+    shapes = rename(shapes, renamed)
+    query_width = extent(shapes, [f"{MIDLAYER}self_attn.q_proj.weight"], 1, 2)
+    hidden_size = extent(shapes, [f"{MIDLAYER}self_attn.o_proj.weight"], 0, query_width // 2)
+    features = _read_features(config, layers)
+    width = extent(shapes, ["fc.weight"], 1, len(features))
+    target_size = number(layer_config, "target_hidden_size") or width // len(features)
+    if target_size * len(features) != width:
+        read = f"{len(features)} layers of {target_size}"
+        raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
+    # A file's embeddings are a copy of the target's, unless they were trained.
+    is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
+    head_config = Eagle3Config(
+        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
+        layer=read_layer(shapes, MIDLAYER, layer_config),
+        features=features,
+        output="shared" if "lm_head.weight" in shapes else "target",
+        target_hidden_size=None if target_size == hidden_size else int(target_size),
+        embedding=is_embedding,
+        bias="fc.bias" in shapes,
+        **norms,
+    )
+    ignored = {EMBEDDING, "t2d", *([] if head_config.final_norm else ["norm.weight"])}
+    return Layout(head_config, renamed, ignored)
+
+
+def _refuse_unknown(config: ConfigDict) -> None:
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"it is speculators' {kind} head; only their eagle3 is supported")
+    if unknown := [name for name, value in config.items() if NESTED in config and value is True and name not in KNOWN]:
+        raise ValueError(f"its config has {unknown[0]}: true, which is unknown; known are {sorted(KNOWN)}")
+
+
+def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
+    """The hidden states to read, in transformers' numbering: L is the output of the first L layers.
+
+    vLLM and speculators use this numbering, at the top of the config. SGLang and SpecForge list them inside
+    `eagle_config`, by the index of the layer that outputs them, from 0: one less.
+    """
+    outer = config.get(READ)
+    given = outer or section(config, "eagle_config").get(READ)
+    if not given and layers is not None:
+        return choose_features(layers)
+    if not given:
+        raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
+    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
+        raise ValueError(f"its config has {READ}: {given!r}; it must be a list of layers")
+    return tuple(given) if outer else tuple(layer + 1 for layer in given)
+
+
+def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, Any]:
+    """The norms. A norm in the file is used, whatever the config has.
+
+    `norm_output` in speculators, vLLM, SGLang and EAGLE-3.1 (`fc_norm`): normed states are fed back. Elsewhere in
+    SpecForge, whose configs are flat and whose layer is `midlayer`: the output matrix reads normed states.
+    """
+    nested, norm_output = NESTED in config, config.get("norm_output")
+    fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))
+    is_feedback = nested or fc_norm or prefix == LAYER
+    return {
+        "fc_norm": fc_norm,
+        "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes,
+        "norm_before_residual": bool(config.get("norm_before_residual", nested)),
+        "normed_feedback": is_feedback and bool(norm_output),
+        "final_norm": is_feedback or norm_output is not False,
+    }
+
+
+def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of a folder for vLLM and SGLang, with the layers to read in both numberings.
+
+    SGLang ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
+    norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
+    """
+    states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
+    if MAP in states:
+        tokens = states.pop(MAP)
+        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
+        states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
+    return states, export_layer(config) | {
+        "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if qwen3 else "llama",
+        "target_hidden_size": head.target_hidden_size,
+        "draft_vocab_size": None if config.output == "target" else head.draft_size,
+        **{name: getattr(config, name) for name in NORMS},
+        "norm_output": config.normed_feedback,
+        READ: list(config.features),
+        "num_aux_hidden_states": len(config.features),
+        "eagle_config": {READ: [layer - 1 for layer in config.features], "use_aux_hidden_state": True},
     }

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-from heads.eagle import EagleConfig, EagleHead
-from heads.eagle3 import Eagle3Config, Eagle3Head
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from heads.hydra import HydraConfig, HydraHead
+from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
+from heads.rope import RopeScaling
 from heads.vocabulary import HeadConfig
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
@@ -31,11 +33,17 @@ HEADS = {
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"
 EMBEDDING = "embed_tokens.weight"
+EXTRA = {"medusa": {"lm_head.weight"}, "eagle": {"fc.bias"}, "eagle3": {"t2d"}}  # in our files, for servers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A head as one file stores it."""
+    """A head as one file stores it.
+
+    Each kind's reader makes it from the shapes of a file's tensors, its config and, for files without them, the
+    target's vocabulary size and number of layers. It returns None if the file has no such head, and raises ValueError
+    if a size is unknown or the file contradicts itself.
+    """
 
     config: HeadConfig
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of our names -> the file's, where they differ
@@ -119,3 +127,58 @@ def read_common(
         "draft_size": None if mapped in (0, size) else mapped,
         "target_name": config.get("base_model_name_or_path") or verifier.get("name_or_path"),
     }
+
+
+def read_own(own: ConfigDict) -> Layout:
+    """The layout of a folder of `save_head`, whose config has all settings. Raises ValueError if they are damaged."""
+    settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
+    try:
+        for name in ("layer", "prefix"):
+            if layer := settings.get(name):
+                scaling = layer.get("rope_scaling")
+                settings[name] = LayerConfig(**{**layer, "rope_scaling": scaling and RopeScaling(**scaling)})
+        if "features" in settings:
+            settings["features"] = tuple(settings["features"])
+        return Layout(HEADS[own["kind"]][1](**settings), ignored=EXTRA.get(own["kind"], set()))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"its config's section {OWN} is damaged: {error}") from error
+
+
+def read_token_map(tensors: Mapping[str, Tensor], listed: Any) -> dict[str, Tensor]:
+    """The tensors with a `token_map` [D], from EAGLE-3's `d2t` or `t2d`, or as listed in our section of the config.
+
+    d2t [D] holds offsets: draft token i is the target's token i + d2t[i]. t2d [V] is true for the target's tokens in
+    the draft vocabulary; it stays, because its length is V. Raises ValueError if they are malformed or differ.
+    """
+    found = dict(tensors)
+    if listed is not None:
+        if not isinstance(listed, list) or not all(type(token) is int for token in listed):
+            raise ValueError(f"its config's {MAP} must be a list of tokens")
+        found[MAP] = torch.tensor(listed)
+    marked = found["t2d"].flatten().nonzero().flatten() if "t2d" in found else None
+    if (offsets := found.pop("d2t", None)) is not None:
+        if offsets.ndim != 1 or offsets.is_floating_point():
+            raise ValueError(f"its d2t is {list(offsets.shape)} of {offsets.dtype}; it must be a list of offsets")
+        found[MAP] = offsets.long() + torch.arange(len(offsets))
+        if marked is not None and not torch.equal(found[MAP].sort().values, marked):
+            raise ValueError("its d2t and t2d are of different tokens; i + d2t[i] must be the tokens that t2d marks")
+    elif marked is not None:
+        found[MAP] = marked
+    return found
+
+
+def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
+    """Sort the token map, and the rows of the output matrices with it, in place. A map of all tokens is dropped.
+
+    Raises ValueError if the map is not a list of different tokens.
+    """
+    tokens = states.pop(MAP)
+    valid = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
+    if not valid or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
+    tokens, order = tokens.long().sort()
+    for name, rows in states.items():
+        if name.startswith("lm_head") and rows.shape[:1] == tokens.shape:
+            states[name] = rows[order]
+    if len(tokens) < vocab_size:
+        states[MAP] = tokens

@@ -1,9 +1,12 @@
-"""Medusa heads as published (FasterDecoding's Medusa), and as vLLM's Medusa class reads them.
+"""Medusa and Hydra heads as published.
 
-Blocks are named `blocks.0.layers.0` (vLLM) or `0.0.linear` (FasterDecoding), after `medusa_heads.` (vLLM strips it)
-or `medusa_head.` (a whole Medusa-2 model). There is an output matrix for each head, one for all, or none if the
-target's is used. A whole model's base weights are ignored. Its heads were trained jointly with them, so they fit only
-the model in their own folder.
+Medusa's blocks are named `blocks.0.layers.0` (vLLM) or `0.0.linear` (FasterDecoding), after `medusa_heads.` (vLLM
+strips it) or `medusa_head.` (a whole Medusa-2 model). There is an output matrix for each head, one for all, or none if
+the target's is used. A whole model's base weights are ignored. Its heads were trained jointly with them, so they fit
+only the model in their own folder.
+
+Hydra's head i is `hydra_mlp.{i}`, a list of blocks with dropout between them ("prefix-mlp") or without ("mlp"), and
+`hydra_lm_head.{i}`. "prefix-mlp" has a prefix layer: a Llama model of one layer, whose embeddings are not used.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.formats.decoder_layer import read_layer
 from heads.formats.layout import ConfigDict, Layout, Shapes, count, extent, read_common, rename
+from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
@@ -21,6 +26,12 @@ WHOLE = "medusa_head."
 PREFIXES = ("medusa_heads.", WHOLE, "")
 BLOCKS = ("blocks.{}.layers.{}.", "{}.{}.linear.")
 BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
+PREFIX = "prefix_embeding_layer."  # misspelt in published files
+IGNORED = {  # copies of the target's tensors, and a computed one
+    "input_embed_fn.weight",
+    f"{PREFIX}embed_tokens.weight",
+    f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
+}
 
 
 def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
@@ -68,3 +79,35 @@ def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.output != "own",
     }
+
+
+def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
+    """The layout of a Hydra head; None if the file has no Hydra block."""
+    found = count("hydra_mlp.{}.{}.linear.weight", shapes)
+    if not found:
+        return None
+    heads, places = found
+    dropout = not count("hydra_mlp.{}.0.linear.weight", shapes)
+    first, *further = range(dropout, places, 1 + dropout)
+    matrix = "hydra_lm_head.{}.1." if count("hydra_lm_head.{}.1.weight", shapes) else "hydra_lm_head.{}."
+    renamed = {"prefix.layer.": f"{PREFIX}layers.0.", "prefix.norm.": f"{PREFIX}norm."}
+    for i in range(heads):
+        renamed[f"grounded.{i}.linear."] = f"hydra_mlp.{i}.{first}.linear."
+        renamed[f"grounded.{i}.residual."] = f"hydra_mlp.{i}.{first}.res_connection."
+        renamed |= {f"blocks.{i}.layers.{j}.": f"hydra_mlp.{i}.{place}.linear." for j, place in enumerate(further)}
+        renamed[f"lm_heads.{i}."] = matrix.format(i)
+    shapes = rename(shapes, renamed)
+    hidden_size = extent(shapes, ["grounded.{}.linear.weight"], 0)
+    if extent(shapes, ["grounded.0.linear.weight"], 1, 0) == hidden_size:
+        raise ValueError("its heads read no draft tokens (grounded_heads: false); Hydra heads must")
+    has_prefix = any(name.startswith("prefix.") for name in shapes)
+    head_config = HydraConfig(
+        **read_common(shapes, hidden_size, ["lm_heads.{}.weight"], config, vocab_size),
+        heads=heads,
+        layers=1 + len(further),
+        output="own",
+        output_bias=True,
+        projected=True,
+        prefix=read_layer(shapes, "prefix.layer.", config) if has_prefix else None,
+    )
+    return Layout(head_config, renamed, IGNORED)

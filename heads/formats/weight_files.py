@@ -63,7 +63,10 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                     metadata |= file.metadata() or {}
             else:
-                tensors |= _unpickle(path)
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+                if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+                    raise pickle.UnpicklingError("no dictionary of tensors")
+                tensors |= content
         except pickle.UnpicklingError as error:  # torch's own text explains how to run the pickle's code
             raise ValueError(f"{path.name} is damaged, or holds more than tensors, which is not read") from error
         except Exception as error:  # three formats' readers raise many types for a damaged file
@@ -84,11 +87,4 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no JSON object")
-    return content
-
-
-def _unpickle(path: Path) -> dict[str, Tensor]:
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise pickle.UnpicklingError("no dictionary of tensors")
     return content

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
-from heads.formats.eagle3 import NESTED, READ
+from heads.formats.eagle import NESTED, READ
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
 

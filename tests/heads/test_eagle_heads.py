@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,15 +58,16 @@ def draft(head: Any, embedded: Tensor, features: Tensor, nodes: Tensor) -> tuple
     cache, states = LayerCache(1), []
     for tokens, given in zip(embedded.split(2, dim=1), head.fuse(features).split(2, dim=1), strict=True):
         positions = cache.positions(tokens.shape[1], tokens.device)
-        states.append(head(tokens, given, positions, context=cache))
+        states.append(head(tokens, given, positions, cache.attend))
         cache.keep([tokens.shape[1]])
     stem_states = torch.cat(states, dim=1)
     seen = torch.tensor([[place < STEM or place - STEM in path for place in range(STEM + 5)] for path in PATHS])
     mask = hide(~seen, features.dtype)[None, None]
     for _ in range(2):  # the second draft overwrites the first
         parents = stem_states[:, [-1, -1]]
-        one = head(nodes[:, :2], parents, torch.full((1, 2), STEM), mask[..., :2, : STEM + 2], cache)
-        two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), STEM + 1), mask[..., 2:, :], cache)
+        first, second = (partial(cache.attend, mask=part) for part in (mask[..., :2, : STEM + 2], mask[..., 2:, :]))
+        one = head(nodes[:, :2], parents, torch.full((1, 2), STEM), first)
+        two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), STEM + 1), second)
     assert cache.lengths == [STEM]
     return stem_states, torch.cat([one, two], dim=1)
 

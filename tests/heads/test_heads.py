@@ -77,7 +77,7 @@ def test_cached_rows_of_different_lengths_equal_the_whole_texts(kind):
             return head.contextualize(features, cache, counts)
         if cache is None:
             return head(embedded, features, torch.arange(600)[None])
-        states = head(embedded, features, cache.positions(features.shape[1], features.device), context=cache)
+        states = head(embedded, features, cache.positions(features.shape[1], features.device), cache.attend)
         cache.keep(counts)
         return states
 

@@ -140,7 +140,7 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
 
     def read(features: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
         fused, cache = head.fuse(features), caches[0]
-        states = head(embed(tokens), fused, cache.positions(fused.shape[1], fused.device), context=cache)
+        states = head(embed(tokens), fused, cache.positions(fused.shape[1], fused.device), cache.attend)
         cache.keep(counts)
         return pick_last(states, torch.tensor(counts))
 
