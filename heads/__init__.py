@@ -9,7 +9,6 @@ from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
-from heads.rope import RopeScaling
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model
 
@@ -26,7 +25,6 @@ __all__ = [
     "LayerConfig",
     "MedusaConfig",
     "MedusaHead",
-    "RopeScaling",
     "choose_features",
     "load_head",
     "save_head",

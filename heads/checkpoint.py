@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,24 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
 
 from heads.atomic_write import write_aside
+from heads.formats.assembly import assemble, convert, list_names
 from heads.formats.eagle import export_eagle, export_eagle3, read_eagle, read_eagle3
-from heads.formats.layout import (
-    MAP,
-    OWN,
-    ConfigDict,
-    Head,
-    Layout,
-    Shapes,
-    build_empty,
-    read_own,
-    read_token_map,
-    replace_prefix,
-    section,
-    sort_vocabulary,
-)
+from heads.formats.layout import MAP, OWN, ConfigDict, Head, Layout, Shapes, read_own, read_token_map, section
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
@@ -52,7 +39,7 @@ def load_head(
         tensors = read_token_map(tensors, own.get(MAP))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         layout = read_own(own) if "kind" in own else _find_layout(shapes, config, vocab_size, layers)
-        return _assemble(layout, tensors, dtype)
+        return assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
@@ -79,7 +66,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
     path.mkdir(parents=True, exist_ok=True)
-    stored = {name: _convert(tensor, dtype).cpu() for name, tensor in states.items()}
+    stored = {name: convert(tensor, dtype).cpu() for name, tensor in states.items()}
     weights = save(stored, {"format": "pt", OWN: json.dumps(config)})
     write_aside(path / WEIGHTS, lambda file: file.write(weights))
     write_aside(path / CONFIG, lambda file: file.write(_format(config).encode()))
@@ -93,7 +80,7 @@ def _check_overwrite(path: Path) -> None:
     with suppress(ValueError):
         if not held or (held[0] == WEIGHTS and OWN in _read_config(path, read_weights(path)[1])):
             return
-    raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({_list(held)})")
+    raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({list_names(held)})")
 
 
 def _format(config: dict[str, Any]) -> str:
@@ -111,7 +98,7 @@ def _find_layout(shapes: Shapes, config: ConfigDict, vocab_size: int | None, lay
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
     if any(name.startswith("model.layers.") for name in shapes):
         raise ValueError("it seems to be a whole model without heads")
-    raise ValueError(f"its tensors are of no known head: {_list(sorted(shapes))}")
+    raise ValueError(f"its tensors are of no known head: {list_names(sorted(shapes))}")
 
 
 def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -119,43 +106,3 @@ def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if OWN in metadata:
         return dict(json.loads(metadata[OWN]))
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-
-
-def _assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
-    """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
-    head = build_empty(layout.config)
-    expected = {name: list(state.shape) for name, state in head.state_dict().items()}
-    names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
-    states = {ours: tensors[name] for ours, name in names.items() if name in tensors}
-    if MAP in states:
-        sort_vocabulary(states, layout.config.vocab_size)
-    wrong = []
-    for ours, state in states.items():
-        if list(state.shape) != expected[ours]:
-            wrong.append(f"{names[ours]} is {list(state.shape)}, not {expected[ours]}")
-        elif not state.is_floating_point() and ours != MAP:
-            wrong.append(f"{names[ours]} is of {state.dtype}, not of a floating-point type")
-    known = {*names.values(), *layout.ignored}
-    faults = {
-        "missing": [names[ours] for ours in expected if ours not in states],
-        "unexpected": [name for name in tensors if name not in known],
-        "wrong": wrong,
-    }
-    if found := [f"{fault}: {_list(named)}" for fault, named in faults.items() if named]:
-        raise ValueError("; ".join(found))
-    dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
-    states = {ours: _convert(state, dtype, copy=True) for ours, state in states.items()}  # out of the mapped file
-    if bad := [names[ours] for ours, state in states.items() if not bool(state.isfinite().all())]:
-        raise ValueError(f"values are NaN or infinite in {str(dtype).removeprefix('torch.')}: {_list(bad)}")
-    head.load_state_dict(states, assign=True)
-    return head
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _convert(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor:
-    """The tensor as contiguous memory in this dtype; integers keep theirs."""
-    dtype = dtype if tensor.is_floating_point() else None
-    return tensor.detach().to(dtype or tensor.dtype, copy=copy, memory_format=torch.contiguous_format)

@@ -62,10 +62,14 @@ class LayerCache:
             mask = hide(torch.arange(used, device=device) > own[..., None], queries.dtype)[:, None]
             if min(self.lengths) < longest:
                 slots = own
-        self.keys, self.values = (
-            _write(held, new.detach(), slots, used) for held, new in ((self.keys, keys), (self.values, values))
-        )
-        return self.attention(queries, self.keys[:, :, :used], self.values[:, :, :used], mask)
+        keys, values = keys.detach(), values.detach()
+        if self.keys is None:
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        self.reserve(used)
+        for held, new in zip(self.allocated(), (keys, values), strict=True):
+            _put(held, new, slots)
+        keys, values = (held[:, :, :used] for held in self.allocated())
+        return self.attention(queries, keys, values, mask)
 
     def reserve(self, slots: int) -> None:
         """Make room for so many slots. For a cache that was written to."""
@@ -105,8 +109,8 @@ class LayerCache:
         """Keep only these rows of the batch, in this order."""
         self._lengths = None
         self.lengths = [self.lengths[row] for row in rows]
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]
+        if self.keys is not None:
+            self.keys, self.values = (held[list(rows)] for held in self.allocated())
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,6 @@ class FixedSlots:
 def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that hides what is true in `hidden`, to add to scores of this dtype."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def _write(held: Tensor | None, new: Tensor, slots: slice | Tensor, used: int) -> Tensor:
-    """Write new keys or values as `_put` does. Reallocates if fewer than `used` slots are held."""
-    held = _grow(new[:, :, :0] if held is None else held, used)
-    _put(held, new, slots)
-    return held
 
 
 def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.layer_cache import Attend, attend
-from heads.rope import RopeScaling, RotaryTable, rotary_table, rotate
+from heads.rope import RotaryTable, Scaling, check_scaling, find_frequencies, rotate
 
 Positions: TypeAlias = Tensor | RotaryTable  # of tokens, or the table of these positions if it is known already
 
@@ -30,7 +30,7 @@ class LayerConfig:
     input_norm: bool = True  # before attention; not needed if the layer's input is normed already
     qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
     qk_norm: bool = False  # of each head's queries and keys before rotation, as in Qwen3
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         queries, keys = self.num_attention_heads, self.num_key_value_heads
@@ -38,10 +38,19 @@ class LayerConfig:
             raise ValueError(f"{queries} attention heads cannot share {keys} key-value heads; use a multiple of {keys}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.rope_scaling is not None:
+            check_scaling(self.rope_scaling)
 
     def rotary_table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """The table of positions [B, T], for states of this dtype."""
-        return rotary_table(positions, self.head_dim, self.rope_theta, self.rope_scaling, dtype)
+        """The table of positions [B, T], for states of this dtype.
+
+        Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
+        """
+        wide, device = torch.promote_types(dtype, torch.float32), positions.device
+        frequencies, strength = find_frequencies(self.rope_scaling, self.rope_theta, self.head_dim, wide, device)
+        angles = positions[:, None, :, None] * frequencies
+        table = angles.cos(), angles.sin()
+        return RotaryTable(*((part if strength == 1 else strength * part).to(dtype) for part in table))
 
 
 class DecoderLayer(nn.Module):

@@ -5,48 +5,31 @@ Shapes: B rows, T tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SCALINGS = {  # the parameters of each type, in addition to the factor
+NEEDED = {  # the parameters that each type of scaling needs, in addition to the factor
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("original_max_position_embeddings",),
 }
+OPTIONAL = ("beta_fast", "beta_slow", "attention_factor")  # of yarn
+Scaling: TypeAlias = Mapping[str, Any]  # a `rope_type` and its parameters, with transformers' names and meanings
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """A RoPE scaling, with transformers' names and meanings.
-
-    Raises ValueError if the type is not in `SCALINGS` or lacks the original context length it needs.
-    """
-
-    rope_type: str
-    factor: float
-    original_max_position_embeddings: int | None = None  # tokens; llama3 and yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1 (Peng et al., "YaRN", 2023, section 3.4)
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in SCALINGS:
-            raise ValueError(f"rope_type is {self.rope_type!r}; it can be default, {', '.join(SCALINGS)}")
-        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            raise ValueError(f"rope_type {self.rope_type!r} needs original_max_position_embeddings")
-
-    def describe(self) -> dict[str, str | float]:
-        """The scaling as `rope_scaling` of a config, without the parameters that its type does not have."""
-        values = {name: getattr(self, name) for name in ("rope_type", "factor", *SCALINGS[self.rope_type])}
-        return {name: value for name, value in values.items() if value is not None}
+def check_scaling(scaling: Scaling) -> None:
+    """Raise ValueError if the type is unknown or lacks a parameter."""
+    rope_type = scaling.get("rope_type")
+    if rope_type not in NEEDED:
+        raise ValueError(f"rope_type is {rope_type!r}; it can be default, {', '.join(NEEDED)}")
+    if missing := [name for name in ("factor", *NEEDED[rope_type]) if name not in scaling]:
+        raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}")
 
 
 class RotaryTable(NamedTuple):
@@ -60,23 +43,8 @@ class RotaryTable(NamedTuple):
         return RotaryTable(*(each[:, :, begin:end] for each in self))
 
 
-def rotary_table(
-    positions: Tensor, size: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> RotaryTable:
-    """The `RotaryTable` for heads of `size` D at positions [B, T].
-
-    Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    frequencies, strength = _find_frequencies(scaling, theta, size, wide, positions.device)
-    angles = positions[:, None, :, None] * frequencies
-    table = angles.cos(), angles.sin()
-    cosines, sines = table if strength == 1 else (strength * part for part in table)
-    return RotaryTable(cosines.to(dtype), sines.to(dtype))
-
-
 def rotate(states: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate states [B, heads, T, D] by their positions' `rotary_table`.
+    """Rotate states [B, heads, T, D] by the table of their positions.
 
     Elements i and i + D/2 of a head form a pair, as in Llama.
     """
@@ -85,27 +53,24 @@ def rotate(states: Tensor, table: RotaryTable) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # torch.compile would compute them anew each time
-def _find_frequencies(
-    scaling: RopeScaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
+def find_frequencies(
+    scaling: Scaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, float]:
-    """`_compute_frequencies`, once."""
-    return _compute_frequencies(scaling, theta, size, dtype, device)
+    """Each of a head's D elements' frequency [D], and the factor that multiplies queries and keys.
+
+    Those of the first half are negative. So the sine of an angle has the sign with which it multiplies the other half.
+    """
+    return _compute_frequencies(scaling and tuple(scaling.items()), theta, size, dtype, device)
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)  # cached tensors must also work in training
-def _compute_frequencies(
-    scaling: RopeScaling | None, theta: float, size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, float]:
-    """Each element's frequency [D], and the factor that multiplies queries and keys.
-
-    Those of the first half are negative. So the sine of an angle has the sign with which it multiplies the other half.
-    """
+def _compute_frequencies(scaling: Any, theta: float, size: int, dtype: Any, device: Any) -> tuple[Tensor, float]:
     strength = 1.0
     if scaling is None:
         frequencies = theta ** -(torch.arange(size // 2, dtype=dtype, device=device) / (size // 2))
     else:
         config = LlamaConfig(hidden_size=size, num_attention_heads=1, head_dim=size)
-        config.rope_parameters = {"rope_theta": theta, **scaling.describe()}
-        frequencies, strength = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, device)
+        config.rope_parameters = {"rope_theta": theta, **dict(scaling)}
+        frequencies, strength = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, device)
     return torch.cat([-frequencies, frequencies]).to(dtype), float(strength)

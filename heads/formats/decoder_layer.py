@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from heads.eagle import Eagle3Config, EagleConfig
 from heads.formats.layout import ConfigDict, Shapes, extent, number, section
 from heads.layers import LayerConfig
-from heads.rope import RopeScaling
+from heads.rope import NEEDED, OPTIONAL, Scaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
-OTHER_ROPE_KEYS = {"rope_theta", "type", "truncate", "partial_rotary_factor"}  # allowed next to a scaling's parameters
+OTHER_ROPE_KEYS = {
+    "rope_type",
+    "rope_theta",
+    "type",
+    "truncate",
+    "partial_rotary_factor",
+}  # allowed next to a scaling's parameters
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 
@@ -55,11 +60,11 @@ def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: 
     return int(head_dim)
 
 
-def _read_scaling(config: ConfigDict) -> RopeScaling | None:
+def _read_scaling(config: ConfigDict) -> Scaling | None:
     """The scaling in `rope_scaling` (the older form) or `rope_parameters` (transformers 5)."""
     scaling = section(config, "rope_scaling") or section(config, "rope_parameters")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    known = [field.name for field in fields(RopeScaling)]
+    known = ["factor", *NEEDED["llama3"], *OPTIONAL]
     unknown = [value for key, value in scaling.items() if value is not None and key not in {*known, *OTHER_ROPE_KEYS}]
     if rope_type == "default":  # its parameters do not matter, but one set for each layer type does
         unknown = [value for value in unknown if isinstance(value, Mapping)]
@@ -67,19 +72,16 @@ def _read_scaling(config: ConfigDict) -> RopeScaling | None:
         raise ValueError(f"its config has rotary positions {dict(scaling)}; supported are rope_theta and {known}")
     if rope_type == "default":
         return None
-    given: dict[str, Any] = {key: value for key in known[1:] if (value := number(scaling, key)) is not None}
-    if "factor" not in given:
-        raise ValueError(f"its config has rope_type: {rope_type!r} without a factor")
-    if rope_type != "linear" and (context := number(config, "max_position_embeddings")) is not None:
-        given.setdefault("original_max_position_embeddings", context)
-    return RopeScaling(rope_type, **given)
+    context = number(config, "max_position_embeddings")
+    original = {"original_max_position_embeddings": context} if context and NEEDED.get(rope_type) else {}
+    given = {key: value for key in known if (value := number(scaling, key)) is not None}
+    return {"rope_type": rope_type, **original, **given}
 
 
 def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
     """What the configs of both EAGLE formats have in common, for transformers 4 and 5."""
     layer = config.layer
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    scaling = None if layer.rope_scaling is None else layer.rope_scaling.describe()
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -89,8 +91,8 @@ def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": layer.qkv_bias,
         "mlp_bias": False,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": layer.rope_theta},
+        "rope_scaling": layer.rope_scaling,
+        "rope_parameters": {"rope_type": "default", **(layer.rope_scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "tie_word_embeddings": False,
     }

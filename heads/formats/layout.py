@@ -17,7 +17,6 @@ from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
-from heads.rope import RopeScaling
 from heads.vocabulary import HeadConfig
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
@@ -134,9 +133,8 @@ def read_own(own: ConfigDict) -> Layout:
     settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
     try:
         for name in ("layer", "prefix"):
-            if layer := settings.get(name):
-                scaling = layer.get("rope_scaling")
-                settings[name] = LayerConfig(**{**layer, "rope_scaling": scaling and RopeScaling(**scaling)})
+            if settings.get(name):
+                settings[name] = LayerConfig(**settings[name])
         if "features" in settings:
             settings["features"] = tuple(settings["features"])
         return Layout(HEADS[own["kind"]][1](**settings), ignored=EXTRA.get(own["kind"], set()))
@@ -165,20 +163,3 @@ def read_token_map(tensors: Mapping[str, Tensor], listed: Any) -> dict[str, Tens
     elif marked is not None:
         found[MAP] = marked
     return found
-
-
-def sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
-    """Sort the token map, and the rows of the output matrices with it, in place. A map of all tokens is dropped.
-
-    Raises ValueError if the map is not a list of different tokens.
-    """
-    tokens = states.pop(MAP)
-    valid = tokens.ndim == 1 and not tokens.is_floating_point() and tokens.unique().numel() == tokens.numel() > 0
-    if not valid or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
-    tokens, order = tokens.long().sort()
-    for name, rows in states.items():
-        if name.startswith("lm_head") and rows.shape[:1] == tokens.shape:
-            states[name] = rows[order]
-    if len(tokens) < vocab_size:
-        states[MAP] = tokens

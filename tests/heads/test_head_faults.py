@@ -94,7 +94,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle", {"embed_tokens.weight": None}, {"vocab_size": None}, "pass vocab_size="),
         ("eagle", {}, {"hidden_act": "gelu"}, "hidden_act: 'gelu'; only silu"),
         ("eagle", {}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; it can"),
-        ("eagle", {}, {"rope_scaling": {"type": "linear"}}, "'linear' without a factor"),
+        ("eagle", {}, {"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ("eagle", {}, {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "'mscale': 1"),
         (
             "eagle",

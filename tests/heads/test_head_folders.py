@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from heads import RopeScaling, load_head, save_head
+from heads import load_head, save_head
 from tests.support.models import tiny
 from tests.support.published_heads import MEDUSA, READ, name_medusa, write
-from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, made
+from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, made
 
 ORIGIN = {"target_layers": 30, "target_name": "little"}
 FILES = ["config.json", "model.safetensors"]
-QWEN3 = {"qkv_bias": True, "qk_norm": True, "rope_scaling": RopeScaling("llama3", 8.0, 64)}
+QWEN3 = {"qkv_bias": True, "qk_norm": True, "rope_scaling": LLAMA3}
 FLAGS = dict.fromkeys(("embedding", "bias", "fc_norm", "norm_before_residual", "normed_feedback"), True)
-YARN = {"qkv_bias": True, "input_norm": True, "rope_scaling": RopeScaling("yarn", 2.0, 64)}
+QWEN2 = {"qkv_bias": True, "input_norm": True, "rope_scaling": YARN}
 HEADS: list[tuple[str, dict[str, Any]]] = [
     *(
         (kind, {**settings, "output": output, "draft_size": draft_size})
@@ -39,7 +39,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
         )
     ),
     ("eagle", {**ORIGIN, "max_position_embeddings": 512}),
-    ("eagle", {"layer": YARN, "bias": True, "draft_size": 5}),
+    ("eagle", {"layer": QWEN2, "bias": True, "draft_size": 5}),
     ("eagle3", {**ORIGIN, "draft_size": 5}),
     ("eagle3", {"output": "target"}),
     ("eagle3", {"layer": QWEN3, **FLAGS, "target_hidden_size": 12, "features": (1, 2)}),
@@ -143,7 +143,7 @@ def test_servers_can_read_an_eagle_head(tmp_path, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"draft_size": 5}, {"output": "target"}])
-@pytest.mark.parametrize("scaling", [None, RopeScaling("llama3", 8.0, 64)])
+@pytest.mark.parametrize("scaling", [None, LLAMA3])
 def test_servers_can_read_an_eagle3_head(tmp_path, settings, scaling):
     head = made("eagle3", layer={**SERVED, "rope_scaling": scaling}, max_position_embeddings=512, **settings)
     save_head(head, tmp_path)

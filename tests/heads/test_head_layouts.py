@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
-from heads import HydraHead, LayerConfig, MedusaHead, RopeScaling, load_head
+from heads import HydraHead, LayerConfig, MedusaHead, load_head
 from tests.support.models import tiny
 from tests.support.published_heads import (
     EAGLE,
@@ -96,7 +96,7 @@ def assert_same(loaded: Any, head: Any) -> None:
 
 QWEN2 = {"qkv_bias": True, "num_key_value_heads": 6, "rope_theta": 10_000.0}
 QWEN2_CONFIG = {"qkv_bias": True, "num_key_value_heads": None, "head_dim": 99, "rope_theta": None}
-LINEAR = {"layer": {"rope_scaling": RopeScaling("linear", 4.0)}}
+LINEAR = {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}}
 LAYOUTS = [
     ("medusa", {**FIVE, "target_name": VICUNA}, name_medusa, MEDUSA),
     ("medusa", {"output": "target"}, name_medusa, {"vocab_size": VOCABULARY, "version": "2"}),

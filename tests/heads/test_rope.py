@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads import RopeScaling
-from heads.rope import rotary_table, rotate
-from tests.support.small_heads import drawn
+from heads.rope import rotate
+from tests.support.small_heads import LAYER, LLAMA3, YARN, drawn
 
 
 @pytest.mark.parametrize(
     "scaling",
     [
         {"rope_type": "linear", "factor": 3.0},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.5,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 8.0,
-            "beta_slow": 2.0,
-        },
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 99, "attention_factor": 1.5},
+        LLAMA3,
+        YARN | {"original_max_position_embeddings": 128},
+        YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+        YARN | {"factor": 2.0, "attention_factor": 1.5},
     ],
 )
 def test_scaled_positions_match_transformers(scaling):
@@ -41,15 +30,20 @@ def test_scaled_positions_match_transformers(scaling):
     states, positions = drawn(1, 1, 6, 32), torch.tensor([[0, 1, 2, 7, 60, 200]])
     angles = positions[:, None, :, None] * frequencies.double()
     first, second = states.split(16, dim=-1)
-    rotated = torch.cat(
-        [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-    )
-    ours = rotate(states, rotary_table(positions, 32, 500.0, RopeScaling(**scaling), states.dtype))
+    cosines, sines = angles.cos(), angles.sin()
+    rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    layer = replace(LAYER, head_dim=32, rope_theta=500.0, rope_scaling=scaling)
+    ours = rotate(states, layer.rotary_table(positions, states.dtype))
     assert torch.allclose(ours, strength * rotated, rtol=0, atol=1e-4)
 
 
-def test_errors_name_what_a_scaling_lacks():
-    with pytest.raises(ValueError, match="rope_type is 'dynamic'; it can be default, linear, llama3, yarn"):
-        RopeScaling("dynamic", 2.0)
-    with pytest.raises(ValueError, match="'yarn' needs original_max_position_embeddings"):
-        RopeScaling("yarn", 2.0)
+@pytest.mark.parametrize(
+    ("scaling", "fault"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic'; it can be default, linear, llama3, yarn"),
+        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' needs original_max_position_embeddings"),
+    ],
+)
+def test_errors_name_what_a_scaling_lacks(scaling, fault):
+    with pytest.raises(ValueError, match=fault):
+        replace(LAYER, rope_scaling=scaling)

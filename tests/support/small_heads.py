@@ -14,6 +14,8 @@ from tests.support.drafting import draw_head
 
 HIDDEN, VOCABULARY = 8, 13
 LAYER = LayerConfig(6, 2, 4, 10, rope_theta=50.0, rms_norm_eps=1e-3)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.5, "high_freq_factor": 4.0}
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
