@@ -17,7 +17,7 @@ OTHER_ROPE_KEYS = {
     "type",
     "truncate",
     "partial_rotary_factor",
-}  # allowed next to a scaling's parameters
+}  # and a scaling's parameters
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 

@@ -1,22 +1,18 @@
-"""EAGLE heads, compared with plain tensor operations that run path by path, without cache and tree mask."""
+"""EAGLE heads, compared with plain tensor operations."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from heads import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, LayerCache, choose_features
-from heads.layer_cache import hide
+from heads import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
 from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, PlainLayer, close, drawn, made
 
 WIDE = 12  # a target's hidden size that differs from the head's
-PATHS = [(0,), (1,), (0, 2), (0, 3), (1, 4)]  # each node of a tree of two levels, after its ancestors
-STEM = 5
 
 
 class Reference(PlainLayer):
@@ -33,7 +29,7 @@ class Reference(PlainLayer):
         joined = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)], dim=-1)
         return self.multiply("fc", self.norm("input_norm", joined))
 
-    def run_once(self, embedded: Tensor, features: Tensor) -> Tensor:
+    def run_head(self, embedded: Tensor, features: Tensor) -> Tensor:
         if not self.eagle3:
             fused = self.multiply("fc", torch.cat([embedded, features], dim=-1))
             return self.run(fused, self.norm("input_layernorm", fused))
@@ -42,34 +38,9 @@ class Reference(PlainLayer):
         states = self.run(normed if self.head.norm_before_residual else features, joined)
         return self.norm("norm", states) if self.head.normed_feedback else states
 
-    def run_path(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """The states of a path. A token without a feature uses the state before it."""
-        while len(features) < len(embedded):
-            features = torch.cat([features, self.run_once(embedded[: len(features)], features)[-1:]])
-        return self.run_once(embedded, features)
-
     def logits(self, states: Tensor, matrix: Tensor) -> Tensor:
         is_normed = not self.eagle3 or self.head.normed_feedback
         return (states if is_normed else self.norm("norm", states)) @ matrix.T
-
-
-def draft(head: Any, embedded: Tensor, features: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """States of a stem [1, T], two tokens a call, and of the nodes [1, 5] of `PATHS`, a level a call, with a cache."""
-    cache, states = LayerCache(1), []
-    for tokens, given in zip(embedded.split(2, dim=1), head.fuse(features).split(2, dim=1), strict=True):
-        positions = cache.positions(tokens.shape[1], tokens.device)
-        states.append(head(tokens, given, positions, cache.attend))
-        cache.keep([tokens.shape[1]])
-    stem_states = torch.cat(states, dim=1)
-    seen = torch.tensor([[place < STEM or place - STEM in path for place in range(STEM + 5)] for path in PATHS])
-    mask = hide(~seen, features.dtype)[None, None]
-    for _ in range(2):  # the second draft overwrites the first
-        parents = stem_states[:, [-1, -1]]
-        first, second = (partial(cache.attend, mask=part) for part in (mask[..., :2, : STEM + 2], mask[..., 2:, :]))
-        one = head(nodes[:, :2], parents, torch.full((1, 2), STEM), first)
-        two = head(nodes[:, 2:], one[:, [0, 0, 1]], torch.full((1, 3), STEM + 1), second)
-    assert cache.lengths == [STEM]
-    return stem_states, torch.cat([one, two], dim=1)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +57,6 @@ def draft(head: Any, embedded: Tensor, features: Tensor, nodes: Tensor) -> tuple
     ],
 )
 def test_states_and_logits_match_the_reference(kind, settings):
-    """Without a cache, with a cache, and as a tree."""
     head = made(kind, **settings)
     reference, matrix = Reference(head), head.output_layer(0)[0]
     if kind == "eagle":
@@ -94,20 +64,14 @@ def test_states_and_logits_match_the_reference(kind, settings):
         assert torch.equal(matrix, whole if head.token_map is None else whole[head.token_map])
         assert head.features == (-1,)
     assert (head.embed_tokens is not None) == settings.get("embedding", False)
-    embedded, nodes = drawn(2, STEM, HIDDEN, seed=2), drawn(2, 5, HIDDEN, seed=4)
-    features = drawn(2, STEM, head.target_hidden_size * len(head.features), seed=3)
-    states = head(embedded, head.fuse(features), torch.arange(STEM)[None])
+    embedded, features = drawn(2, 7, HIDDEN, seed=2), drawn(2, 7, head.target_hidden_size * len(head.features), seed=3)
+    states = head(embedded, head.fuse(features), torch.arange(7)[None])
+    again = head(embedded, states, torch.arange(7)[None])  # states are fed back
     for row in range(2):
-        fused = reference.fuse(features[row])
-        expected = reference.run_path(embedded[row], fused)
+        expected = reference.run_head(embedded[row], reference.fuse(features[row]))
         assert close(states[row], expected)
         assert close(head.logits(states)[row], reference.logits(expected, matrix))
-        stem_states, tree = draft(head, embedded[[row]], features[[row]], nodes[[row]])
-        assert close(stem_states[0], expected)
-        for node, path in enumerate(PATHS):
-            state = reference.run_path(torch.cat([embedded[row], nodes[row, list(path)]]), fused)[-1]
-            assert close(tree[0, node], state)
-            assert close(head.logits(tree)[0, node], reference.logits(state, matrix))
+        assert close(again[row], reference.run_head(embedded[row], expected))
 
 
 def test_new_heads_repeat_their_deepest_feature():
@@ -116,15 +80,6 @@ def test_new_heads_repeat_their_deepest_feature():
     assert torch.equal(eagle(embedded, features[..., :HIDDEN], torch.arange(4)[None]), features[..., :HIDDEN])
     eagle3 = Eagle3Head(Eagle3Config(HIDDEN, VOCABULARY, LAYER, (2, 5, 9))).double()
     assert torch.equal(eagle3(embedded, eagle3.fuse(features), torch.arange(4)[None]), features[..., -HIDDEN:])
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_gradients_reach_every_weight(kind):
-    head, embedded = made(kind), drawn(2, 4, HIDDEN)
-    features = drawn(2, 4, HIDDEN * len(head.features), seed=2)
-    states = head(embedded, head.fuse(features), torch.arange(4)[None])
-    head.logits(head(embedded, states, torch.arange(1, 5)[None])).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
 def test_the_default_layers_differ_from_each_other():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from heads import LayerCache, LayerConfig, MedusaConfig, MedusaHead
 from heads.hydra import HydraConfig, HydraHead
+from heads.layer_cache import hide
 from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, PlainLayer, close, drawn, made, silu
 
 
@@ -110,6 +112,20 @@ def test_a_cache_keeps_its_content_when_it_grows():
     assert close(torch.cat(parts, dim=1), head.contextualize(features))
 
 
+def test_a_draft_tree_attends_to_the_cache_without_changing_it():
+    head, cache = made("eagle"), LayerCache(1)
+    embedded, features, places = drawn(1, 7, HIDDEN), drawn(1, 7, HIDDEN, seed=2), torch.arange(7)[None]
+    head(embedded[:, :5], features[:, :5], places[:, :5], cache.attend)
+    cache.keep([5])
+    hidden = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+    attend = partial(cache.attend, mask=hide(hidden, torch.float64)[None, None])
+    for _ in range(2):  # the second pass overwrites the first
+        tried = head(embedded[:, 5:], features[:, 5:], torch.tensor([[5, 5]]), attend)
+        for node in (5, 6):
+            path = [*range(5), node]
+            assert close(tried[:, node - 5], head(embedded[:, path], features[:, path], places[:, :6])[:, 5])
+
+
 def test_new_heads_return_their_input():
     features, embedded = drawn(2, 3, HIDDEN), drawn(2, 3, 2, HIDDEN, seed=2)
     medusa = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, layers=2)).double()
@@ -123,10 +139,19 @@ def test_new_heads_return_their_input():
     assert close(prefixed.contextualize(features), features / sizes)
 
 
-def test_gradients_reach_the_prefix_layer():
-    head = made("hydra", prefix=LAYER)
-    head.contextualize(drawn(2, 4, HIDDEN)).square().sum().backward()
-    assert all(parameter.grad is not None for parameter in head.prefix.parameters())
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
+def test_gradients_reach_every_weight(kind):
+    head, embedded = made(kind, **({"prefix": LAYER} if kind == "hydra" else {})), drawn(2, 4, HIDDEN)
+    features = drawn(2, 4, HIDDEN * len(head.features), seed=2)
+    if kind == "hydra":
+        states = head(head.contextualize(features), embedded[:, :, None], 0)
+    else:
+        states = head(embedded, head.fuse(features), torch.arange(4)[None])
+        states = head(embedded, states, torch.arange(1, 5)[None])
+    head.logits(states).square().sum().backward()
+    unused = ("1", "2")  # heads of Hydra
+    for name, parameter in head.named_parameters():
+        assert name.split(".")[1] in unused or (parameter.grad is not None and parameter.grad.any()), name
 
 
 def test_bfloat16_distinguishes_positions_beyond_256():
