@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from heads.atomic_write import write_aside
-from heads.formats.assembly import assemble, convert, list_names
 from heads.formats.eagle import export_eagle, export_eagle3, read_eagle, read_eagle3
-from heads.formats.layout import MAP, OWN, ConfigDict, Head, Layout, Shapes, read_own, read_token_map, section
+from heads.formats.layout import OWN, Head, Layout, assemble, convert, list_names, read_own, read_token_map, section
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
@@ -36,9 +36,8 @@ def load_head(
         tensors, metadata = read_weights(path)
         config = _read_config(path, metadata)
         own = section(config, OWN)
-        tensors = read_token_map(tensors, own.get(MAP))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        layout = read_own(own) if "kind" in own else _find_layout(shapes, config, vocab_size, layers)
+        tensors = read_token_map(tensors, own)
+        layout = read_own(own) if "kind" in own else _find_layout(tensors, config, vocab_size, layers)
         return assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
@@ -88,8 +87,11 @@ def _format(config: dict[str, Any]) -> str:
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))
 
 
-def _find_layout(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout:
-    """The layout of tensors with these names and shapes. Raises ValueError if they are of no known head."""
+def _find_layout(
+    tensors: Mapping[str, Tensor], config: dict[str, Any], vocab_size: int | None, layers: int | None
+) -> Layout:
+    """The layout of published tensors. Raises ValueError if they are of no known head."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
     layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
     if layout:

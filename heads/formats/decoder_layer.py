@@ -11,13 +11,8 @@ from heads.layers import LayerConfig
 from heads.rope import NEEDED, OPTIONAL, Scaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
-OTHER_ROPE_KEYS = {
-    "rope_type",
-    "rope_theta",
-    "type",
-    "truncate",
-    "partial_rotary_factor",
-}  # and a scaling's parameters
+# What rotary positions can have in addition to a scaling's parameters.
+OTHER_ROPE_KEYS = {"rope_type", "rope_theta", "type", "truncate", "partial_rotary_factor"}
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 

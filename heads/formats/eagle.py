@@ -22,7 +22,6 @@ from heads.formats.layout import (
     ConfigDict,
     Layout,
     Shapes,
-    count,
     extent,
     number,
     read_common,
@@ -137,7 +136,7 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
     SpecForge, whose configs are flat and whose layer is `midlayer`: the output matrix reads normed states.
     """
     nested, norm_output = NESTED in config, config.get("norm_output")
-    fc_norm = bool(config.get("fc_norm")) or bool(count("fc_norm.{}.weight", shapes))
+    fc_norm = bool(config.get("fc_norm")) or any(name.startswith("fc_norm.") for name in shapes)
     is_feedback = nested or fc_norm or prefix == LAYER
     return {
         "fc_norm": fc_norm,

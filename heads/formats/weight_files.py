@@ -22,14 +22,11 @@ NAMES = (  # in this order: a head's own file comes before a whole model in the 
 )
 
 
-def refuse_absent(path: Path) -> None:
-    """Raise ValueError for a file without its content: empty, or a Git LFS pointer."""
+def refuse_pointer(path: Path) -> None:
+    """Raise ValueError for a Git LFS pointer in the place of a file."""
     with path.open("rb") as file:
-        begin = file.read(len(POINTER))
-    if begin == POINTER:
-        raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
-    if not begin:
-        raise ValueError(f"{path.name} is damaged: it is empty")
+        if file.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
 
 
 def _find_weights(folder: Path) -> list[Path]:
@@ -56,7 +53,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     tensors, metadata = dict[str, Tensor](), dict[str, str]()
     for path in _find_weights(folder):
-        refuse_absent(path)
+        refuse_pointer(path)
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:
@@ -80,7 +77,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file's object. Raises ValueError if it is not JSON or not an object."""
-    refuse_absent(path)
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

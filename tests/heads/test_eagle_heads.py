@@ -92,15 +92,6 @@ def test_the_default_layers_differ_from_each_other():
         assert chosen[0] >= 1 and chosen[-1] <= layers - (layers > 3)
 
 
-def test_a_target_that_does_not_fit_is_refused():
-    head = made("eagle3", target_hidden_size=WIDE, embedding=True, target_name="little")
-    head.check_target(WIDE, VOCABULARY, 9)
-    with pytest.raises(ValueError, match="for little, whose hidden size is 12; this target's is 8"):
-        head.check_target(HIDDEN, VOCABULARY, 9)
-    with pytest.raises(ValueError, match="reads layer 9; this target has 8 layers"):
-        head.check_target(WIDE, VOCABULARY, 8)
-
-
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [

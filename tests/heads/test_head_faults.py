@@ -11,30 +11,21 @@ import pytest
 import torch
 
 from heads import load_head
-from tests.support.published_heads import (
-    EAGLE,
-    HYDRA,
-    MEDUSA,
-    READ,
-    SPECULATORS,
-    name_eagle,
-    name_eagle3,
-    name_hydra,
-    name_medusa,
-    write,
-)
+from heads.formats.eagle import READ
+from tests.support import published_heads as published
 from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, drawn, made
 
+PROJECTED = {"output": "own", "output_bias": True, "projected": True}
 SAVED = made("hydra", prefix=LAYER, draft_size=5)
 # Intact files: tensors and config.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({}, {}),
-    "medusa": (name_medusa(made("medusa", output="own", heads=5)), MEDUSA),
+    "medusa": (published.name_medusa(made("medusa", output="own", heads=5)), published.MEDUSA),
     "mapped": (made("medusa", draft_size=5).state_dict(), {"vocab_size": VOCABULARY, "truncated_vocab_size": 5}),
-    "hydra": (name_hydra(made("hydra", output="own", output_bias=True, projected=True, layers=2)), HYDRA),
+    "hydra": (published.name_hydra(made("hydra", layers=2, **PROJECTED)), published.HYDRA),
     "saved": (SAVED.state_dict(), {"draftless": {"kind": "hydra", **asdict(SAVED.config)}}),
-    "eagle": (name_eagle(made("eagle")), EAGLE | {"bias": False}),
-    "eagle3": (name_eagle3(made("eagle3", draft_size=5)), EAGLE | {READ: [2, 5, 9]}),
+    "eagle": (published.name_eagle(made("eagle")), published.EAGLE | {"bias": False}),
+    "eagle3": (published.name_eagle3(made("eagle3", draft_size=5)), published.EAGLE | {READ: [2, 5, 9]}),
 }
 BLOCKS = {f"{i}.0.linear.weight": None for i in range(1, 5)}
 TWO_HEADS = {name: None for name in FILES["medusa"][0] if name[0] in "12" or name == "0.1.weight"}
@@ -43,6 +34,8 @@ PREFIX_NORM = {"prefix_embeding_layer.norm.weight": drawn(8)}
 OTHER_LAYER = {f"layers.1.mlp.{name}_proj.weight": drawn(10, 8) for name in ("gate", "up")}
 NO_MAP = {"d2t": None, "t2d": None}
 NO_ATTENTION = "seems to be an EAGLE head without attention"
+UNSCALED = {"max_position_embeddings": None, "rope_scaling": {"type": "yarn", "factor": 2.0}}
+TURBO = {**published.SPECULATORS, "turbo": True}
 INDEX = "model.safetensors.index.json"
 WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
 
@@ -94,6 +87,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle", {"embed_tokens.weight": None}, {"vocab_size": None}, "pass vocab_size="),
         ("eagle", {}, {"hidden_act": "gelu"}, "hidden_act: 'gelu'; only silu"),
         ("eagle", {}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; it can"),
+        ("eagle", {}, UNSCALED, "'yarn' needs original_max_position_embeddings"),
         ("eagle", {}, {"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ("eagle", {}, {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "'mscale': 1"),
         (
@@ -120,7 +114,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle3", {}, {READ: [9, 5, 2]}, r"\[9, 5, 2\]; it must be ascending"),
         ("eagle3", {}, {READ: "all"}, "'all'; it must be a list of layers"),
         ("eagle3", OTHER_LAYER, {}, "unexpected: layers.1.mlp.gate_proj.weight, "),
-        ("eagle3", {}, {**SPECULATORS, "turbo": True}, "its config has turbo: true, which is unknown; known are"),
+        ("eagle3", {}, TURBO, "its config has turbo: true, which is unknown; known are"),
         ("none", {"fc.weight": drawn(8, 16), "layers.0.mlp.up_proj.weight": drawn(8, 8)}, {}, NO_ATTENTION),
         ("none", {"fc.weight": drawn(8, 24), "midlayer.hidden_norm.weight": drawn(8)}, {}, NO_ATTENTION),
         ("none", {"model.layers.0.mlp.up_proj.weight": drawn(8, 8)}, {}, "seems to be a whole model without heads"),
@@ -130,9 +124,9 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_faulty_file_is_named(tmp_path, name, file, changed, config, fault):
-    tensors, published = FILES[file]
+    tensors, intact = FILES[file]
     tensors = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
-    write(tmp_path, name, tensors, published | config)
+    published.write(tmp_path, name, tensors, intact | config)
     with pytest.raises(ValueError, match=fault) as error:
         load_head(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
@@ -140,28 +134,28 @@ def test_a_faulty_file_is_named(tmp_path, name, file, changed, config, fault):
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "none"])
 def test_the_files_have_no_fault_before(tmp_path, file):
-    load_head(write(tmp_path, "model.safetensors", *FILES[file]))
+    load_head(published.write(tmp_path, "model.safetensors", *FILES[file]))
 
 
 @pytest.fixture(params=["medusa_lm_head.safetensors", "medusa_lm_head.pt", "old.pt", "pytorch_model.bin"])
-def published(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def intact_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An intact file of each format, including that of PyTorch before 1.6."""
     path = tmp_path / request.param.replace("old", "medusa_lm_head")
     tensors, config = FILES["medusa"]
-    write(tmp_path, path.name, tensors, config)
+    published.write(tmp_path, path.name, tensors, config)
     if request.param == "old.pt":
         torch.save(tensors, path, _use_new_zipfile_serialization=False)
     return path
 
 
-def test_truncated_files_and_files_of_another_format(published):
-    load_head(published.parent)
-    intact = published.read_bytes()
+def test_truncated_files_and_files_of_another_format(intact_file):
+    load_head(intact_file.parent)
+    intact = intact_file.read_bytes()
     sizes = (0, 1, 7, 100, len(intact) // 2, len(intact) - 100, len(intact) - 1)
     for content in (*(intact[:size] for size in sizes), b"<html>404: not found</html>" * 100):
-        published.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{published.name} is damaged") as error:
-            load_head(published.parent)
+        intact_file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{intact_file.name} is damaged") as error:
+            load_head(intact_file.parent)
         assert "\n" not in str(error.value) and "weights_only" not in str(error.value)
 
 
@@ -200,7 +194,7 @@ def test_faulty_json_is_named(tmp_path, name, content, fault):
     folder = tmp_path / "head"
     folder.mkdir()
     if name == "config.json":
-        write(folder, "model.safetensors", FILES["mapped"][0])
+        published.write(folder, "model.safetensors", FILES["mapped"][0])
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=fault):
         load_head(folder)

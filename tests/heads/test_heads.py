@@ -181,10 +181,14 @@ def test_errors_name_what_does_not_fit():
     head = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, output="target", target_layers=6, target_name="little"))
     head.check_target(HIDDEN, VOCABULARY, 6)
     made("medusa").check_target(HIDDEN, VOCABULARY, 99)
+    eagle3 = made("eagle3", target_hidden_size=12, embedding=True)
+    eagle3.check_target(12, VOCABULARY, 9)
     for call, fault in (
         (lambda: head.check_target(16, VOCABULARY, 6), "for little, whose hidden size is 8; this target's is 16"),
         (lambda: head.check_target(HIDDEN, 14, 6), "vocabulary size is 13; this target's is 14"),
         (lambda: head.check_target(HIDDEN, VOCABULARY, 7), "number of layers is 6; this target's is 7"),
+        (lambda: eagle3.check_target(HIDDEN, VOCABULARY, 9), "whose hidden size is 12; this target's is 8"),
+        (lambda: eagle3.check_target(12, VOCABULARY, 8), "reads layer 9; this target has 8 layers"),
         (lambda: head.logits(drawn(1, HIDDEN), 0), "pass it to borrow"),
         (lambda: head.borrow(drawn(HIDDEN, VOCABULARY)), r"\[8, 13\]; this head needs \[13, 8\]"),
         (lambda: made("medusa", output="mine"), "choose own, shared or target"),

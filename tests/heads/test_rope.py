@@ -35,15 +35,3 @@ def test_scaled_positions_match_transformers(scaling):
     layer = replace(LAYER, head_dim=32, rope_theta=500.0, rope_scaling=scaling)
     ours = rotate(states, layer.rotary_table(positions, states.dtype))
     assert torch.allclose(ours, strength * rotated, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "fault"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type is 'dynamic'; it can be default, linear, llama3, yarn"),
-        ({"rope_type": "yarn", "factor": 2.0}, "'yarn' needs original_max_position_embeddings"),
-    ],
-)
-def test_errors_name_what_a_scaling_lacks(scaling, fault):
-    with pytest.raises(ValueError, match=fault):
-        replace(LAYER, rope_scaling=scaling)

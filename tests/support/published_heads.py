@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heads.formats.eagle import READ
 from tests.support.small_heads import HIDDEN, VOCABULARY, drawn
 
 Tensors = dict[str, Tensor]
-READ = "eagle_aux_hidden_state_layer_ids"
 VICUNA = "lmsys/vicuna-7b-v1.3"
 EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, HIDDEN, seed=5)}  # a copy of the target's
 
@@ -70,7 +69,7 @@ def write(folder: Path, name: str, tensors: Tensors, config: dict[str, Any] | No
     if name.endswith(".safetensors"):
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
     else:
-        torch.save(OrderedDict(tensors), folder / name)
+        torch.save(tensors, folder / name)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
