@@ -27,7 +27,17 @@ tokens and is larger"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = make_parser()
+    parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
+    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
+    parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
+    parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
+    parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
+    python_help = "for --serve: a Python that can import vLLM (default: the one that runs this)"
+    parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help=python_help)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         if not args.folder.is_dir():
@@ -41,21 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
-
-
-def make_parser() -> Parser:
-    parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
-    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
-    parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
-    parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
-    parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
-    python_help = "for --serve: a Python that can import vLLM (default: the one that runs this)"
-    parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help=python_help)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    return parser
 
 
 def export(folder: Path, into: Path, target: Target) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from decode import Target, generate
 from heads.formats.layout import Head
-from proposers import HeadProposer, load_proposer
+from proposers import load_proposer
 from proposers.calibration import FILE
 from scripts.checking.rules import Engine, Finding, error, find_faults, warning
 from scripts.checking.serving import PROMPTS, ServedResult, serve_head
@@ -70,7 +70,9 @@ def check_folder(
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
     tau, expected, served = None, None, None
     if decode:
-        tau, expected = measure_tau(target, proposer)
+        answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
+        tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
+        expected = proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
         findings += judge_tau(tau, expected)
     if engine_python is not None:
         served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
@@ -82,13 +84,6 @@ def check_folder(
 def has_error(findings: Sequence[Finding], engine: Engine) -> bool:
     """Whether something keeps an engine from serving the head as it was trained."""
     return any(each.level == "error" and each.engine in (engine, "both", "draftless") for each in findings)
-
-
-def measure_tau(target: Target, proposer: HeadProposer) -> tuple[float, float | None]:
-    """tau on `PROMPTS`, greedy, with trees of `NODES` nodes; and the one that the calibration expects, if any."""
-    answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
-    tokens, steps = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "steps"))
-    return tokens / steps, proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
 
 
 def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:

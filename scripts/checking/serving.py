@@ -40,10 +40,6 @@ ISOLATED = {"PYTHONSAFEPATH": "1"}  # folders of a script and of the user hide n
 SHOWN = 500  # characters of a reason
 
 
-class EngineFailure(Exception):
-    """vLLM gave no answers. The message is the reason, in one line."""
-
-
 @dataclass(frozen=True)
 class Answers:
     """A program's answers, and what it accepted."""
@@ -105,8 +101,8 @@ def serve_head(
 ) -> tuple[ServedResult | None, list[Finding]]:
     """The comparison and its findings; or None and the reason why vLLM does not serve it. python: one with vLLM."""
     dtype, model = str(target.dtype).removeprefix("torch."), str(target.model.name_or_path)
-    prompts, ours = draft_chains(folder, target, draft_tokens)
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    prompts, ours = draft_chains(folder, target, draft_tokens)
     request = {"model": model, "dtype": dtype, "prompts": prompts, "stop_ids": sorted(target.stop_ids)}
     request |= {"max_new_tokens": NEW_TOKENS, "draft_tokens": draft_tokens, "head": None, "method": None}
     name, fault = "engine-fails", "vLLM does not serve the model, with this head or without it"
@@ -115,7 +111,7 @@ def serve_head(
         plain = ask_engine(python, request)
         name, fault = "engine-refuses", f"vLLM {plain.versions['vllm']} serves the model, but not with this head"
         served = ask_engine(python, request | {"head": str(folder.resolve()), "method": kind})
-    except EngineFailure as reason:
+    except RuntimeError as reason:
         return None, [error("vllm", name, f"{fault}: {reason}")]
     result = ServedResult(kind, dtype, plain, served, ours)
     return result, list(result.check())
@@ -152,7 +148,7 @@ def check_engine(python: str) -> None:
 
 
 def ask_engine(python: str, request: Mapping[str, Any]) -> Answers:
-    """The answers of vLLM to a request. Raises EngineFailure if there are none."""
+    """The answers of vLLM to a request. Raises RuntimeError, with the reason in one line, if there are none."""
     settings: dict[str, Any] = {"text": True, "env": os.environ | ISOLATED, "start_new_session": True}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
@@ -160,18 +156,18 @@ def ask_engine(python: str, request: Mapping[str, Any]) -> Answers:
             try:
                 out, _ = process.communicate(json.dumps(request), TIMEOUT)
             except subprocess.TimeoutExpired:
-                raise EngineFailure(f"it did not answer within {TIMEOUT / 60:g} minutes") from None
+                raise RuntimeError(f"it did not answer within {TIMEOUT / 60:g} minutes") from None
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with all processes that vLLM started
         if process.returncode == -signal.SIGKILL:
-            raise EngineFailure("it was killed, most likely because memory ran out")
+            raise RuntimeError("it was killed, most likely because memory ran out")
         try:
             result: dict[str, Any] = json.loads(out)
         except ValueError:
             log.seek(0)
             last = (log.read().strip().splitlines() or ["it printed nothing"])[-1]
-            raise EngineFailure(f"it ended with status {process.returncode}: {last[:SHOWN]}") from None
+            raise RuntimeError(f"it ended with status {process.returncode}: {last[:SHOWN]}") from None
     if "error" in result:
-        raise EngineFailure(result["error"][:SHOWN])
+        raise RuntimeError(result["error"][:SHOWN])
     return Answers(**result)

@@ -19,7 +19,7 @@ from decode import Target, generate
 from decode.models import timed_model
 from decode.models.cost_curve import FIXED
 from scripts import bench
-from scripts.benchmark import files, measurement
+from scripts.benchmark import files, measurement, passes
 from scripts.benchmark.files import find_commit
 from scripts.benchmark.measurement import Question, form_groups, load_questions, take_evenly, trim_loop
 from scripts.benchmark.methods import parse_methods
@@ -351,7 +351,6 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
     ("lines", "message"),
     [
         ("\n \n", "is empty; it needs one JSON object a line"),
-        (f"{GOOD}\n{{", "line 2: this is not JSON"),
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id is a number or a name"),
         ('{"question_id": 1, "turns": ["?"]}', "line 1: category is a name"),
@@ -393,14 +392,25 @@ def test_there_are_questions_for_a_first_look() -> None:
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
         (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
         (["--from", "out.json"], "not allowed with argument"),
+        (["--passes", "--methods", "ngram"], "--methods is for --questions"),
+        (["--passes", "--batch-size", "2"], "--batch-size is for --questions"),
+        (["--passes", "--from", "x.json"], "not allowed with argument"),
+        (["--llama-bench", "x"], "--llama-bench is for --passes"),
+        (["--passes", "--llama-bench", "x"], "--llama-bench and --gguf need each other"),
+        (["--passes", "--gguf", "float32=x"], "--llama-bench and --gguf need each other"),
+        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "no/such: No such file"),
+        (["--passes", "--dtype", "bfloat16", "--llama-bench", "x", "--gguf", "float32=y"], "a file for float32, which"),
+        (["--passes", "--gguf", "int4=x"], "'int4=x' is not DTYPE=FILE with a DTYPE of float64, float32"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
     options: list[str], message: str, tmp_path: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
+    for module in (bench, passes):
+        monkeypatch.setattr(module, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
     (tmp_path / "good.jsonl").write_text(GOOD)
-    run_main(bench.main, "--questions", tmp_path / "good.jsonl", *options).refused(message)
+    questions = [] if "--passes" in options else ["--questions", tmp_path / "good.jsonl"]
+    run_main(bench.main, *questions, *options).refused(message)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])

@@ -26,7 +26,6 @@ from scripts.benchmark.passes import (
     OURS,
     find_medians,
     format_passes,
-    time_passes,
 )
 from tests.support.commands import Run
 from tests.support.models import tiny
@@ -73,7 +72,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_report_has_every_size_dtype_context_and_batch(report: dict[str, Any]) -> None:
+def test_report_has_its_settings_and_every_size_dtype_context_and_batch(report: dict[str, Any]) -> None:
     entries = report["passes"]
     names = ("engine", "dtype", "context", "batch")
     ours = [*product([OURS], ["float32", "bfloat16"], CONTEXTS, BATCH_SIZES)]
@@ -85,9 +84,6 @@ def test_report_has_every_size_dtype_context_and_batch(report: dict[str, Any]) -
         assert [len(samples) for samples in entry["samples_ms"]] == [count] * len(NODES)
         assert all(sample > 0 for samples in entry["samples_ms"] for sample in samples)
     assert all(find_medians(entry) == [2.0 * nodes for nodes in NODES] for entry in entries if entry["engine"] == LLAMA)
-
-
-def test_settings_and_machine(report: dict[str, Any]) -> None:
     assert list(report) == ["settings", "machine", "passes"]
     settings, machine = report["settings"], report["machine"]
     assert "/" not in json.dumps(settings)
@@ -160,7 +156,7 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(passes, "time_pass", time)
     targets = {name: Target(tiny("llama", dtype=getattr(torch, name))) for name in ("float32", "float64")}
-    entries = time_passes(targets, CONTEXTS, {"float32": run_llama}, 2)
+    entries = passes.time_passes(targets, CONTEXTS, {"float32": run_llama}, 2)
     all_passes = {*product([torch.float32, torch.float64], CONTEXTS, BATCH_SIZES, NODES)}
     count = 2 * len(all_passes) + 1
     rounds = [timed[:count], timed[count:]]
@@ -204,28 +200,6 @@ def test_a_program_that_fails_is_found_before_a_model_is_loaded(
     monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
     options = ["--llama-bench", write_program(tmp_path / "llama-bench", program), "--gguf", "float32=model.gguf"]
     run_main(bench.main, "--passes", *options).refused(message)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--passes", "--methods", "ngram"], "--methods is for --questions"),
-        (["--passes", "--batch-size", "2"], "--batch-size is for --questions"),
-        (["--passes", "--from", "x.json"], "not allowed with argument"),
-        (["--questions", "x.jsonl", "--llama-bench", "x"], "--llama-bench is for --passes"),
-        (["--passes", "--llama-bench", sys.executable], "--llama-bench and --gguf need each other"),
-        (["--passes", "--gguf", f"float32={__file__}"], "--llama-bench and --gguf need each other"),
-        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "no/such: No such file"),
-        (["--passes", "--dtype", "bfloat16", "--llama-bench", "x", "--gguf", "float32=y"], "a file for float32, which"),
-        (["--passes", "--gguf", "int4=x"], "'int4=x' is not DTYPE=FILE with a DTYPE of float64, float32"),
-        (["--passes", "--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_loaded(
-    options: list[str], message: str, run_main: Main, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
-    run_main(bench.main, *options).refused(message)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from decode import Chunk, Target
 from decode import generate as answer
 from scripts import generate
 from scripts.shared.terminal import has_colour
+from tests.support.commands import Run
 from tests.support.models import needs_compiler, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -36,16 +37,6 @@ TEMPLATE = (
 PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
 DRAFTERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
 SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
-
-
-class Run(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
 
 
 Call = Callable[..., Run]
@@ -87,20 +78,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Callable[..., Run]) -> Call:
     """Runs `generate.main` in this process, in the models' folder."""
     monkeypatch.chdir(folder)
+    return lambda *arguments: run_main(generate.main, *arguments)
 
-    def run(*arguments: str) -> Run:
-        capsys.readouterr()
-        status: Any = 0
-        try:
-            generate.main(arguments)
-        except SystemExit as end:
-            status = end.code
-        return Run(status, *capsys.readouterr())
 
-    return run
+@pytest.fixture
+def ask_rows(call: Call, tmp_path: Path) -> Call:
+    """Answers the rows of a .jsonl file as JSON."""
+
+    def ask(rows: Sequence[Any], *arguments: str) -> Run:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return call(*BASE, "--prompt-file", tmp_path / "rows.jsonl", "--json", *arguments)
+
+    return ask
 
 
 BASE = ["--model", "target", "--dtype", "float64"]
@@ -181,16 +173,13 @@ def test_a_conversation_has_all_its_turns(call: Call, tmp_path: Path) -> None:
     assert streamed == "".join(f"--- prompt {i}, turn {t} ---\n{said[i, t]}\n" for i, t in places)
 
 
-def test_a_plain_text_file_is_one_prompt(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("two\nlines\n")
-    tokens = call(*BASE, "--prompt-file", str(file), "--json").rows[0]["tokens"]
-    assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
-
-
-def test_a_prompt_can_come_from_standard_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["prompt.txt", "-"])
+def test_a_plain_text_file_or_standard_input_is_one_prompt(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text("two\nlines\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
-    tokens = call(*BASE, "--prompt-file", "-", "--json").rows[0]["tokens"]
+    tokens = call(*BASE, "--prompt-file", source if source == "-" else tmp_path / source, "--json").rows[0]["tokens"]
     assert tokens == call(*BASE, "--prompt", "two\nlines", "--json").rows[0]["tokens"]
 
 
@@ -211,13 +200,6 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
     expected = call(*asked).rows[0]["tokens"]
     assert not exported
     assert call(*asked, "--accelerate", "compiled").rows[0]["tokens"] == expected and exported
-
-
-def refuse(run: Run, message: str) -> None:
-    assert run.status == 2
-    assert run.out == ""
-    assert run.err.count("\n") == 1 and run.err.startswith("draftless generate: error: ")
-    assert message in run.err
 
 
 @pytest.mark.parametrize(
@@ -249,7 +231,7 @@ def refuse(run: Run, message: str) -> None:
 )
 def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
     given = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
-    refuse(call(*BASE, *given, *arguments), message)
+    call(*BASE, *given, *arguments).refused(message)
 
 
 PROMPT_KINDS: dict[str, tuple[str | bytes, list[str], int, str]] = {  # prompt, options, status, message
@@ -281,10 +263,10 @@ def test_every_kind_of_prompt_is_answered_or_refused(
         source = ["--prompt-file", str(tmp_path / "prompt.txt")]
     run = call(*BASE, *source, *options, "--json", "--max-new-tokens", "5", "--proposer", "none", "--accelerate", "off")
     warned = " ".join(text for each in recwarn if "the prompt begins" in (text := str(each.message)))
-    assert run.status == status and message in (run.err if status else warned) and bool(message) >= bool(warned)
     if status:
-        assert run.err.count("\n") == 1 and run.err.startswith("draftless generate: error: ")
+        run.refused(message)
         return
+    assert run.status == 0 and message in warned and bool(message) >= bool(warned)
     text = prompt.decode().removesuffix("\n") if isinstance(prompt, bytes) else prompt
     ids = target.tokenizer(text if options else f"<user>{text}\n<assistant>")["input_ids"]
     [expected] = answer(target, ids, None, max_new_tokens=5)
@@ -299,8 +281,7 @@ def target(folder: Path) -> Target:
 def test_a_gguf_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     for model in (tmp_path, tmp_path / "m.gguf"):
-        run = call("--model", str(model), "--prompt", "ab")
-        assert run.status == 2 and run.err.count("\n") == 1 and "is in GGUF, which is not loaded yet" in run.err
+        call("--model", model, "--prompt", "ab").refused("is in GGUF, which is not loaded yet")
 
 
 GOOD = b'{"prompt": "x"}\n'
@@ -329,21 +310,18 @@ def test_a_bad_line_is_found_before_a_model_is_loaded(
     monkeypatch.setattr(generate, "load_target", lambda args: pytest.fail("a model was loaded"))
     file = tmp_path / "bad.jsonl"
     file.write_bytes(content)
-    refuse(call(*BASE, "--prompt-file", str(file)), message)
+    call(*BASE, "--prompt-file", str(file)).refused(message)
 
 
 @pytest.mark.parametrize(("name", "message"), [("missing.jsonl", "No such file"), (".", "Is a directory")])
 def test_a_file_that_cannot_be_read_is_refused(call: Call, name: str, message: str) -> None:
-    refuse(call(*BASE, "--prompt-file", name), f"{name}: {message}")
+    call(*BASE, "--prompt-file", name).refused(f"{name}: {message}")
 
 
 @pytest.mark.parametrize("settings", [["--model", "bare"], ["--no-chat"]])
-def test_without_a_chat_template_the_texts_of_turns_are_joined(call: Call, tmp_path: Path, settings: list[str]) -> None:
-    file = tmp_path / "turns.jsonl"
-    file.write_text('{"turns": ["x", "y"]}\n')
-    first, second = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
-    file.write_text(json.dumps({"prompt": f"x{first['text']}\n\ny"}) + "\n")
-    (alone,) = call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5", *settings).rows
+def test_without_a_chat_template_the_texts_of_turns_are_joined(ask_rows: Call, settings: list[str]) -> None:
+    first, second = ask_rows([{"turns": ["x", "y"]}], "--max-new-tokens", "5", *settings).rows
+    (alone,) = ask_rows([{"prompt": f"x{first['text']}\n\ny"}], "--max-new-tokens", "5", *settings).rows
     assert (second["tokens"], second["prompt_tokens"]) == (alone["tokens"], alone["prompt_tokens"])
 
 
@@ -361,11 +339,8 @@ CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "Hi"}]
         {"messages": [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "H"}, "i"], "train": False}]},
     ],
 )
-def test_conversations_of_all_formats_are_asked_alike(call: Call, tmp_path: Path, row: dict[str, Any]) -> None:
-    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
-    for file, content in zip(files, ({"messages": CHAT}, row), strict=True):
-        file.write_text(json.dumps(content) + "\n")
-    one, two = (call(*BASE, "--prompt-file", str(file), "--json", "--max-new-tokens", "5").rows[0] for file in files)
+def test_conversations_of_all_formats_are_asked_alike(ask_rows: Call, row: dict[str, Any]) -> None:
+    one, two = ask_rows([{"messages": CHAT}, row], "--max-new-tokens", "5").rows
     assert one["tokens"] == two["tokens"] and one["prompt_tokens"] == two["prompt_tokens"]
 
 
@@ -373,16 +348,10 @@ def test_conversations_of_all_formats_are_asked_alike(call: Call, tmp_path: Path
     ("row", "message"),
     [
         ({"prompt": "x", "tools": [{"name": "f"}]}, "line 1: the row gives 'tools', which this model's chat template"),
-        (
-            {"prompt": "x", "chat_template_kwargs": {"deep": 1}},
-            "the row gives 'deep', which this model's chat",
-        ),
+        ({"prompt": "x", "chat_template_kwargs": {"deep": 1}}, "the row gives 'deep', which this model's chat"),
         ({"prompt": "x", "chat_template_kwargs": {"tokenize": 1}}, "'tokenize', which is no option of a chat template"),
         ({"prompt": "x", "images": ["y"]}, "line 1: 'images' would change the text"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            'a content are of type text, not "im',
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'a content are of type text, not "im'),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
         ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "'weight' of a message is true or false"),
         (
@@ -391,31 +360,22 @@ def test_conversations_of_all_formats_are_asked_alike(call: Call, tmp_path: Path
         ),
     ],
 )
-def test_text_that_the_template_would_lose_is_refused(
-    call: Call, tmp_path: Path, row: dict[str, Any], message: str
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    refuse(call(*BASE, "--prompt-file", str(file)), message)
+def test_text_that_the_template_would_lose_is_refused(ask_rows: Call, row: dict[str, Any], message: str) -> None:
+    ask_rows([row]).refused(message)
 
 
 def test_a_template_option_that_the_template_does_not_take_is_refused(call: Call) -> None:
-    refuse(
-        call(*BASE, "--prompt", "x", "--template-option", "deep=false"), "--template-option gives 'deep', which this"
-    )
-    refuse(call(*BASE, "--prompt", "x", "--template-option", "deep"), "'deep' is not NAME=VALUE")
+    run = call(*BASE, "--prompt", "x", "--template-option", "deep=false")
+    run.refused("--template-option gives 'deep', which this")
+    call(*BASE, "--prompt", "x", "--template-option", "deep").refused("'deep' is not NAME=VALUE")
 
 
-def test_a_prompt_too_long_is_found_before_the_first_is_answered(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes(GOOD + json.dumps({"prompt": "x" * 300}).encode())
-    refuse(call(*BASE, "--prompt-file", str(file)), "prompts.jsonl, line 2: turn 0 has 318 tokens")
+def test_a_prompt_too_long_is_found_before_the_first_is_answered(ask_rows: Call) -> None:
+    ask_rows([{"prompt": "x"}, {"prompt": "x" * 300}]).refused("rows.jsonl, line 2: turn 0 has 318 tokens")
 
 
-def test_a_conversation_that_outgrows_the_context_ends_alone(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["a", "x" * 300], ["b", "c"])))
-    run = call(*BASE, "--prompt-file", str(file), "--json")
+def test_a_conversation_that_outgrows_the_context_ends_alone(ask_rows: Call) -> None:
+    run = ask_rows([{"turns": ["a", "x" * 300]}, {"turns": ["b", "c"]}])
     assert run.status == 1 and "line 1: turn 1 has" in run.err and "it ends here" in run.err
     assert [(row["index"], row["turn"]) for row in run.rows] == [(0, 0), (1, 0), (1, 1)]
 
@@ -440,23 +400,14 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("file", "settings", "expected"),
-    [
-        (Screen(), {}, True),
-        (Screen(), {"NO_COLOR": ""}, True),
-        (Screen(), {"NO_COLOR": "1"}, False),
-        (Screen(), {"TERM": "dumb"}, False),
-        (io.StringIO(), {}, False),
-    ],
+    ("settings", "expected"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
 )
-def test_only_terminals_have_colour(
-    monkeypatch: pytest.MonkeyPatch, file: io.StringIO, settings: dict[str, str], expected: bool
-) -> None:
+def test_only_terminals_have_colour(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: bool) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name, value in settings.items():
+    for name, value in {"TERM": "xterm-256color", **settings}.items():
         monkeypatch.setenv(name, value)
-    assert has_colour(file) == expected
+    assert has_colour(Screen()) == expected and not has_colour(io.StringIO())
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -512,4 +463,4 @@ def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
 @pytest.mark.slow
 def test_a_process_fails_in_one_line(folder: Path) -> None:
     with start(folder, "--model", "recurrent", "--prompt", "x") as process:
-        refuse(Run(process.wait(timeout=60), *process.communicate()), "cannot branch into a tree")
+        Run(process.wait(timeout=60), *process.communicate()).refused("cannot branch into a tree")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -10,6 +11,11 @@ class Run(NamedTuple):
     status: Any
     out: str
     err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The JSON objects of a command that prints one a line."""
+        return [json.loads(line) for line in self.out.splitlines()]
 
     def refused(self, *messages: str) -> None:
         """It ended in one clear line on stderr, with nothing on stdout."""
