@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode import Target, generate
-from heads.formats.layout import Head
 from proposers import load_proposer
 from proposers.calibration import FILE
 from scripts.checking.rules import Engine, Finding, error, find_faults, warning
@@ -65,7 +64,8 @@ def check_folder(
         findings = find_faults(path, head, target)
     except ValueError as fault:
         return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
-    commands = write_commands(head, str(path.resolve()), name)
+    draft_tokens = int(head.config.heads) if head.kind == "medusa" else DRAFT_TOKENS  # a Medusa head drafts one a head
+    commands = write_commands(head.kind, draft_tokens, str(path.resolve()), name)
     if engine_python is not None and "vllm" not in commands:
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
     tau, expected, served = None, None, None
@@ -75,7 +75,7 @@ def check_folder(
         expected = proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
         findings += judge_tau(tau, expected)
     if engine_python is not None:
-        served, faults = serve_head(path, head.kind, count_draft_tokens(head), target, engine_python)
+        served, faults = serve_head(path, head.kind, draft_tokens, target, engine_python)
         findings += faults
     usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
     return Report(str(path), name, head.kind, findings, usable, tau, expected, served)
@@ -96,22 +96,17 @@ def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:
         yield warning("draftless", "accepts-less-than-card", text)
 
 
-def count_draft_tokens(head: Head) -> int:
-    """How many tokens a server should draft in a chain: a Medusa head's, one each; else the usual number."""
-    return int(head.config.heads) if head.kind == "medusa" else DRAFT_TOKENS
-
-
-def write_commands(head: Head, folder: str, model: str) -> dict[Engine, str]:
-    """A command for each engine that serves heads of this kind."""
-    if head.kind == "hydra":
+def write_commands(kind: str, draft_tokens: int, folder: str, model: str) -> dict[Engine, str]:
+    """A command for each engine that serves heads of this kind, in chains of `draft_tokens`."""
+    if kind == "hydra":
         return {}
-    config = {"method": head.kind, "model": folder, "num_speculative_tokens": count_draft_tokens(head)}
+    config = {"method": kind, "model": folder, "num_speculative_tokens": draft_tokens}
     vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
-    if head.kind == "medusa":
+    if kind == "medusa":
         return {"vllm": f"{vllm}  # vllm<=0.32"}
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "
-        f"{head.kind.upper()} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
-        f"{DRAFT_TOKENS} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_TOKENS + 1}"
+        f"{kind.upper()} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
+        f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
     )  # the algorithm must be the head's: an EAGLE-3 head as EAGLE would run and accept nothing
     return {"vllm": vllm, "sglang": sglang}

@@ -48,9 +48,9 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
     """
     config, (tensors, _) = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}, read_weights(path)
     layer = {**config, **section(config, NESTED)}  # speculators' format nests the sizes of the layer
-    if head.kind == "medusa":
-        return list(check_medusa(head, config))
     found: list[Finding] = []
+    if head.kind == "medusa":
+        found += check_medusa(head, config)
     if head.kind in ("eagle", "eagle3"):
         found += check_biases(head, tensors)
         found += check_sizes(head, layer, target.context)
