@@ -29,7 +29,8 @@ from tests.support.commands import Run
 from training.data import count_before_loop
 from training.rendering import Renderer
 
-OWN = str(Path(__file__).parents[2] / "examples" / "own_proposer.py") + ":BigramProposer"
+ROOT = Path(__file__).parents[2]
+RESULTS, OWN = ROOT / "docs" / "results", f"{ROOT / 'examples' / 'own_proposer.py'}:BigramProposer"
 METHODS = ("none", "hf", "hf-prompt-lookup", "ngram", "merged:nodes=8", "auto:warm=true", OWN)
 QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["abcabcabc", "again"], "reference": ["x"]},
@@ -291,17 +292,15 @@ def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 def test_intervals_are_bootstrapped_over_questions() -> None:
     records = make_records({"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20})
-    rows = {
-        row["method"]: row for row in make_rows(records, [], ["none", "steady", "mixed"]) if row["category"] == "qa"
-    }
+    made = make_rows(records, [], ["none", "steady", "mixed"])
+    rows = {row["method"]: row for row in made if row["category"] == "qa"}
     assert rows["none"]["speedup_vs_none_interval"] == [1.0, 1.0]
     assert rows["steady"]["speedup_vs_none_interval"] == [2.0, 2.0]
     assert {row["speedup_vs_hf_interval"] for row in rows.values()} == {None}
     low, high = rows["mixed"]["speedup_vs_none_interval"]
     # Seconds per question have mean 0.625 and deviation 0.375; 1.96 standard errors of 40 questions are 0.116.
     assert (low, high) == (pytest.approx(1 / (0.625 + 0.116), rel=0.02), pytest.approx(1 / (0.625 - 0.116), rel=0.02))
-    assert rows == {row["method"]: row for row in make_rows(records, [], list(rows)) if row["category"] == "qa"}
-    assert "1.60x [1." in format_tables(list(make_rows(records, [], list(rows))))
+    assert made == make_rows(records, [], list(rows)) and "1.60x [1." in format_tables(made)
 
 
 def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
@@ -411,6 +410,12 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     (tmp_path / "good.jsonl").write_text(GOOD)
     questions = [] if "--passes" in options else ["--questions", tmp_path / "good.jsonl"]
     run_main(bench.main, *questions, *options).refused(message)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*-cpu.json")), ids=lambda file: file.stem)
+def test_published_reports_can_still_be_shown(file: Path, run_main: Main) -> None:
+    run = run_main(bench.main, "--from", file)
+    assert (run.status, run.err) == (0, "") and run.out.startswith(("| method ", "Milliseconds of a pass after 256"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
