@@ -49,13 +49,6 @@ class Layout:
     ignored: Set[str] = frozenset()  # tensors that the file can have and the head does not need
 
 
-def build_empty(config: HeadConfig) -> Head:
-    """A head with this config on the meta device: parameters with shapes but no storage."""
-    head_class: Any = next(head for head, kind in HEADS.values() if isinstance(config, kind))
-    with torch.device("meta"):
-        return head_class(config)
-
-
 def replace_prefix(name: str, replaced: Mapping[str, str]) -> str:
     """The name with the first of these prefixes that it has replaced, if any."""
     prefix = next((prefix for prefix in replaced if name.startswith(prefix)), "")
@@ -167,7 +160,9 @@ def read_token_map(tensors: Mapping[str, Tensor], own: ConfigDict) -> dict[str, 
 
 def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
     """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
-    head = build_empty(layout.config)
+    head_class: Any = next(head for head, kind in HEADS.values() if isinstance(layout.config, kind))
+    with torch.device("meta"):  # parameters with shapes but no storage
+        head: Head = head_class(layout.config)
     expected = {name: list(state.shape) for name, state in head.state_dict().items()}
     names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
     states = {ours: tensors[name] for ours, name in names.items() if name in tensors}

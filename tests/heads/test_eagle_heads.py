@@ -90,19 +90,3 @@ def test_the_default_layers_differ_from_each_other():
         chosen = choose_features(layers)
         assert len(chosen) == min(layers, 3) and sorted(set(chosen)) == list(chosen)
         assert chosen[0] >= 1 and chosen[-1] <= layers - (layers > 3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"features": (2, 2, 3)}, r"\[2, 2, 3\]; it must be ascending"),
-        ({"features": ()}, "must be ascending"),
-        ({"output": "own"}, "has one output matrix"),
-        ({"output": "target", "draft_size": 5}, "needs an output matrix of its own"),
-        ({"fc_norm": True, "norm_before_fc": True}, "choose one"),
-        ({"target_hidden_size": WIDE}, "needs its own embeddings"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings, fault):
-    with pytest.raises(ValueError, match=fault):
-        made("eagle3", **settings)

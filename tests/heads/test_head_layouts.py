@@ -218,25 +218,19 @@ def test_medusa_2_is_a_whole_model(tmp_path, suffix, output):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_a_token_map_in_any_order(tmp_path, dtype):
-    """As in vLLM's Medusa heads, and in ModelOpt's d2t, which is in the order of frequency."""
-    shuffle = torch.tensor([3, 1, 5, 0, 2, 4])
-    medusa, eagle3 = made("medusa", draft_size=6), made("eagle3", draft_size=6)
-    states = medusa.state_dict()
-    states |= {"token_map": medusa.token_map[shuffle].to(dtype), "lm_head.weight": medusa.lm_head.weight[shuffle]}
-    (tmp_path / "medusa").mkdir()
-    assert_same(load_head(write(tmp_path / "medusa", "model.safetensors", states, VLLM)), medusa)
-    tensors = name_eagle3(eagle3)
-    offsets = (eagle3.token_map[shuffle] - torch.arange(6)).to(dtype)
-    tensors |= {"d2t": offsets, "lm_head.weight": eagle3.lm_head.weight[shuffle]}
-    assert_same(load_head(write(tmp_path, "model.safetensors", tensors, FLAT)), eagle3)
-
-
-def test_a_token_map_of_the_whole_vocabulary_is_dropped(tmp_path):
-    head = made("medusa", heads=5)
-    order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
-    tensors = head.state_dict() | {"lm_head.weight": head.lm_head.weight[order], "token_map": order}
-    assert_same(load_head(write(tmp_path, "model.safetensors", tensors, VLLM)), head)
+@pytest.mark.parametrize("size", [6, VOCABULARY])
+def test_a_token_map_in_any_order(tmp_path, dtype, size):
+    """As in vLLM's Medusa heads, and in ModelOpt's d2t, which is in the order of frequency. One of all tokens goes."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    for kind, config in (("medusa", VLLM), ("eagle3", FLAT)):
+        head = made(kind, draft_size=size if size < VOCABULARY else None)
+        tokens = (torch.arange(size) if head.token_map is None else head.token_map)[order]
+        named = {"token_map": tokens} if kind == "medusa" else {"d2t": tokens - torch.arange(size)}
+        states = {name: state for name, state in head.state_dict().items() if name != "token_map"}
+        states["lm_head.weight"] = head.lm_head.weight[order]
+        states |= {name: numbers.to(dtype) for name, numbers in named.items()}
+        (tmp_path / kind).mkdir()
+        assert_same(load_head(write(tmp_path / kind, "model.safetensors", states, config)), head)
 
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 4, "rms_norm_eps": 1e-3, "rope_parameters": ROTARY}])

@@ -1,18 +1,22 @@
-"""Medusa and Hydra heads and the layer cache, compared with plain tensor operations, in float64."""
+"""Medusa and Hydra heads, the layer cache and rotary positions, compared with plain tensor operations, in float64."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads import LayerCache, LayerConfig, MedusaConfig, MedusaHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import hide
-from tests.support.small_heads import HIDDEN, LAYER, VOCABULARY, PlainLayer, close, drawn, made, silu
+from heads.rope import rotate
+from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, PlainLayer, close, drawn, made, silu
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
@@ -141,7 +145,7 @@ def test_new_heads_return_their_input():
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
 def test_gradients_reach_every_weight(kind):
-    head, embedded = made(kind, **({"prefix": LAYER} if kind == "hydra" else {})), drawn(2, 4, HIDDEN)
+    head, embedded = made(kind, **({"prefix": LAYER, "heads": 1} if kind == "hydra" else {})), drawn(2, 4, HIDDEN)
     features = drawn(2, 4, HIDDEN * len(head.features), seed=2)
     if kind == "hydra":
         states = head(head.contextualize(features), embedded[:, :, None], 0)
@@ -149,9 +153,7 @@ def test_gradients_reach_every_weight(kind):
         states = head(embedded, head.fuse(features), torch.arange(4)[None])
         states = head(embedded, states, torch.arange(1, 5)[None])
     head.logits(states).square().sum().backward()
-    unused = ("1", "2")  # heads of Hydra
-    for name, parameter in head.named_parameters():
-        assert name.split(".")[1] in unused or (parameter.grad is not None and parameter.grad.any()), name
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
 def test_bfloat16_distinguishes_positions_beyond_256():
@@ -177,6 +179,30 @@ def test_borrow_initializes_the_output_matrices(kind, settings):
     assert head.tokens(torch.tensor([[2, 0]])).tolist() == [[12, 1]]
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        LLAMA3,
+        YARN | {"original_max_position_embeddings": 128},
+        YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+        YARN | {"factor": 2.0, "attention_factor": 1.5},
+    ],
+)
+def test_scaled_positions_match_transformers(scaling):
+    config = LlamaConfig(hidden_size=32, num_attention_heads=1, head_dim=32, max_position_embeddings=512)
+    config.rope_parameters = {"rope_theta": 500.0, **scaling}
+    frequencies, strength = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
+    states, positions = drawn(1, 1, 6, 32), torch.tensor([[0, 1, 2, 7, 60, 200]])
+    angles = positions[:, None, :, None] * frequencies.double()
+    first, second = states.split(16, dim=-1)
+    cosines, sines = angles.cos(), angles.sin()
+    rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    layer = replace(LAYER, head_dim=32, rope_theta=500.0, rope_scaling=scaling)
+    ours = rotate(states, layer.rotary_table(positions, states.dtype))
+    assert torch.allclose(ours, strength * rotated, rtol=0, atol=1e-4)
+
+
 def test_errors_name_what_does_not_fit():
     head = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, output="target", target_layers=6, target_name="little"))
     head.check_target(HIDDEN, VOCABULARY, 6)
@@ -193,6 +219,12 @@ def test_errors_name_what_does_not_fit():
         (lambda: head.borrow(drawn(HIDDEN, VOCABULARY)), r"\[8, 13\]; this head needs \[13, 8\]"),
         (lambda: made("medusa", output="mine"), "choose own, shared or target"),
         (lambda: made("medusa", draft_size=14), "draft_size is 14; it must be from 1 to the vocabulary size, 13"),
+        (lambda: made("eagle3", features=(2, 2, 3)), r"\[2, 2, 3\]; it must be ascending"),
+        (lambda: made("eagle3", features=()), "must be ascending"),
+        (lambda: made("eagle3", output="own"), "has one output matrix"),
+        (lambda: made("eagle3", output="target", draft_size=5), "needs an output matrix of its own"),
+        (lambda: made("eagle3", fc_norm=True, norm_before_fc=True), "choose one"),
+        (lambda: made("eagle3", target_hidden_size=12), "needs its own embeddings"),
         (lambda: LayerConfig(6, 4, 8, 10), "6 attention heads cannot share 4"),
         (lambda: LayerConfig(6, 3, 7, 10), "head_dim is 7"),
     ):

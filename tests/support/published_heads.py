@@ -20,14 +20,7 @@ EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, HIDDEN, seed=5)}  # a copy
 # Their repositories' configs. Medusa's has the wrong number of heads.
 MEDUSA = {"base_model_name_or_path": VICUNA, "medusa_num_heads": 2, "medusa_num_layers": 1}
 VLLM = {"model_type": "medusa", "num_heads": 5, "num_hidden_layers": 7, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
-HYDRA = {
-    "base_model_name_or_path": VICUNA,
-    "grounded_heads": True,
-    "hidden_state_offset": 0,
-    "hydra_head_arch": "prefix-mlp",
-    "hydra_num_heads": 4,
-    "hydra_num_layers": 4,
-}
+HYDRA = {"base_model_name_or_path": VICUNA, "hydra_head_arch": "prefix-mlp", "hydra_num_heads": 4}
 # A copy of the target's config, whose numbers of layers and key-value heads are wrong for the head.
 EAGLE = {
     "architectures": ["LlamaForCausalLM"],
