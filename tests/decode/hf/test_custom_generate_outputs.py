@@ -7,33 +7,51 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
 from tests.support.models import CACHE, tiny
-from tests.support.speculating import PROMPT, RAGGED, generate, mask_of
+from tests.support.speculating import NEW, PROMPT, RAGGED, generate, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
 HALF, REST = 6, 9  # new tokens of the first call and of the second
 BATCHES = {"one": PROMPT, "ragged": RAGGED}
 
 
-def stock(model: PreTrainedModel, ids: Tensor, **settings: Any) -> Any:
-    settings = {"attention_mask": mask_of(ids), "return_dict_in_generate": True, **settings}
-    return model.generate(ids, **settings)
+def run_both(
+    model: PreTrainedModel, proposer: Proposer | None, ids: Tensor | None, **settings: Any
+) -> tuple[Any, Any, Tensor]:
+    """Our result, transformers', and the mask of the prompt."""
+    inputs = settings.get("inputs_embeds") if ids is None else ids
+    mask = settings.get("attention_mask", torch.ones(inputs.shape[:2]).long() if ids is None else mask_of(ids))
+    settings = {"max_new_tokens": NEW, "return_dict_in_generate": True, **settings}
+    if not bool(mask.all()):
+        settings["attention_mask"] = mask
+    return generate(model, ids, proposer, **settings), model.generate(ids, **settings), mask
 
 
-def ours(model: PreTrainedModel, ids: Tensor, proposer: Proposer | None, **settings: Any) -> Any:
-    settings = {"attention_mask": mask_of(ids), "return_dict_in_generate": True, **settings}
-    return generate(model, ids, proposer, **settings)
+def assert_same(model: PreTrainedModel, proposer: Proposer | None, ids: Tensor | None, **settings: Any) -> Any:
+    """The same tokens, scores, logits and cache as transformers' own decoding. Returns our result."""
+    got, expected, mask = run_both(model, proposer, ids, **{"output_scores": True, **settings})
+    assert got.sequences.tolist() == expected.sequences.tolist() and got.sequences.dtype == expected.sequences.dtype
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(got, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert all(one.dtype == torch.float32 and not one.is_inference() for one in ours)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert_same_cache(got[CACHE], expected[CACHE], mask)
+    return got
 
 
 def assert_same_cache(got: Any, expected: Any, mask: Tensor) -> None:
-    """Equal keys and values in all columns that are attended to."""
-    assert type(got) is type(expected) and int(got.get_seq_length()) == int(expected.get_seq_length())
+    """Equal keys and values in all columns that are attended to. mask: of the columns of the prompt."""
+    length = int(expected.get_seq_length())
+    assert type(got) is type(expected) and int(got.get_seq_length()) == length
+    mask = torch.cat([mask, mask.new_ones(len(mask), length - mask.shape[1])], dim=1)
     for one, other in zip(got.layers, expected.layers, strict=True):
         assert type(one) is type(other)
         if isinstance(getattr(other, "keys", None), Tensor):
@@ -44,32 +62,22 @@ def assert_same_cache(got: Any, expected: Any, mask: Tensor) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def grown(ids: Tensor, sequences: Tensor) -> Tensor:
-    """The mask of all columns of a cache that holds `sequences` but their last token."""
-    mask = mask_of(ids)
-    return torch.cat([mask, mask.new_ones(len(ids), sequences.shape[1] - ids.shape[1] - 1)], dim=1)
-
-
 # The KV cache
 
 
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
 def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
-    whole = stock(model, ids, max_new_tokens=HALF + REST)
-    begun = ours(model, ids, proposer, max_new_tokens=HALF)
-    half = stock(model, ids, max_new_tokens=HALF)
-    assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
-    mask = torch.cat([mask_of(ids), torch.ones(len(ids), HALF).long()], dim=1)
-    settings = {"attention_mask": mask, "max_new_tokens": REST, "return_dict_in_generate": True}
-    for cache in (begun[CACHE], half[CACHE]):  # transformers goes on with our cache, and we with transformers'
-        more = {**settings, CACHE: cache}
-        if cache is begun[CACHE]:
-            rest = model.generate(begun.sequences, **more)
-        else:
-            rest = generate(model, begun.sequences, proposer, **more)
+    """transformers goes on with our cache, and we with transformers'."""
+    settings = {"return_dict_in_generate": True}
+    whole = model.generate(ids, attention_mask=mask_of(ids), max_new_tokens=HALF + REST, **settings)
+    ours, theirs, mask = run_both(model, proposer, ids, max_new_tokens=HALF)
+    assert_same_cache(ours[CACHE], theirs[CACHE], mask)
+    settings |= {"attention_mask": nn.functional.pad(mask, (0, HALF), value=1), "max_new_tokens": REST}
+    for begun, run in ((ours, model.generate), (theirs, partial(generate, model, proposer=proposer))):
+        rest = run(begun.sequences, **settings, **{CACHE: begun[CACHE]})
         assert rest.sequences.tolist() == whole.sequences.tolist()
-        assert rest[CACHE] is cache
-        assert_same_cache(cache, whole[CACHE], grown(ids, rest.sequences))
+        assert rest[CACHE] is begun[CACHE]
+        assert_same_cache(rest[CACHE], whole[CACHE], mask)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,25 +87,27 @@ def test_caches_of_all_kinds_of_layers(kind: str, implementation: str) -> None:
     proposer = DraftProposer(Target(model), width=2, length=3)
     length = RAGGED.shape[1] + HALF + REST
     for ids in BATCHES.values():
-        whole = stock(model, ids, max_new_tokens=HALF + REST)
-        begun = ours(model, ids, proposer, max_new_tokens=HALF, cache_implementation=implementation)
+        mask = mask_of(ids)
+        whole = model.generate(ids, attention_mask=mask, max_new_tokens=HALF + REST)
         if implementation == "dynamic":
-            half = stock(model, ids, max_new_tokens=HALF, cache_implementation=implementation)
-            assert_same_cache(begun[CACHE], half[CACHE], grown(ids, begun.sequences))
+            assert_same(model, proposer, ids, max_new_tokens=HALF, cache_implementation=implementation)
+            cache = DynamicCache(config=model.config)
         else:
+            settings = {"attention_mask": mask, "return_dict_in_generate": True}
+            begun = generate(model, ids, proposer, cache_implementation=implementation, **settings)
             assert type(begun[CACHE]) is StaticCache
-        cache = StaticCache(model.config, length) if implementation == "static" else DynamicCache(config=model.config)
+            cache = StaticCache(model.config, length)
         sequences = ids
         for new in (HALF, REST):
-            mask = torch.cat([mask_of(ids), torch.ones(len(ids), sequences.shape[1] - ids.shape[1]).long()], dim=1)
-            sequences = generate(model, sequences, proposer, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new)
-        assert sequences.tolist() == whole.sequences.tolist()
+            settings = {"attention_mask": nn.functional.pad(mask, (0, sequences.shape[1] - ids.shape[1]), value=1)}
+            sequences = generate(model, sequences, proposer, **settings, **{CACHE: cache}, max_new_tokens=new)
+        assert sequences.tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
 def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
     """A mask that is longer than the tokens says that the cache holds the others, as in transformers."""
-    mask, new = torch.cat([mask_of(ids), torch.ones(len(ids), 3).long()], dim=1), torch.tensor([[8, 9, 5]])
+    mask, new = nn.functional.pad(mask_of(ids), (0, 3), value=1), torch.tensor([[8, 9, 5]])
     settings, made = {"attention_mask": mask, "max_new_tokens": REST}, []
     for run in (model.generate, partial(generate, model, proposer=proposer)):
         cache, positions = DynamicCache(), (mask_of(ids).cumsum(1) - 1).clamp(min=0)
@@ -107,18 +117,11 @@ def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Propo
     assert made[0] == made[1]
 
 
-def test_rows_that_end_early_are_padded_in_the_cache(model: PreTrainedModel, proposer: Proposer) -> None:
+def test_rows_that_end_early_are_padded(model: PreTrainedModel, proposer: Proposer) -> None:
     plain = model.generate(RAGGED, attention_mask=mask_of(RAGGED), max_new_tokens=HALF + REST)
     ends = [int(plain[0, RAGGED.shape[1] + 3]), int(plain[1, RAGGED.shape[1] + 8])]
-    settings = {"max_new_tokens": HALF + REST, "eos_token_id": ends, "pad_token_id": 1, "output_scores": True}
-    expected, got = stock(model, RAGGED, **settings), ours(model, RAGGED, proposer, **settings)
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    assert_same_cache(got[CACHE], expected[CACHE], grown(RAGGED, got.sequences))
-    torch.testing.assert_close(got.scores, expected.scores)
-
-
-def test_no_cache_on_request(model: PreTrainedModel) -> None:
-    assert ours(model, PROMPT, NGramProposer(), use_cache=False).get(CACHE) is None
+    got = assert_same(model, proposer, RAGGED, max_new_tokens=HALF + REST, eos_token_id=ends, pad_token_id=1)
+    assert (got.sequences[0] == 1).any()
 
 
 def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
@@ -138,22 +141,10 @@ def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
 # Scores and logits
 
 
-def assert_same_scores(got: Any, expected: Any) -> None:
-    for name in ("scores", "logits"):
-        ours, theirs = getattr(got, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            assert all(one.dtype == torch.float32 and not one.is_inference() for one in ours)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
 def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
-    settings: dict[str, Any] = {"output_scores": True, "output_logits": True, "max_new_tokens": 12}
-    for more in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
-        got, expected = ours(model, ids, proposer, **settings | more), stock(model, ids, **settings | more)
-        assert got.sequences.tolist() == expected.sequences.tolist()
-        assert_same_scores(got, expected)
+    for settings in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
+        assert_same(model, proposer, ids, **{"output_logits": True, "max_new_tokens": 12, **settings})
 
 
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
@@ -163,11 +154,12 @@ def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: 
         **{"output_scores": True, "output_logits": True, "do_sample": True},
         **{"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3},
     }
-    got = ours(model, ids, proposer, max_new_tokens=8, **settings)
+    settings["return_dict_in_generate"] = True
+    got = generate(model, ids, proposer, attention_mask=mask_of(ids), max_new_tokens=8, **settings)
     for index in range(8):
+        mask = nn.functional.pad(mask_of(ids), (0, index), value=1)
         text = got.sequences[:, : ids.shape[1] + index]
-        mask = torch.cat([mask_of(ids), torch.ones(len(ids), index).long()], dim=1)
-        one = model.generate(text, attention_mask=mask, max_new_tokens=1, return_dict_in_generate=True, **settings)
+        one = model.generate(text, attention_mask=mask, max_new_tokens=1, **settings)
         torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=1e-5)
         torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=1e-5)
         assert bool((got.scores[index].gather(1, got.sequences[:, [ids.shape[1] + index]]) > -torch.inf).all())
@@ -193,12 +185,12 @@ def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Te
     model = tiny("llama", attn_implementation="eager")
     settings = {"output_hidden_states": True, "output_attentions": True, "max_new_tokens": 8}
     ids, names = ids.clamp(min=1), ("hidden_states", "attentions")  # eager attention over padding alone is no number
-    expected, got = stock(model, ids, **settings), ours(model, ids, proposer, **settings)
+    got, expected, _ = run_both(model, proposer, ids, **settings)
     for name in names:
         assert_same_layers(got, expected, mask_of(ids), name)
     assert got.scores is None
-    without = {**settings, "use_cache": False}  # transformers then returns the states of all columns for each token
-    expected, got = stock(model, ids, **without), ours(model, ids, proposer, **without)
+    # Without a cache transformers returns the states of all columns for each token.
+    got, expected, _ = run_both(model, proposer, ids, use_cache=False, **settings)
     assert [each[0].shape for each in got.attentions] == [each[0].shape for each in expected.attentions]
     torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=1e-6)
     torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=1e-6)
@@ -208,11 +200,9 @@ def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Te
 def test_states_of_other_models_and_after_a_cache(kind: str) -> None:
     model, proposer = tiny(kind), NGramProposer(length=5)
     settings = {"output_hidden_states": True, "max_new_tokens": 5, "return_dict_in_generate": True}
-    got, expected = ours(model, RAGGED, proposer, **settings), stock(model, RAGGED, **settings)
-    assert_same_layers(got, expected, mask_of(RAGGED), "hidden_states")
-    embeddings = {"inputs_embeds": model.get_input_embeddings()(RAGGED[1:2]).detach(), **settings}
-    got, expected = generate(model, None, proposer, **embeddings), model.generate(**embeddings)
-    assert_same_layers(got, expected, torch.ones(1, 7), "hidden_states")
+    embeddings = model.get_input_embeddings()(RAGGED[1:2]).detach()
+    for ids, inputs in ((RAGGED, {}), (None, {"inputs_embeds": embeddings})):
+        assert_same_layers(*run_both(model, proposer, ids, **inputs, **settings), "hidden_states")
     results = []
     for run in (partial(generate, model, proposer=proposer), model.generate):
         cache = DynamicCache(config=model.config)

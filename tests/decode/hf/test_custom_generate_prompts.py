@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,9 @@ from transformers import GPT2Config, GPT2DoubleHeadsModel, LogitsProcessor, PreT
 
 from decode import Proposer, Target
 from proposers import DraftProposer, NGramProposer
-from tests.support.models import CACHE, tiny
-from tests.support.speculating import NEW, PROMPT, RAGGED, generate, mask_of
+from tests.decode.hf.test_custom_generate_outputs import assert_same
+from tests.support.models import tiny
+from tests.support.speculating import PROMPT, RAGGED, generate, mask_of
 
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
 MASKS = {
@@ -21,18 +20,6 @@ MASKS = {
     "triangle": torch.ones(4, 7).tril().long().tolist(),
     "zeros and holes": [[0, 0, 0, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 1, 1, 0]],
 }
-
-
-def assert_same(model: PreTrainedModel, proposer: Proposer | None, ids: Tensor | None, **settings: Any) -> None:
-    """The same tokens, scores and keys as transformers' own decoding."""
-    settings = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True, **settings}
-    expected = model.generate(ids, **settings)
-    got = generate(model, ids, proposer, **settings)
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    torch.testing.assert_close(got.scores, expected.scores, rtol=0, atol=1e-5)
-    assert int(got[CACHE].get_seq_length()) == int(expected[CACHE].get_seq_length())
-    keys, other = got[CACHE].layers[0].keys, expected[CACHE].layers[0].keys
-    torch.testing.assert_close(keys[:, :, -NEW + 1 :], other[:, :, -NEW + 1 :], rtol=0, atol=1e-6)
 
 
 # Masks and positions

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from transformers.utils import ModelOutput
 from decode import Target, speculate
 from decode.hf.arguments import KNOWN_ARGUMENTS, KNOWN_SETTINGS
 from proposers import DraftProposer
-from tests.support.models import CACHE, tiny
+from tests.support.models import CACHE, CONTEXT, tiny
 from tests.support.speculating import BATCH, MASK, PROMPT, make_tokenizer
 from tests.test_docs import read_table
 
@@ -225,6 +226,9 @@ OTHERS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], str]] = {
     "an empty prompt": (without_padding, {"attention_mask": torch.zeros(1, 7).long()}, "leaves a prompt empty"),
     "no nodes": (without_padding, {"nodes": 0}, "nodes is 0"),
     "rows that end early": (without_padding, {**ROWS, "stopping_criteria": [Never()]}, "set pad_token_id"),
+    "a full context": (without_padding, {"inputs": torch.full((1, CONTEXT), 7)}, "leaves no room"),
+    "no tokenizer": (without_padding, {"stop_strings": ["J@"]}, "stop_strings need the tokenizer"),
+    "a batch's streamer": (without_padding, {**ROWS, "streamer": Mock()}, "a streamer takes the tokens of one row"),
     "an encoder": (lambda: tiny("t5"), {}, "no decoder-only"),
     "a recurrent state": (lambda: tiny("mamba2"), {}, "cannot branch into a tree"),
     "training mode": (in_training, {}, "training mode"),
