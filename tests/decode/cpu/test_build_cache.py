@@ -7,12 +7,14 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,26 +27,18 @@ from decode.cpu.layer_kernel import LayerCall, describe_module, name_kernel
 from tests.support.models import needs_compiler, tiny
 
 
-class Builder:
-    """Writes a file of these bytes, or half of it and raises. Counts."""
-
-    def __init__(self, content: bytes = b"a library", error: Exception | None = None) -> None:
-        self.content, self.error, self.count = content, error, 0
-
-    def __call__(self, into: Path) -> None:
-        self.count += 1
-        into.write_bytes(self.content if self.error is None else self.content[:4])
-        if self.error is not None:
-            raise self.error
+def builder(content: bytes = b"a library") -> Mock:
+    """Builds a file of these bytes, and counts."""
+    return Mock(side_effect=lambda into: into.write_bytes(content))
 
 
 def test_a_file_is_built_once(kernel_folder: Path) -> None:
-    build = Builder()
+    build = builder()
     path = build_once("some.so", build)
-    assert build_once("some.so", build) == path == kernel_folder / "some.so" and build.count == 1
+    assert build_once("some.so", build) == path == kernel_folder / "some.so" and build.call_count == 1
     assert path.read_bytes() == b"a library" and is_whole(path)
     assert {file.suffix for file in kernel_folder.iterdir()} == {".so", ".sha256", ".lock"}
-    other = Builder(b"another")
+    other = builder(b"another")
     assert build_once("other.so", other).read_bytes() == b"another" and path.read_bytes() == b"a library"
 
 
@@ -61,11 +55,11 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_rebuilt(damage: str, kernel_folder: Path) -> None:
-    build = Builder()
+    build = builder()
     path = build_once("some.so", build)
     DAMAGES[damage](path)
     assert not is_whole(path)
-    assert build_once("some.so", build).read_bytes() == b"a library" and build.count == 2 and is_whole(path)
+    assert build_once("some.so", build).read_bytes() == b"a library" and build.call_count == 2 and is_whole(path)
 
 
 def test_leftovers_of_a_killed_build_are_not_used(kernel_folder: Path) -> None:
@@ -73,39 +67,34 @@ def test_leftovers_of_a_killed_build_are_not_used(kernel_folder: Path) -> None:
     left.mkdir(parents=True)
     (left / "some.so").write_bytes(b"a li")
     (kernel_folder / "some.sha256").write_text("of another build")
-    assert build_once("some.so", Builder()).read_bytes() == b"a library" and not left.exists()
+    assert build_once("some.so", builder()).read_bytes() == b"a library" and not left.exists()
 
 
-def test_a_failed_build_leaves_nothing(kernel_folder: Path) -> None:
-    for error in (RuntimeError("no headers"), OSError(errno.ENOSPC, "No space left on device")):
-        with pytest.raises(type(error)):
-            build_once("some.so", Builder(error=error))
-        assert [file.suffix for file in kernel_folder.iterdir()] == [".lock"]
-    assert is_whole(build_once("some.so", Builder()))
+@pytest.mark.parametrize("error", [RuntimeError("no headers"), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_failed_build_leaves_nothing(kernel_folder: Path, error: Exception) -> None:
+    def build(into: Path) -> None:
+        into.write_bytes(b"a li")
+        raise error
+
+    with pytest.raises(type(error)):
+        build_once("some.so", build)
+    assert [file.suffix for file in kernel_folder.iterdir()] == [".lock"]
+    assert is_whole(build_once("some.so", builder()))
 
 
 def test_threads_that_need_the_same_file_build_it_once(kernel_folder: Path) -> None:
-    build = Builder()
-    threads = [Thread(target=build_once, args=("some.so", build)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert build.count == 1 and is_whole(kernel_folder / "some.so")
+    build = builder()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(build_once, ["some.so"] * 8, [build] * 8))
+    assert build.call_count == 1 and is_whole(kernel_folder / "some.so")
 
 
 @pytest.fixture
-def compiled(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files of kernels that were compiled, or tried to."""
-    files: list[Path] = []
-    compile_kernel = compiled_layers.compile_kernel
-
-    def count(layer: nn.Module, call: LayerCall, dimensions: Any, into: Path) -> None:
-        files.append(into)
-        compile_kernel(layer, call, dimensions, into)
-
-    monkeypatch.setattr(compiled_layers, "compile_kernel", count)
-    return files
+def compiled(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """The function that compiles a kernel, or tries to. It counts."""
+    compile_kernel = Mock(wraps=compiled_layers.compile_kernel)
+    monkeypatch.setattr(compiled_layers, "compile_kernel", compile_kernel)
+    return compile_kernel
 
 
 def start(mode: str = "compiled", **changes: Any) -> bool:
@@ -117,58 +106,47 @@ def start(mode: str = "compiled", **changes: Any) -> bool:
 
 @needs_compiler
 def test_a_kernel_is_compiled_once_and_found_again(
-    compiled: list[Path], kernel_folder: Path, capsys: pytest.CaptureFixture[str]
+    compiled: Mock, kernel_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start() and len(compiled) == 1
+    assert start() and compiled.call_count == 1
     assert capsys.readouterr().err.count("compiling a kernel") == 1
-    assert start() and start(seed=1) and len(compiled) == 1 and not capsys.readouterr().err
+    assert start() and start(seed=1) and compiled.call_count == 1 and not capsys.readouterr().err
     (kernel,) = kernel_folder.glob("*.pt2")
     kernel.write_text("damaged")
-    assert start() and len(compiled) == 2 and is_whole(kernel)
+    assert start() and compiled.call_count == 2 and is_whole(kernel)
 
 
 @needs_compiler
 def test_a_failure_is_remembered_and_retried_on_request(
-    compiled: list[Path], kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Mock, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceleration, "WORTH_COMPILING", 0)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no headers")
-
     with monkeypatch.context() as patch:
-        patch.setattr("torch._inductor.aoti_compile_and_package", fail)
+        patch.setattr("torch._inductor.aoti_compile_and_package", Mock(side_effect=RuntimeError("no headers")))
         for mode, count in (("auto", 1), ("auto", 1), ("compiled", 2), ("auto", 2)):
-            assert not start(mode) and len(compiled) == count
+            assert not start(mode) and compiled.call_count == count
     (failure,) = kernel_folder.glob("*.failed")
     assert failure.read_text() == "RuntimeError: no headers" and not [*kernel_folder.glob("*.pt2")]
-    assert not start("auto") and len(compiled) == 2
-    assert start("compiled") and len(compiled) == 3
-    assert start("auto") and len(compiled) == 3  # what the retry compiled is found
+    assert not start("auto") and compiled.call_count == 2
+    assert start("compiled") and compiled.call_count == 3
+    assert start("auto") and compiled.call_count == 3  # what the retry compiled is found
 
 
 @needs_compiler
-def test_a_kernel_that_cannot_be_loaded_is_a_failure(compiled: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> None:
-        raise RuntimeError("not for this machine")
-
-    monkeypatch.setattr(compiled_layers, "load_kernel", fail)
-    assert not start() and not start("auto") and len(compiled) == 1
+def test_a_kernel_that_cannot_be_loaded_is_a_failure(compiled: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layers, "load_kernel", Mock(side_effect=RuntimeError("not for this machine")))
+    assert not start() and not start("auto") and compiled.call_count == 1
 
 
 @needs_compiler
 def test_layers_stay_packed_if_their_kernels_cannot_be_kept(
-    compiled: list[Path], kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Mock, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel_folder.write_text("a file")
-    assert not start() and not compiled and kernel_folder.read_text() == "a file"
+    assert not start() and not compiled.called and kernel_folder.read_text() == "a file"
     kernel_folder.unlink()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", fail)
+        patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         assert not start() and not [*kernel_folder.glob("*.pt2")]
     assert start() and all(map(is_whole, kernel_folder.glob("*.pt2")))
 
@@ -186,20 +164,14 @@ def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     for setting in settings:
         names.append(name(other=tiny("llama", **{"dtype": torch.float32, **setting}).model.layers[0]))
     names.append(name(other=tiny("llama", dtype=torch.float32).model.layers[0].train()))  # dropout
-    for option in layer_kernel.OPTIONS:
-        with monkeypatch.context() as patch:
-            patch.setitem(layer_kernel.OPTIONS, option, "another")
-            names.append(name())
-    torch.set_default_dtype(torch.float64)
-    try:
-        names.append(name())
-    finally:
-        torch.set_default_dtype(torch.float32)
+    changes: list[tuple[Any, str, Any]] = [(layer_kernel.OPTIONS, option, "another") for option in layer_kernel.OPTIONS]
+    changes += [(vars(torch), "get_default_dtype", lambda: torch.float64), (vars(transformers), "__version__", "99")]
     for environment in (("2.0", "a CPU"), ("3.0", "a CPU"), ("3.0", "another CPU")):
-        monkeypatch.setattr(layer_kernel, "environment", lambda environment=environment: environment)
-        names.append(name())
-    monkeypatch.setattr(layer_kernel.transformers, "__version__", "99")
-    names.append(name())
+        changes.append((vars(layer_kernel), "environment", lambda environment=environment: environment))
+    for holder, key, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setitem(holder, key, value)
+            names.append(name())
     assert len({*names}) == len(names)
 
 
@@ -231,10 +203,10 @@ def test_layers_of_a_kind_share_a_name_after_they_ran() -> None:
     assert describe_module(layer) == described == describe_module(model.model.layers[1])
 
 
-def test_models_that_cannot_run_the_trials_are_left_alone(compiled: list[Path]) -> None:
+def test_models_that_cannot_run_the_trials_are_left_alone(compiled: Mock) -> None:
     model = accelerate(tiny("llama", dtype=torch.float32, vocab_size=8), "packed")  # the trials use tokens up to 17
     compile_layers(model)
-    assert not compiled and not compiled_layers.compiled_layers(model)
+    assert not compiled.called and not compiled_layers.compiled_layers(model)
 
 
 def test_the_sources_of_the_ops_are_part_of_the_package() -> None:

@@ -29,17 +29,20 @@ from tests.support.models import needs_compiler, tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
-KINDS = ["llama", "qwen2", "gemma3_text", "gemma3n_text", "mixtral", "deepseek_v3", "gpt2", "gpt_oss"]
 
 
-@pytest.fixture(params=["the op", "oneDNN"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """The class of packed layers, with and without a compiler."""
-    if request.param == "the op":
-        return PackedLinear
+def use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do as if there was no compiler."""
     for module in (acceleration, grouped_attention, packed_linear):
         monkeypatch.setattr(module, "load_native_ops", lambda: "no compiler")
-    return OneDnnLinear
+
+
+@pytest.fixture(params=[PackedLinear, OneDnnLinear])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class of packed layers, with and without a compiler."""
+    if request.param is OneDnnLinear:
+        use_onednn(monkeypatch)
+    return request.param
 
 
 @pytest.mark.parametrize(("dtype", "bias", "outputs"), [*product(DTYPES, [False, True], [100, 97])])
@@ -73,21 +76,6 @@ def test_merged_layers_compute_the_same_as_separate_ones() -> None:
             for index in order:
                 expected = linears[index](inputs[index])
                 assert torch.allclose(parts[index](inputs[index]), expected, atol=1e-5)
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_model_generates_the_same_tokens(form: type[nn.Module], kind: str) -> None:
-    model = tiny(kind, dtype=torch.float32)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    prompts = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
-    plain, packed = Target(model), Target(model, accelerate="auto")
-    assert any(isinstance(module, form) for module in packed.model.modules())
-    for proposer in (None, NGramProposer(length=4)):
-        answers = [generate(target, prompts, proposer, max_new_tokens=20) for target in (plain, packed)]
-        assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert plain.model is model and model.config._attn_implementation in ("sdpa", "eager")
 
 
 @needs_compiler
@@ -168,29 +156,6 @@ def test_a_padding_mask_still_works_on_a_packed_model() -> None:
     stock = model(ids, attention_mask=mask).logits[:, 2:]
     packed = accelerated_copy(model, "auto")(ids, attention_mask=mask).logits[:, 2:]
     assert torch.allclose(stock, packed, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 3), (4, 1)])
-@needs_compiler
-def test_grouped_attention_is_that_of_transformers(
-    form: type[nn.Module], dtype: torch.dtype, heads: int, groups: int
-) -> None:
-    torch.manual_seed(0)
-    module = nn.Module().eval()
-    module.num_key_value_groups = groups
-    module.is_causal = False
-    query = torch.randn(3, heads * groups, 7, 9)
-    key, value = torch.randn(3, heads, 70, 9), torch.randn(3, heads, 70, 5)
-    seen = torch.rand(3, 1, 7, 70) < 0.3
-    seen[..., 0] = True
-    mask = torch.zeros(3, 1, 7, 70).masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
-    parts = [part.to(dtype) for part in (query, key, value, mask)]
-    allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
-    for scaling in (None, 0.7):
-        exact, _ = sdpa_attention_forward(module, *(part.double() for part in parts), scaling=scaling)
-        found, _ = grouped_sdpa(module, *parts, scaling=scaling)
-        assert found.shape == exact.shape and found.dtype == dtype and (found - exact).abs().max() < allowed
 
 
 @pytest.mark.parametrize("place", range(3))

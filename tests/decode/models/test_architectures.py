@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import decode.session
 from decode import Proposer, Session, Step, Target, Tree, generate
@@ -89,17 +90,22 @@ PROPOSERS: dict[str, Callable[[Case], Proposer | None]] = {
 }
 
 
-@cache
-def build_case(name: str) -> Case:
-    model = tiny(name)
+def draw_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     lengths = (2 * WINDOW + 5, WINDOW - 3, WINDOW, WINDOW + 3)
-    prompts = [torch.randint(3, VOCABULARY, (1, length), generator=generator) for length in lengths]
-    answers = [
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
-        for prompt in prompts
-    ]
-    return Case(name, Target(model), [prompt[0].tolist() for prompt in prompts], [row[0].tolist() for row in answers])
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generate_stock(model: PreTrainedModel, prompts: list[list[int]], length: int | None = None) -> list[list[int]]:
+    """The prompts and transformers' greedy tokens: `NEW_TOKENS`, or to this length."""
+    end = {"max_new_tokens": NEW_TOKENS} if length is None else {"max_length": length}
+    return [model.generate(torch.tensor([prompt]), do_sample=False, **end)[0].tolist() for prompt in prompts]
+
+
+@cache
+def build_case(name: str) -> Case:
+    model, prompts = tiny(name), draw_prompts()
+    return Case(name, Target(model), prompts, generate_stock(model, prompts))
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
@@ -216,10 +222,7 @@ def test_answers_fill_the_context_to_its_end(name: str) -> None:
     """Trees extend past the context, in slots and in depth."""
     target = Target(tiny(name, max_position_embeddings=40, original_max_position_embeddings=40))
     prompts = [list(range(3, 3 + length)) for length in (20, 30)]
-    answers = [
-        target.model.generate(torch.tensor([prompt]), max_new_tokens=40 - len(prompt), do_sample=False)[0].tolist()
-        for prompt in prompts
-    ]
+    answers = generate_stock(target.model, prompts, 40)
     made = generate(target, prompts, OracleTree([[*answer, *range(9)] for answer in answers]))
     assert [answer.prompt + answer.tokens for answer in made] == answers
     assert {answer.finish for answer in made} == {"context"}

@@ -16,13 +16,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Sampling, Target, Tree, generate
 from decode.masks import AttentionWindow, tree_masks
-from decode.models.grouped_attention import attend_grouped, attend_stacked
+from decode.models.grouped_attention import grouped_sdpa
 from heads.layer_cache import attend
 from proposers import NGramProposer
 from tests.decode.test_tree import random_tree
 from tests.support.models import needs_compiler, tiny
 
-SIZE = 8  # of a head
+SIZE = 8  # of a head's queries and keys
 WINDOWS = [AttentionWindow(), AttentionWindow(window=5), AttentionWindow(chunk=7)]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # ..., mask, softcap -> [B, N, heads, D]
 
@@ -46,8 +46,7 @@ def by_transformers(function: Callable[..., Any]) -> Attend:
 
 
 WAYS: dict[str, Attend] = {
-    "stacked": lambda query, key, value, mask, _: attend_stacked(query, key, value, mask, SIZE**-0.5),
-    "op": lambda query, key, value, mask, _: attend_grouped(query, key, value, mask, SIZE**-0.5),
+    "grouped": by_transformers(grouped_sdpa),
     "heads": lambda query, key, value, mask, _: attend(query, key, value, mask).transpose(1, 2),
     "sdpa": by_transformers(sdpa_attention_forward),
     "flex": by_transformers(flex_attention_forward),
@@ -58,7 +57,7 @@ def attend_along_paths(
     query: Tensor, key: Tensor, value: Tensor, tree: Tree, lengths: list[int], span: AttentionWindow, cap: float | None
 ) -> Tensor:
     """Attention in float64 [B, N, heads, D], node by node. Zero for padding."""
-    output = torch.zeros(len(query), tree.width, query.shape[1], SIZE, dtype=torch.float64)
+    output = torch.zeros(len(query), tree.width, query.shape[1], value.shape[3], dtype=torch.float64)
     shared = query.shape[1] // key.shape[1]
     for row, length in enumerate(lengths):
         for node in range(int(tree.sizes[row])):
@@ -81,24 +80,31 @@ def sees(span: AttentionWindow, own: int, position: int) -> bool:
     return span.chunk is None or own // span.chunk == position // span.chunk
 
 
-CASES = [*((way, None) for way in WAYS if way != "op"), ("flex", 3.0), pytest.param("op", None, marks=needs_compiler)]
+CASES = [
+    *((way, None, torch.float64) for way in WAYS),
+    ("flex", 3.0, torch.float64),
+    # These dtypes are those of the C++ op.
+    *(pytest.param("grouped", None, dtype, marks=needs_compiler) for dtype in (torch.float32, torch.bfloat16)),
+]
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
-@pytest.mark.parametrize(("way", "softcap"), CASES)
+@pytest.mark.parametrize(("way", "softcap", "dtype"), CASES)
 @pytest.mark.parametrize("seed", range(12))
-def test_nodes_attend_to_their_paths(way: str, softcap: float | None, seed: int) -> None:
+def test_nodes_attend_to_their_paths(way: str, softcap: float | None, dtype: torch.dtype, seed: int) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    tree, span, dtype = random_tree(choose), WINDOWS[seed % 3], torch.float32 if way == "op" else torch.float64
+    tree, span = random_tree(choose), WINDOWS[seed % 3]
     lengths = [choose.choice([0, 1, choose.randrange(40)]) for _ in range(tree.batch)]
     groups, shared = choose.choice([1, 2, 3]), choose.choice([1, 2, 4])
     used = max(lengths) + tree.width + choose.randrange(9)
     query = torch.randn(tree.batch, groups * shared, tree.width, SIZE, dtype=dtype)
-    key, value = (torch.randn(tree.batch, groups, used, SIZE, dtype=dtype) for _ in "kv")
+    value_size = SIZE if way == "flex" else 5
+    key, value = (torch.randn(tree.batch, groups, used, size, dtype=dtype) for size in (SIZE, value_size))
     mask = tree_masks({"": span}, torch.tensor(lengths), tree.ancestors, tree.depth, used, dtype)
     found = WAYS[way](query, key, value, mask, softcap).double()
     expected = attend_along_paths(query, key, value, tree, lengths, span, softcap)
-    assert torch.allclose(found[tree.real], expected[tree.real], atol=1e-5 if way == "op" else 1e-12)
+    assert torch.allclose(found[tree.real], expected[tree.real], rtol=0, atol=ALLOWED[dtype])
 
 
 @pytest.mark.slow
