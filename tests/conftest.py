@@ -38,11 +38,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Compile the ops and the kernels once per checkout, and not into the user's folder."""
-    folder = pytestconfig.cache.mkdir("kernels")
+def caches(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is kept in the user's folder: kernels stay once per checkout, cost curves until the end of the run."""
+    kernels, curves = pytestconfig.cache.mkdir("kernels"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        keep_kernels_in(folder, patch)
+        keep_kernels_in(kernels, patch)
+        patch.setattr(decode.models.timed_model, "user_cache", lambda: curves)
         yield
 
 
@@ -96,15 +97,6 @@ def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(compiled_layers, "compile_kernel", compile_once)
     monkeypatch.setattr(compiled_layers, "load_kernel", load)
     return calls
-
-
-@pytest.fixture(scope="session", autouse=True)
-def curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep cost curves until the end of the run, and not in the user's folder."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.models.timed_model, "user_cache", lambda: folder)
-        yield
 
 
 @pytest.fixture(scope="session")
