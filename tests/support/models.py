@@ -61,6 +61,14 @@ WINDOWS: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+SHARED: dict[str, Any] = {  # the last two layers read the others' keys and values
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 RECURRENT: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
 
 # What an architecture needs beyond `SIZES`. A name of several words is a variant of the first word's model type.
@@ -86,25 +94,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {**WINDOWS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": WINDOWS,
     "gemma3_text eager": {**WINDOWS, "attn_implementation": "eager"},
-    "gemma3n_text": {
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
-    },
-    "gemma4_text": {
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "hidden_size_per_layer_input": 8,
-        "global_head_dim": 16,
-    },
+    "gemma3n_text": {**SHARED, "laurel_rank": 8, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
+    "gemma4_text": {**SHARED, "global_head_dim": 16},
     "llama eager": {"attn_implementation": "eager"},
     "llama4_text": {
         **EXPERTS,

@@ -72,7 +72,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Call:
-    """One op that a graph holds, on CPU tensors."""
+    """One launch that a graph holds, on CPU tensors."""
 
     func: Any
     args: Any
@@ -99,16 +99,6 @@ def record() -> Iterator[list[Event]]:
         yield _state.log
     finally:
         _state.log = before
-
-
-@contextmanager
-def capture() -> Iterator[list[Call]]:
-    """The ops inside. Waiting and copying from the host raise RuntimeError, as they do while a graph is captured."""
-    _state.tape = []
-    try:
-        yield _state.tape
-    finally:
-        _state.tape = None
 
 
 def watch_target(model: nn.Module) -> None:
@@ -177,9 +167,8 @@ class SimulatedCuda(TorchDispatchMode):
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op on the CPU and note what it would be on a GPU."""
     name = func._schema.name
-    pin = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
-    device = kwargs.get("device")
-    device = None if device is None else torch.device(device)
+    pin = kwargs.pop("pin_memory", None)
+    device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     to_cuda = device is not None and device.type == "cuda"
     from_cuda = any(isinstance(each, CudaTensor) for each in tree_leaves((args, kwargs)))
     if not from_cuda and not to_cuda:
@@ -190,9 +179,8 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func in (aten._local_scalar_dense.default, aten.equal.default):
         note(WAIT, name)
         return func(*tree_map(unwrap, args), **kwargs)
-    if name not in HAS_KERNEL and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    ):
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    if composite and name not in HAS_KERNEL:
         with SimulatedCuda():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -206,10 +194,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     held = tree_map(unwrap, args), tree_map(unwrap, kwargs)
     result = func(*held[0], **held[1])
-    if _state.tape is not None:
-        _state.tape.append(Call(func, *held, result))
     if not is_view(func) and name not in MAKES_NOTHING:
         note(LAUNCH, name, tree_leaves((args, kwargs)))
+        if _state.tape is not None:
+            _state.tape.append(Call(func, *held, result))
     if is_written(func):
         return kwargs.get("out", args[0])
     on_cuda = from_cuda if device is None else to_cuda
@@ -361,30 +349,23 @@ class RecordedGraph:
     calls: list[Call]
 
     def replay(self) -> None:
-        launches = [call for call in self.calls if is_launch(call)]
-        note(LAUNCH, f"{GRAPH} {len(launches)}")
-        for call in launches:
-            run_again(call)
-
-
-def is_launch(call: Call) -> bool:
-    return not is_view(call.func) and call.func._schema.name not in MAKES_NOTHING
-
-
-def run_again(call: Call) -> None:
-    """Run an op again. Its result is where it was."""
-    result = call.func(*call.args, **call.kwargs)
-    if not is_written(call.func):
-        for before, now in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
-            if isinstance(before, Tensor):
-                before.copy_(now)
+        note(LAUNCH, f"{GRAPH} {len(self.calls)}")
+        for call in self.calls:
+            result = call.func(*call.args, **call.kwargs)
+            if not is_written(call.func):  # its result is where it was
+                for before, now in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
+                    if isinstance(before, Tensor):
+                        before.copy_(now)
 
 
 @contextmanager
 def record_graph(graph: RecordedGraph, *settings: Any, **more: Any) -> Iterator[None]:
-    """What `torch.cuda.graph` is used for."""
-    with capture() as graph.calls:
+    """What `torch.cuda.graph` is used for. Waits and copies inside raise RuntimeError, as on a GPU."""
+    _state.tape = graph.calls = []
+    try:
         yield
+    finally:
+        _state.tape = None
 
 
 @contextmanager
