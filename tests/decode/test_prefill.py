@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Step, Target, Tree, generate
+from decode import Target, generate
 from decode import session as session_module
 from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk
 from proposers import HEAD_PROPOSERS, MergedProposer
@@ -70,22 +70,10 @@ def test_passes_are_as_long_as_the_device_pays() -> None:
     assert choose_chunk(gpu, 16, 100_000, torch.float32) == CHUNK
 
 
-class Unfused:
-    """The same proposer, which gets all layers' features."""
-
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.layers, self.adaptive = proposer, proposer.layers, False
-
-    def propose(self, step: Step, budget: int) -> Tree:
-        assert not step.is_fused
-        return self.proposer.propose(step, budget)  # type: ignore[no-any-return]
-
-
-def make_proposers(target: Target) -> dict[str, Any]:
-    kinds = {kind: HEAD_PROPOSERS[kind](make_head(kind, target), nodes=12) for kind in HEAD_PROPOSERS}
-    kinds["hydra prefix"] = HEAD_PROPOSERS["hydra"](make_head("hydra", target, prefix=True), nodes=12)
-    head = HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12)
-    return {**kinds, "merged": MergedProposer(head=head, nodes=12)}
+def make_proposer(name: str, target: Target) -> Any:
+    kind = "eagle3" if name == "merged" else name.split()[0]
+    head = HEAD_PROPOSERS[kind](make_head(kind, target, prefix="prefix" in name), nodes=12)
+    return MergedProposer(head=head, nodes=12) if name == "merged" else head
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra prefix", "eagle", "eagle3", "merged"])
@@ -95,10 +83,10 @@ def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
     plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
     found = []
-    for wrap in (lambda proposer: proposer, Unfused):
-        proposer = wrap(make_proposers(target)[name])
-        recorder = Recorder(proposer)
-        if hasattr(proposer, "fuse"):
+    for is_fused in (True, False):
+        proposer = make_proposer(name, target)
+        recorder = Recorder(proposer)  # without `fuse`, it gets all layers' features
+        if is_fused and hasattr(proposer, "fuse"):
             recorder.fuse = proposer.fuse  # type: ignore[attr-defined]
         answers = generate(target, prompts, recorder, max_new_tokens=12, stop_ids=[])
         assert [answer.tokens for answer in answers] == plain
@@ -110,7 +98,7 @@ def test_a_long_prompt_holds_one_passs_features_of_all_layers(monkeypatch: pytes
     """The others are gone before the next pass begins: they would take gigabytes."""
     monkeypatch.setattr(session_module, "CHUNK", 32)
     target, length = Target(tiny("llama", num_hidden_layers=4)), 200
-    proposer, width = make_proposers(target)["eagle3"], target.config.hidden_size
+    proposer, width = make_proposer("eagle3", target), target.config.hidden_size
     parts: list[weakref.ref[Tensor]] = []
 
     def fuse(part: Tensor) -> Tensor:
