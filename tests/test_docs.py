@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from inspect import signature
@@ -13,23 +12,19 @@ import pytest
 import decode
 import proposers
 from tests.decode.models.test_architectures import ACCEPTED, REFUSED
+from tests.test_snippets import FENCE, PAGES, ROOT
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("heads/pretrained/*/*/README.md")])
-FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
 TERMS = """
 target, proposer, head, features, logits, output layer, output matrix, draft vocabulary, token map, draft token,
 draft tree, node, root, path, chain, level, depth, width, kv cache, committed token, verify, accept, bonus token, step,
 prefill, tau, request id, row, attention window, draft budget, cost curve, warm-up, calibration
 """
-SOURCE = ("decode", "heads", "proposers", "training", "scripts")
-FILES = [path for folder in SOURCE for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def read_prose(page: Path) -> str:
+def read_prose(page: str) -> str:
     """The page without its code blocks."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
+    return FENCE.sub("", PAGES[page])
 
 
 def anchor(heading: str) -> str:
@@ -37,36 +32,36 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def list_anchors(page: Path) -> set[str]:
+def list_anchors(page: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", read_prose(page), re.M)
     return {anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)) for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
     broken = []
     for link in LINK.findall(read_prose(page)):
         if link.startswith(("https://", "http://")):
             continue
         place, _, heading = link.partition("#")
-        file = (page.parent / place).resolve() if place else page
-        if not file.exists() or (heading and heading not in list_anchors(file)):
+        file = ((ROOT / page).parent / place).resolve() if place else ROOT / page
+        if not file.exists() or (heading and heading not in list_anchors(str(file.relative_to(ROOT)))):
             broken.append(link)
     assert broken == []
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
-    links = set(LINK.findall(read_prose(ROOT / "README.md")))
-    assert {str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")} <= links
+    links = set(LINK.findall(read_prose("README.md")))
+    assert {page for page in PAGES if page.startswith("docs/")} <= links
 
 
 def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    lines = PAGES["README.md"].splitlines()
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
 
 
 def test_every_term_is_explained() -> None:
-    words = read_prose(ROOT / "docs" / "architecture.md").partition("## Words")[2]
+    words = read_prose("docs/architecture.md").partition("## Words")[2]
     explained = {word.lower() for word in re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", words)}
     for word in re.split(r",\s", TERMS.strip()):
         assert {word, f"{word}s"} & explained, word
@@ -74,8 +69,7 @@ def test_every_term_is_explained() -> None:
 
 def read_table(page: str, head: str) -> list[list[str]]:
     """The cells of a page's table that begins with this head."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    lines = text[text.index(head) :].partition("\n\n")[0].splitlines()[2:]
+    lines = PAGES[page].partition(head)[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip().split(" [")[0] for cell in line.split("|")[1:-1]] for line in lines]
 
 
@@ -104,33 +98,15 @@ def test_results_name_their_commit(file: Path) -> None:
 
 
 def test_every_public_name_and_setting_is_documented() -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    page = PAGES["docs/python-api.md"]
     names = [*decode.__all__, *proposers.__all__]
     assert [name for name in names if not re.search(rf"`[^`]*\b{name}\b[^`]*`", page)] == []
     settings = {*signature(decode.stream).parameters, *signature(decode.Sampling).parameters} - {"unknown"}
     assert [name for name in settings if name not in page] == []
 
 
-def test_every_folder_is_in_the_architecture() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = {str(path.parent.relative_to(ROOT)) for path in FILES}
-    assert [folder for folder in sorted(folders) if f"| `{folder}` |" not in page] == []
-    assert [name for name in re.findall(r"^\| `([\w/]+)` \|", page, re.M) if "/" in name and name not in folders] == []
-
-
-@pytest.mark.parametrize(("folder", "most"), [*((folder, 16) for folder in SOURCE), ("tests", 25)])
-def test_no_folder_is_crowded(folder: str, most: int) -> None:
-    folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
-    assert [str(each) for each in folders if len([*each.glob("*.py")]) > most] == []
-
-
-def test_every_file_says_what_it_holds() -> None:
-    silent = [str(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
-    assert silent == []
-
-
 def test_the_table_of_models_is_that_of_the_tests() -> None:
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    page = PAGES["docs/models.md"]
     accepted, refused = (
         re.search(rf"^## {title}\n(.*?)^## ", page, re.M | re.S).group(1)  # type: ignore[union-attr]
         for title in ("Tested architectures", "Refused")
@@ -139,4 +115,4 @@ def test_the_table_of_models_is_that_of_the_tests() -> None:
     assert set(re.findall(r"`([\w-]+)`", shown)) == {name.split()[0] for name in ACCEPTED}
     shown = "".join(re.findall(r"^\|[^|]*", refused, re.M))
     assert set(re.findall(r"`([\w-]+)`", shown)) == {name.split()[0] for name in REFUSED}
-    assert f"{len({name.split()[0] for name in ACCEPTED})} decoder-only architectures" in read_prose(ROOT / "README.md")
+    assert f"{len({name.split()[0] for name in ACCEPTED})} decoder-only architectures" in read_prose("README.md")

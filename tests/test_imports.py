@@ -1,6 +1,8 @@
-"""Who imports whom, read with `ast`: the direction between packages, no circles, and a purpose for every folder."""
+"""Packages: who imports whom (read with `ast`), no circles, small folders, and a purpose for each folder and file."""
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -98,9 +100,21 @@ def test_the_checker_finds_circles(sources: dict[str, str], is_circle: bool) -> 
     assert bool(find_circle(sources)) == is_circle
 
 
-def test_every_folder_is_a_package_that_states_its_purpose_in_one_line() -> None:
+def test_every_file_says_what_it_holds_and_every_folder_its_purpose_in_one_line() -> None:
     """A folder without `__init__.py` would be missing from the wheel."""
     inits = {path.parent / "__init__.py" for path in FILES}
-    purposes = {path: ast.get_docstring(ast.parse(FILES.get(path, ""))) or "" for path in inits}
-    assert len(purposes) > len(MAY_IMPORT)  # files are found
-    assert [str(path) for path, purpose in purposes.items() if len(purpose.splitlines()) != 1] == []
+    texts = {path: ast.get_docstring(ast.parse(FILES.get(path, ""))) for path in {*FILES, *inits}}
+    assert [path for path, text in texts.items() if not text or (path in inits and "\n" in text)] == []
+
+
+def test_every_folder_is_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = {str(path.parent) for path in FILES}
+    assert [folder for folder in sorted(folders) if f"| `{folder}` |" not in page] == []
+    assert [name for name in re.findall(r"^\| `([\w/]+)` \|", page, re.M) if "/" in name and name not in folders] == []
+
+
+@pytest.mark.parametrize(("folder", "most"), [*((folder, 16) for folder in MAY_IMPORT), ("tests", 25)])
+def test_no_folder_is_crowded(folder: str, most: int) -> None:
+    crowded = Counter(path.parent for path in (ROOT / folder).rglob("*.py"))
+    assert crowded and [str(each) for each, count in crowded.items() if count > most] == []

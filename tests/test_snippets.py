@@ -27,7 +27,7 @@ from tests.support.drafting import make_head
 from tests.support.models import CACHE, tiny
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("*.md", "docs/*.md", "training/*.md", "heads/pretrained/*/*/README.md")
+FOLDERS = ("*.md", "docs/*.md", "heads/pretrained/*/*/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for folder in FOLDERS for path in ROOT.glob(folder)
 }
