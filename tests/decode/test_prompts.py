@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerFast, StoppingCriteriaList
 
 from decode import Answer, PlainProposer, Sampling, Target, generate, speculate, stream
@@ -136,19 +137,18 @@ def test_other_prompts_are_refused_by_name(target: Target, name: str) -> None:
         stream(target, prompts, None)
 
 
-CHATS: dict[str, tuple[str | list, str | None, bool | None, str]] = {  # prompt, template, chat; what is encoded
-    "no template": ("ab", None, None, "ab"),
-    "no template, no chat": ("ab", None, False, "ab"),
-    "a template": ("ab", TEMPLATE, True, "<|user|>ab<|a|>"),
-    "a template, no chat": ("ab", TEMPLATE, False, "ab"),
-    "messages, no chat": (CHAT, TEMPLATE, False, "<|system|>é<|user|>ab<|a|>"),
-    "ids": (A, TEMPLATE, True, TOKENIZER.decode(A)),
-}
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_the_chat_template_wraps_text_and_messages(name: str) -> None:
-    prompt, template, chat, text = CHATS[name]
+@pytest.mark.parametrize(
+    ("prompt", "template", "chat", "text"),
+    [
+        ("ab", None, None, "ab"),
+        ("ab", None, False, "ab"),
+        ("ab", TEMPLATE, True, "<|user|>ab<|a|>"),
+        ("ab", TEMPLATE, False, "ab"),
+        (CHAT, TEMPLATE, False, "<|system|>é<|user|>ab<|a|>"),
+        (A, TEMPLATE, True, TOKENIZER.decode(A)),
+    ],
+)
+def test_the_chat_template_wraps_text_and_messages(prompt: Any, template: Any, chat: bool | None, text: str) -> None:
     tokenizer = build_tokenizer(template=template)
     assert encode(prompt, tokenizer, chat) == tokenizer(text)["input_ids"]
 
@@ -179,16 +179,11 @@ def test_text_without_its_tokenizer_or_template_is_refused(
 # Text that was rendered before
 
 
-class WithBos(PreTrainedTokenizerFast):
-    """Adds the first token to a text."""
-
-    def __call__(self, text: str, **settings: Any) -> Any:
-        return {"input_ids": [self.bos_token_id, *super().__call__(text, **settings)["input_ids"]]}
-
-
 def with_bos() -> PreTrainedTokenizerFast:
+    """A tokenizer that adds a first token to a text."""
     tokenizer = build_tokenizer(template=TEMPLATE)
-    tokenizer.bos_token, tokenizer.__class__ = tokenizer.eos_token, WithBos
+    tokenizer.bos_token, ends = tokenizer.eos_token, [(tokenizer.eos_token, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=ends)
     return tokenizer
 
 
@@ -255,6 +250,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a negative stop id": ({"stop_ids": [-1]}, "stop_ids have -1; the model's vocabulary is 0 to"),
     "too many": ({"request_ids": torch.tensor([1, 2])}, "1 prompts need as many different request_ids.*\\[1, 2\\]"),
     "a set of them": ({"request_ids": {0}}, "1 prompts need as many different request_ids"),
+    "one of them twice": ({"prompts": [A, B], "request_ids": [4, 4]}, "2 prompts need as many different request_ids"),
+    "too large a one": ({"request_ids": [1 << 63]}, "request_ids are numbers from 0 to"),
     "a negative one": ({"request_ids": [np.int64(-1)]}, "request_ids are numbers from 0 to"),
     "a fraction of tokens": ({"max_new_tokens": 10.0}, "max_new_tokens is 10.0; it must be a whole number"),
     "half a batch": ({"batch_size": 1.5}, "batch_size is 1.5; it must be a whole number"),
@@ -278,7 +275,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
     settings, message = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=message):
-        stream(target, A, **{"proposer": None, **settings})
+        stream(**{"target": target, "prompts": A, "proposer": None, **settings})
 
 
 @pytest.mark.parametrize(
@@ -308,9 +305,8 @@ def test_a_model_in_the_wrong_place_gets_the_right_call(
 def find_points(**chosen: str) -> EntryPoints:
     """The entry points of pyproject.toml, as where the package is installed."""
     content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    groups = content["project"]["entry-points"].items()
-    points = [EntryPoint(name, value, group) for group, each in groups for name, value in each.items()]
-    return EntryPoints(points).select(**chosen)
+    named = content["project"]["entry-points"]["draftless"].items()
+    return EntryPoints(EntryPoint(name, value, "draftless") for name, value in named).select(**chosen)
 
 
 def test_a_name_is_taken_as_load_proposer_takes_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,17 +59,15 @@ MERGES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(list(dict.fromkeys(MERGES)))
+TOKENIZER = build_tokenizer(list(dict.fromkeys(MERGES)))
+END = TOKENIZER.eos_token_id
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
     """Like SentencePiece: words marked with the space before them, and byte fallback."""
     words = ["▁a", "▁b", "a", "b", "ab", "▁", "c", "▁投", "é"]
-    vocabulary = {
-        token: index for index, token in enumerate(["<unk>", "<end>", *(f"<0x{b:02X}>" for b in range(256)), *words])
-    }
+    tokens = ["<unk>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
@@ -78,7 +76,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
 
 
-def stream(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str] = ()) -> list[str]:
+def stream(ids: Sequence[int], stop: Sequence[str] = (), tokenizer: Any = TOKENIZER) -> list[str]:
     """The streamed pieces: one per token, and a last one from `finish`."""
     text = TextStream(tokenizer, stop)
     pieces = []
@@ -89,41 +87,43 @@ def stream(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequenc
     return [*pieces, text.finish()]
 
 
-def spell(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def spell(text: str) -> list[int]:
     """A text in tokens of one byte."""
-    return tokenizer.convert_tokens_to_ids(list(as_letters(text)))
+    return TOKENIZER.convert_tokens_to_ids(list(as_letters(text)))
 
 
-def split_inside_character(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The text "A投" in two tokens. The first has a letter and half a character."""
-    letters = as_letters("A投")
-    return tokenizer.convert_tokens_to_ids([letters[:3], letters[3]])
+def tokenize(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+# The text "A投" in two tokens. The first has a letter and half a character.
+INSIDE = TOKENIZER.convert_tokens_to_ids([as_letters("A投")[:3], as_letters("A投")[3]])
 
 
 # Text streams
 
 
-def test_pieces_have_no_broken_characters(tokenizer: PreTrainedTokenizerFast) -> None:
-    for ids in (tokenizer(TEXT)["input_ids"], spell(tokenizer, TEXT)):
-        pieces = stream(tokenizer, ids)
+def test_pieces_have_no_broken_characters() -> None:
+    for ids in (tokenize(TEXT), spell(TEXT)):
+        pieces = stream(ids)
         assert "".join(pieces) == TEXT
         assert not any(BROKEN in piece for piece in pieces)
         assert pieces[-1] == ""  # every character was released once complete
 
 
-def test_a_character_comes_with_its_last_byte(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert stream(tokenizer, spell(tokenizer, "a🧪é")) == ["a", "", "", "", "🧪", "", "é", ""]
-    assert stream(tokenizer, split_inside_character(tokenizer)) == ["A", "投", ""]  # "A" is not held back
+def test_a_character_comes_with_its_last_byte() -> None:
+    assert stream(spell("a🧪é")) == ["a", "", "", "", "🧪", "", "é", ""]
+    assert stream(INSIDE) == ["A", "投", ""]  # "A" is not held back
 
 
-def test_pieces_of_random_tokens_add_up_to_the_decoded_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_pieces_of_random_tokens_add_up_to_the_decoded_text() -> None:
     generator, broken = random.Random(0), 0
     for case in range(200):
-        ids = [generator.randrange(len(tokenizer)) for _ in range(generator.randrange(1, 40))]
+        ids = [generator.randrange(len(TOKENIZER)) for _ in range(generator.randrange(1, 40))]
         if case % 2:  # complete characters between random tokens
-            ids[len(ids) // 2 : len(ids) // 2] = tokenizer("👩\u200d👩\u200d👧 投機 a")["input_ids"]
-        whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip(BROKEN)
-        assert "".join(stream(tokenizer, ids)) == whole, (case, ids)
+            ids[len(ids) // 2 : len(ids) // 2] = tokenize("👩\u200d👩\u200d👧 投機 a")
+        whole = TOKENIZER.decode(ids, skip_special_tokens=True).rstrip(BROKEN)
+        assert "".join(stream(ids)) == whole, (case, ids)
         broken += BROKEN in whole
     assert broken > 30  # invalid bytes stay as the tokenizer decodes them
 
@@ -136,61 +136,54 @@ def test_random_words_with_byte_fallback() -> None:
         for word in generator.choices(words, k=generator.randrange(1, 30)):
             pieces = [f"<0x{byte:02X}>" for byte in word.encode()] if word in "🧪機" else [word]
             ids += tokenizer.convert_tokens_to_ids(pieces)
-        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
+        assert "".join(stream(ids, (), tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
 
 
 # Stop strings
 
-STOPS: dict[str, tuple[str, list[str], str]] = {
-    "over several tokens": ("one STOP two", ["STOP"], "one "),
-    "overlapping itself": ("aabab", ["abab"], "a"),
-    "the one that ends first": ("abcdef", ["bcde", "cd"], "ab"),
-    "at once": ("STOP", ["STOP"], ""),
-    "incomplete, then other text": ("one STO two ST", ["STOP"], "one STO two ST"),
-    "of wide characters": ("投機的デコード", ["的デ"], "投機"),
-    "a line": ("a\nb\n\nc", ["\n\n"], "a\nb"),
-}
+STOPS: list[tuple[str, list[str], str]] = [
+    ("one STOP two", ["STOP"], "one "),  # over several tokens
+    ("aabab", ["abab"], "a"),  # overlapping itself
+    ("abcdef", ["bcde", "cd"], "ab"),  # the one that ends first
+    ("STOP", ["STOP"], ""),  # at once
+    ("one STO two ST", ["STOP"], "one STO two ST"),  # incomplete, then other text
+    ("投機的デコード", ["的デ"], "投機"),
+    ("a\nb\n\nc", ["\n\n"], "a\nb"),
+]
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_stop_strings(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    text, stop, expected = STOPS[name]
-    for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
-        assert "".join(stream(tokenizer, ids, stop)) == expected
+@pytest.mark.parametrize(("text", "stop", "expected"), STOPS)
+def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
+    for ids in (spell(text), tokenize(text)):
+        assert "".join(stream(ids, stop)) == expected
 
 
-def test_stop_strings_that_are_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_stop_strings_that_are_special_tokens() -> None:
     """Text never contains them, so their ids end the answer."""
-    ends, texts = find_special(["STOP", tokenizer.eos_token], tokenizer)
-    assert (ends, texts) == ({tokenizer.eos_token_id}, ["STOP"])
+    assert find_special(["STOP", TOKENIZER.eos_token], TOKENIZER) == ({END}, ["STOP"])
 
 
-def test_a_stop_string_ends_the_answer_with_its_last_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_stop_string_ends_the_answer_with_its_last_token() -> None:
     """Even if that token also has half of the next character."""
-    text = TextStream(tokenizer, ["aA"])
-    assert text.push(*spell(tokenizer, "a")) == ""
-    assert text.push(split_inside_character(tokenizer)[0]) == "" and text.stopped
-    assert text.finish() == ""
+    assert stream([*spell("a"), *INSIDE], ["aA"]) == ["", "", ""]
 
 
-def test_only_possible_stop_strings_are_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
-    pieces = stream(tokenizer, spell(tokenizer, "aabaXab"), ["abab"])
-    assert pieces == ["", "a", "", "", "abaX", "", "", "ab"]
+def test_only_possible_stop_strings_are_held_back() -> None:
+    assert stream(spell("aabaXab"), ["abab"]) == ["", "a", "", "", "abaX", "", "", "ab"]
 
 
-def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_stop_strings_in_random_text() -> None:
     generator = random.Random(1)
     stopped = 0
     for _ in range(200):
         text = "".join(generator.choices("ab投é", k=generator.randrange(1, 25)))
-        stops = [
-            "".join(generator.choices("ab投é", k=generator.randrange(1, 5))) for _ in range(generator.randrange(1, 4))
-        ]
+        lengths = [generator.randrange(1, 5) for _ in range(generator.randrange(1, 4))]
+        stops = ["".join(generator.choices("ab投é", k=length)) for length in lengths]
         # The text before the stop string that ends first; of those that end together, the longest.
         ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
         starts = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)] if ends else [len(text)]
-        for ids in (spell(tokenizer, text), tokenizer(text)["input_ids"]):
-            assert "".join(stream(tokenizer, ids, stops)) == text[: min(starts)], (text, stops)
+        for ids in (spell(text), tokenize(text)):
+            assert "".join(stream(ids, stops)) == text[: min(starts)], (text, stops)
         stopped += bool(ends)
     assert 50 < stopped < 190
 
@@ -198,7 +191,7 @@ def test_stop_strings_in_random_text(tokenizer: PreTrainedTokenizerFast) -> None
 # Requests
 
 
-def make_request(tokenizer: PreTrainedTokenizerFast | None, context: int = 1000, **limits: Any) -> Request:
+def make_request(tokenizer: Any = TOKENIZER, context: int = 1000, **limits: Any) -> Request:
     limits = Limits(**limits)
     return Request(0, [7, 8], limits, context, None if tokenizer is None else TextStream(tokenizer, limits.stop))
 
@@ -215,7 +208,7 @@ def extend(request: Request, ids: Sequence[int], width: int) -> list[Chunk]:
 
 
 ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; finish, text, number of tokens
-    "end token": ({"stop_ids": frozenset([300])}, "eos", "ab STOP c", 9),
+    "end token": ({"stop_ids": frozenset([END])}, "eos", "ab STOP c", 10),
     "stop string": ({"stop": ["STOP"]}, "stop", "ab ", 7),
     "length": ({"max_new_tokens": 6}, "length", "ab STO", 6),
     "length and a stop string": ({"max_new_tokens": 7, "stop": ["STOP"]}, "stop", "ab ", 7),
@@ -226,25 +219,22 @@ ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {  # limits; finish, tex
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 40])
 @pytest.mark.parametrize("name", ENDS)
-def test_nothing_comes_after_the_end(tokenizer: PreTrainedTokenizerFast, name: str, width: int) -> None:
+def test_nothing_comes_after_the_end(name: str, width: int) -> None:
     limits, finish, expected, count = ENDS[name]
-    if "stop_ids" in limits:
-        limits = {"stop_ids": frozenset([tokenizer.eos_token_id])}
-    ids = [*spell(tokenizer, "ab STOP c"), tokenizer.eos_token_id, *spell(tokenizer, " and far beyond it")]
-    count += finish == "eos"
-    request = make_request(tokenizer, **limits)
+    ids = [*spell("ab STOP c"), END, *spell(" and far beyond it")]
+    request = make_request(**limits)
     chunks = extend(request, ids, width)
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
     assert [token for chunk in chunks for token in chunk.tokens] == ids[:count] == request.sequence[2:]
     assert "".join(chunk.text for chunk in chunks) == expected
-    answer = request.answer(tokenizer)
+    answer = request.answer(TOKENIZER)
     assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
     for chunk in chunks:
         assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
         assert chunk.drafted == min(len(chunk.tokens), width - 1)
 
 
-def test_a_criterion_is_called_after_every_token_up_to_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_criterion_is_called_after_every_token_up_to_the_end() -> None:
     seen: list[list[int]] = []
 
     def criterion(request_id: int, tokens: list[int]) -> bool:
@@ -260,18 +250,18 @@ def test_a_criterion_is_called_after_every_token_up_to_the_end(tokenizer: PreTra
 
 
 @pytest.mark.parametrize("cut", range(6))
-def test_text_is_the_same_without_streaming(tokenizer: PreTrainedTokenizerFast, cut: int) -> None:
+def test_text_is_the_same_without_streaming(cut: int) -> None:
     byte_fallback = sentencepiece()
     raw = [f"<0x{byte:02X}>" for byte in "🧪🧪".encode()]
-    for chosen, ids in (
-        (tokenizer, [*spell(tokenizer, "é 🧪"), tokenizer.eos_token_id]),
-        (tokenizer, [*spell(tokenizer, "é "), *split_inside_character(tokenizer)]),
+    for tokenizer, ids in (
+        (TOKENIZER, [*spell("é 🧪"), END]),
+        (TOKENIZER, [*spell("é "), *INSIDE]),
         (byte_fallback, byte_fallback.convert_tokens_to_ids(["a", *raw])),
     ):
         ids = ids[: len(ids) - cut]
-        with_stream, without = (make_request(kind, max_new_tokens=max(len(ids), 1)) for kind in (chosen, None))
+        with_stream, without = (make_request(kind, max_new_tokens=max(len(ids), 1)) for kind in (tokenizer, None))
         for request in (with_stream, without):
             extend(request, ids, 3)
-        assert with_stream.answer(chosen).text == without.answer(chosen).text
-        assert BROKEN not in without.answer(chosen).text
+        assert with_stream.answer(tokenizer).text == without.answer(tokenizer).text
+        assert BROKEN not in without.answer(tokenizer).text
         assert without.answer(None).text == ""
