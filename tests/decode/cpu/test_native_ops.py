@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import random
-import subprocess
-import sys
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from decode.cpu import build_cache
+from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.native_ops import load_native_ops, pack
-from decode.cpu.packed_linear import PackedLinear
-from tests.support.models import needs_compiler
+from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
+from tests.decode.cpu.test_packed import use_onednn
+from tests.support.models import needs_compiler, tiny
 
 pytestmark = needs_compiler
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # the largest relative error of rounding
@@ -206,69 +208,42 @@ def test_attention_to_large_scores(dtype: torch.dtype, sign: int, magnitude: flo
     assert bool(torch.isfinite(found).all()) and torch.allclose(found.double(), exact, atol=0.01)
 
 
-REPORT = """
-import errno, json, os, sys
-from pathlib import Path
-import torch
-from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.native_ops import load_native_ops
-from tests.support.models import tiny
-
-def fail(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-model, ids, write_text = tiny("llama", dtype=torch.float32), torch.tensor([[5, 6, 7]]), Path.write_text
-for scenario in json.load(sys.stdin):
-    Path.write_text = fail if scenario.pop("full", None) else write_text
-    os.environ.update({"CXX": "g++", **scenario})
-    load_native_ops.cache_clear()
-    try:
-        refusal = accelerated_copy(model, "compiled") and ""
-    except ValueError as error:
-        refusal = str(error)
-    packed = accelerated_copy(model, "auto")
-    same = torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
-    print(json.dumps([load_native_ops(), refusal, type(packed.lm_head).__name__, same]))
-"""
-
-
-REASONS = {
-    "no compiler": "No such file or directory: '/nonexistent'",
-    "it fails": "the compiler failed",
-    "its errors are not UTF-8": "an error: strange",
-    "it writes no library": "No such file or directory",
-    "it writes an empty library": "Could not load this library",
-    "a file in place of the folder": "Not a directory",
-    "no space": "No space left on device",
+EMPTY = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'  # a compiler that writes an empty library
+# Compilers, by name or as a shell script, and why the ops cannot be compiled, loaded or kept.
+FAILURES: dict[str, tuple[str, str]] = {
+    "no compiler": ("/nonexistent", "No such file or directory: '/nonexistent'"),
+    "it fails": ("false", "the compiler failed"),
+    "its errors are not UTF-8": ("#!/bin/sh\nprintf '\\377 an error: strange\\n' >&2; exit 1\n", "an error: strange"),
+    "it writes no library": ("true", "No such file or directory"),
+    "it writes an empty library": (EMPTY, "Could not load this library"),
+    "a file in place of the folder": (EMPTY, "Not a directory"),
+    "no space": (EMPTY, "No space left on device"),
 }
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What a process reports where the ops cannot be compiled, loaded or kept, for different reasons."""
-    folder = tmp_path_factory.mktemp("without")
-    strange, empty = folder / "strange", folder / "empty"
-    strange.write_text("#!/bin/sh\nprintf '\\377 an error: strange\\n' >&2; exit 1\n")
-    empty.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
-    for script in (strange, empty):
-        script.chmod(0o700)
-    compilers = "/nonexistent", "false", strange, "true", empty
-    scenarios = [
-        *({"CXX": str(compiler)} for compiler in compilers),
-        {"XDG_CACHE_HOME": str(strange)},
-        {"full": "yes", "CXX": str(empty), "XDG_CACHE_HOME": str(folder / "full")},
-    ]
-    asked = json.dumps([{"XDG_CACHE_HOME": str(folder / "cache"), **each} for each in scenarios])
-    command, root = [sys.executable, "-c", REPORT], Path(__file__).parents[3]
-    result = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=root)
-    assert result.returncode == 0, result.stderr
-    return dict(zip(REASONS, map(json.loads, result.stdout.splitlines()), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", REASONS)
-def test_without_the_ops_onednn_packs_layers(reports: dict[str, list[Any]], scenario: str) -> None:
-    found, refusal, layer, same = reports[scenario]
-    assert REASONS[scenario] in found and "\n" not in found
-    assert refusal.startswith(f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++")
-    assert layer == "OneDnnLinear" and same
+@pytest.mark.parametrize("failure", FAILURES)
+def test_without_the_ops_onednn_packs_layers(
+    failure: str, kernel_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, reason = FAILURES[failure]
+    if "\n" in compiler:
+        (tmp_path / "script").write_text(compiler)
+        (tmp_path / "script").chmod(0o700)
+        compiler = str(tmp_path / "script")
+    monkeypatch.setenv("CXX", compiler)
+    with monkeypatch.context() as patch:
+        if failure == "no space":
+            patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        if failure == "a file in place of the folder":
+            patch.setattr(build_cache, "build_folder", lambda: tmp_path / "script" / "kernels")
+        found = load_native_ops.__wrapped__()  # not the ops that this process has loaded
+    assert found is not None and reason in found and "\n" not in found
+    use_onednn(monkeypatch, found)
+    monkeypatch.setattr(torch.ops, "draftless", None)  # it would be missing
+    model, ids = tiny("llama", dtype=torch.float32), torch.tensor([[5, 6, 7]])
+    refusal = f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++"
+    with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
+        accelerated_copy(model, "compiled")
+    packed = accelerated_copy(model, "auto")
+    assert type(packed.lm_head) is OneDnnLinear
+    assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)

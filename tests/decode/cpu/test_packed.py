@@ -31,10 +31,10 @@ DTYPES = [torch.float32, torch.bfloat16]
 has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
 
 
-def use_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do as if there was no compiler."""
+def use_onednn(monkeypatch: pytest.MonkeyPatch, reason: str = "no compiler") -> None:
+    """Do as if the ops could not be compiled."""
     for module in (acceleration, grouped_attention, packed_linear):
-        monkeypatch.setattr(module, "load_native_ops", lambda: "no compiler")
+        monkeypatch.setattr(module, "load_native_ops", lambda: reason)
 
 
 @pytest.fixture(params=[PackedLinear, OneDnnLinear])
