@@ -15,8 +15,8 @@ from torch import Tensor
 from decode.gpu.at_once import accept_at_once, can_accept_at_once, choose_stream
 from decode.gpu.fusion import fused
 from decode.gpu.transfer import Upload, copy_packed, read
-from decode.noise import KEY_NAMES, TEXT, KeyedRandomness, gumbel_max, row_keys
-from decode.rejection import SampledTree, accept_by_traversal
+from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
+from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling
 from decode.tree import Tree
 
@@ -46,26 +46,28 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     """Choose each row's path by the rule for this kind of draft. All these rules are lossless.
 
     logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
-    Deterministic drafts are walked. Trees with sampled nodes are accepted by traversal: it never calls a logits
-    processor after a token that it forbids, where a grammar may raise.
+    Deterministic drafts are walked. Sampled chains are accepted by block verification (`decode.rejection`).
     """
     tree = tree.to(logits.device)
     if can_accept_at_once(tree, sampling):
         stream = choose_stream(tree, sampling)
-        keys = None if stream is None else find_keys(stream, tree, sampling, texts, upload)
+        keys = None if stream is None else find_keys(stream, tree.width, sampling, texts, logits.device, upload)
         return read_accepted(tree, *accept_at_once(tree, logits, sampling, keys))
     if tree.q is not None:
-        return accept_sampled_tree(tree, logits, sampling, texts)
+        keys = find_keys(ACCEPTANCE, tree.width, sampling, texts, logits.device, upload)
+        return accept_processed_chains(tree, logits, sampling, texts, keys)
     return walk(tree, logits, sampling, texts, upload)
 
 
-def find_keys(stream: int, tree: Tree, sampling: Sampling, texts: Texts, upload: Upload | None) -> Tensor:
-    """The keys of a tree's noise [B, >= N], on its device: what the step has uploaded, or made now."""
+def find_keys(
+    stream: int, count: int, sampling: Sampling, texts: Texts, device: torch.device, upload: Upload | None
+) -> Tensor:
+    """The keys [B, >= count] of a stream of noise after these texts: what the step has uploaded, or made now."""
     name = KEY_NAMES[stream]
     if upload is not None and name in upload:
         return upload[name]
-    made = row_keys(sampling.seed, [*texts], [*map(len, texts.values())], tree.width, stream)
-    return copy_packed({name: made}, tree.tokens.device)[name]
+    made = row_keys(sampling.seed, [*texts], [*map(len, texts.values())], count, stream)
+    return copy_packed({name: made}, device)[name]
 
 
 def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
@@ -83,7 +85,7 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: U
     prefixes: list[Tensor | None] = []  # None once a row has ended: processors see no prefix beyond its path
     if sampling.processors:
         prefixes = [torch.tensor(text, device=device) for text in texts.values()]
-    seeds = find_keys(TEXT, tree, sampling, texts, upload)
+    seeds = find_keys(TEXT, tree.width, sampling, texts, device, upload)
     for level in range(min(tree.height + 1, tree.width, seeds.shape[1])):  # nodes beyond the budget are padding
         on_path[row, node] |= alive
         drawn = draw(logits[row, node], sampling, prefixes, [*texts], seeds[:, level])
@@ -122,40 +124,27 @@ def draw(
     return torch.cat(drawn)
 
 
-def accept_sampled_tree(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts) -> Accepted:
-    """Traversal verification of trees with sampled nodes, row by row."""
-    path, bonus = [], []
-    for row, (request_id, text) in enumerate(texts.items()):
-        sampled_tree = _make_sampled_tree(tree, row, logits, sampling, request_id, text)
-        nodes, token = accept_by_traversal(sampled_tree, KeyedRandomness(sampling.seed, request_id, len(text)))
-        path.append(nodes)
-        bonus.append(token)
-    tokens = [tree.tokens[row, nodes].tolist() for row, nodes in enumerate(path)]
-    if tree.wrong is not None:
-        bonus = [WRONG_TREE if wrong else token for wrong, token in zip(tree.wrong.tolist(), bonus, strict=True)]
-    return Accepted(path, tokens, bonus, tree.sizes.tolist())
-
-
-def _make_sampled_tree(
-    tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, text: Sequence[int]
-) -> SampledTree:
-    """One row's tree for a rejection rule, which computes the target's probabilities only where it needs them."""
+def accept_processed_chains(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, keys: Tensor) -> Accepted:
+    """Accept sampled chains by probabilities that depend on logits processors, which need each node's own prefix."""
     assert tree.q is not None
-    size, q, prefix = int(tree.sizes[row]), tree.q[row], _make_prefix(tree, row, text)
-
-    return SampledTree(
-        tokens=tree.tokens[row, :size].tolist(),
-        parents=tree.parents[row, :size].tolist(),
-        sampled=[True] * size if tree.sampled is None else tree.sampled[row, :size].tolist(),
-        p=lambda node: sampling.probabilities(logits[row, node][None], [prefix(node)], [request_id])[0],
-        q=lambda node: q[node].double(),
-    )
+    p = torch.stack([_probe(tree, row, logits[row], sampling, *text) for row, text in enumerate(texts.items())])
+    return read_accepted(tree, *judge_chains(tree.tokens, tree.real, tree.q, p, keys))
 
 
-def _make_prefix(tree: Tree, row: int, text: Sequence[int]) -> Callable[[int], Tensor]:
-    """A function from a node to all tokens of its row up to the node, included."""
-    before_root = torch.tensor(text, device=tree.tokens.device)[:-1]
-    return lambda node: torch.cat([before_root, tree.tokens[row, tree.ancestors[row, node]]])
+def _probe(tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, text: Sequence[int]) -> Tensor:
+    """The target's probabilities [N, V] after the nodes of one row's chain that can be accepted.
+
+    Processors are never called after a token that the target cannot choose, where a grammar may raise.
+    """
+    p = torch.full_like(logits, 1 / logits.shape[1], dtype=torch.float64)  # of nodes that do not matter
+    drafted = tree.tokens[row, 1 : int(tree.sizes[row])]
+    prefix = torch.tensor(text, device=logits.device)
+    for node in range(len(drafted) + 1):
+        p[node] = sampling.probabilities(logits[node][None], [prefix], [request_id])[0]
+        if node == len(drafted) or not bool(p[node, drafted[node]] > 0):
+            break
+        prefix = torch.cat([prefix, drafted[node][None]])
+    return p
 
 
 def accept_lossily(

@@ -9,7 +9,6 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,6 @@ KEY_NAMES = {TEXT: "text_keys", ACCEPTANCE: "acceptance_keys", DRAFT: "draft_key
 TINY = 1e-300
 _MASK = (1 << 64) - 1
 _GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
-
-
-def uniform(seed: int, request_id: int, position: int, stream: int = TEXT, index: int = 0) -> float:
-    """A number in [0, 1) keyed by all its arguments."""
-    return key(seed, request_id, position, stream, index) * 2.0**-53
 
 
 def key(seed: int, request_id: Any, position: Any, stream: int = TEXT, index: Any = 0) -> Any:
@@ -61,7 +55,7 @@ def to_uniforms(made: Tensor) -> Tensor:
 def stream_uniforms(seeds: Tensor, indices: Tensor) -> Tensor:
     """Uniforms [B, n] in [0, 1), float64: entries `indices` [n] of each seed's SplitMix64 stream.
 
-    seeds [B] long. Calling `uniform` for each token would take longer than a forward pass.
+    seeds [B] long. Calling `key` for each token would take longer than a forward pass.
     """
     wrap = 1 << 64  # int64 wraps around as uint64 does, but its constants must be in range
     state = seeds[:, None] + (indices + 1) * (_GAMMA - wrap)
@@ -102,17 +96,3 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     # The product may round up to the total, which no token covers.
     goal = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, goal, right=True)[:, 0]
-
-
-class KeyedRandomness:
-    """`decode.rejection.Randomness` for one row and step: decision n is keyed by (seed, request id, position, n)."""
-
-    def __init__(self, seed: int, request_id: int, position: int) -> None:
-        self._uniforms = (uniform(seed, request_id, position, ACCEPTANCE, index) for index in count())
-
-    def accept(self, probability: float) -> bool:
-        return next(self._uniforms) < probability
-
-    def draw(self, weights: Tensor) -> int:
-        noise = torch.tensor([next(self._uniforms)], dtype=torch.float64)
-        return int(inverse_cdf(weights[None], noise.to(weights.device))[0])

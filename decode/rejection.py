@@ -1,125 +1,68 @@
-"""The acceptance rule for sampled draft tokens: it compares the target's p with the draft's q and stays unbiased.
+"""The acceptance rule for sampled chains: it compares the target's p with the draft's q and stays unbiased.
 
-The emitted tokens have exactly the target's distribution if the proposer keeps these conditions:
-  - q is the distribution its tokens were sampled from, after temperature, top-k and top-p;
-  - sampled siblings were sampled without replacement, in index order;
-  - no node is dropped or moved because of its own token;
-  - whether a node exists, and which token a deterministic node has, may depend on everything sampled before it, in any
-    branch. But sampled siblings are decided before deterministic ones, so they must also be sampled before anything
-    below a deterministic sibling.
+Block verification (Sun et al., ICLR 2025, algorithm 2) accepts as much as any rule can. The emitted tokens have exactly
+the target's distribution if each draft token was sampled from the `q` that the chain reports, after temperature, top-k
+and top-p, and if no token is dropped because of its own value.
 
-Shapes: N nodes (node 0 is the root), V vocabulary.
+Shapes: B rows, N nodes (node 0 is the root), V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from decode.gpu.fusion import fused
+from decode.noise import inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN
 
 
-class Randomness(Protocol):
-    """The random decisions of a rule: keyed noise in use, every possible outcome in tests."""
+@fused
+def judge_chains(tokens: Tensor, real: Tensor, q: Tensor, p: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
 
-    def accept(self, probability: float) -> bool:
-        """True with this probability."""
-        ...
-
-    def draw(self, weights: Tensor) -> int:
-        """A token, sampled by weights [V] >= 0 that need not sum to one."""
-        ...
-
-
-@dataclass(frozen=True)
-class SampledTree:
-    """One row's draft tree with the probabilities of target and draft, which are [V], float64, and sum to one."""
-
-    tokens: Sequence[int]  # [N]
-    parents: Sequence[int]  # [N]; -1 for the root; a parent comes before its children
-    sampled: Sequence[bool]  # [N]; sampled from q(parent), else deterministic; the root's entry is ignored
-    p: Callable[[int], Tensor]  # node -> the target's probabilities after it; NaN if its logits are no numbers
-    q: Callable[[int], Tensor]  # node -> the draft's probabilities after it; called only for parents of sampled nodes
-
-
-def accept_by_traversal(tree: SampledTree, randomness: Randomness) -> tuple[list[int], int]:
-    """Traversal Verification (Weng et al., NeurIPS 2025, arXiv 2505.12398): the accepted path and the bonus token.
-
-    It decides from the leaves up. On a chain it is block verification (Sun et al., ICLR 2025, algorithm 2), which
-    accepts as much as any rule can.
-
-    A node without probabilities (NaN) is a leaf, and the token after it is NO_TOKEN: that is as likely as in plain
-    decoding.
-
-    p_path is the probability of accepting the path down to a node, given the decisions so far. A child gets
-    min(1, p_path p/q). When everything below it was rejected, p and p_path become their residuals.
+    tokens [B, N]; real [B, N]: which nodes are not padding; q, p [B, N, V]: the draft's and the target's probabilities
+    after each node. A node whose p is NaN is the last of its chain, and the token after it is NO_TOKEN: that is as
+    likely as in plain decoding. keys [B, >= N] of `decode.noise.ACCEPTANCE`: a row uses them in order, one for each
+    node that it tests, from the last one up, and one for the bonus token.
     """
-    children = _order_children(tree)
-
-    def visit(node: int, p_path: float) -> tuple[list[int], int] | None:
-        p = tree.p(node)
-        is_broken = bool(p[0].isnan())  # all are NaN or none is
-        for child, q in _propose_children(tree, node, [] if is_broken else children[node], p):
-            token = tree.tokens[child]
-            p_child = min(1.0, p_path * float(p[token] / q[token]))
-            accepted = visit(child, p_child) if p_child > 0 else None
-            if accepted is not None:
-                return [node, *accepted[0]], accepted[1]
-            p, p_path = _compute_residual(p, q, p_path)
-            if p_path <= 0:
-                return None
-        if node == 0 or randomness.accept(p_path):  # at the root, p_path stays 1
-            return [node], NO_TOKEN if is_broken else randomness.draw(p)
-        return None
-
-    accepted = visit(0, 1.0)
-    assert accepted is not None  # the root is always kept
-    return accepted
+    accept, weights = weigh_chains(tokens, real, q, p)
+    tested = accept > 0
+    tested[:, 0] = False  # the root is accepted if nothing else is
+    before = tested.flip(1).cumsum(dim=1).flip(1) - tested.long()  # [B, N] tests before a node's own
+    uniforms = to_uniforms(keys)
+    accepted = tested & (uniforms.gather(1, before) < accept)
+    node = torch.arange(tokens.shape[1], device=p.device)
+    last = (accepted * node).amax(dim=1)  # [B]
+    rows = torch.arange(len(p), device=p.device)
+    used = (before + tested)[rows, last]
+    bonus = inverse_cdf(weights[rows, last], uniforms[rows, used])
+    return node <= last[:, None], torch.where(p[rows, last, 0].isnan(), NO_TOKEN, bonus)
 
 
-def _order_children(tree: SampledTree) -> list[list[int]]:
-    """Each node's children, sampled ones before deterministic ones.
+def weigh_chains(tokens: Tensor, real: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """How probable it is that each node is accepted [B, N], if none after it was; and the weights [B, N, V] of the
+    token after it, which need not sum to one. Arguments as in `judge_chains`.
 
-    In this order a mixed node accepts p(S) + sum min(p, q) over deterministic S and q off S, which is optimal (Hu et
-    al., ICLR 2025). The other order would compare q with what S left of p, and accept less.
+    The path down to node i is right with p_i = min(1, p_{i-1} p(x_i) / q(x_i)). With S_i = sum (p_i p - q)+ after it,
+    node i is accepted with probability S_i / (S_i + 1 - p_i), the last one with p_i. A draft token that q cannot have
+    sampled ends the chain, as does a q that is NaN or infinite: `min(1, NaN)` would accept its token.
     """
-    children: list[list[int]] = [[] for _ in tree.tokens]
-    for sampled in (True, False):
-        for node in range(1, len(tree.tokens)):
-            if bool(tree.sampled[node]) is sampled:
-                children[tree.parents[node]].append(node)
-    return children
-
-
-def _propose_children(tree: SampledTree, node: int, children: list[int], like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The children in order, each with its draft probabilities [V] given that the ones before it were rejected.
-
-    A sampled token without remaining probability is skipped: its siblings used up the support of q. So are all where q
-    is NaN or infinite: `min(1, NaN)` would accept them.
-    """
-    q: Tensor | None = None
-    for child in children:
-        token = tree.tokens[child]
-        if tree.sampled[child]:
-            q = tree.q(node) if q is None else q
-            total = q.sum()
-            if not (q[token] > 0 and total.isfinite()):
-                continue
-            q = q / total  # a copy: the proposer's tensor is not changed
-            yield child, q
-            q[token] = 0
-        else:
-            one_hot = torch.zeros_like(like)
-            one_hot[token] = 1
-            yield child, one_hot
-
-
-def _compute_residual(p: Tensor, q: Tensor, p_path: float) -> tuple[Tensor, float]:
-    """After a rejected child: p becomes norm((p_path p - q)+), of mass S, and p_path becomes S / (S + 1 - p_path)."""
-    excess = (p_path * p - q).clamp_(min=0)  # [V]
-    mass = float(excess.sum())
-    if mass <= 0:  # nothing is left; where p_path is 1 only rounding leads here
-        return p, float(p_path >= 1)
-    return excess / mass, mass / (mass + (1 - p_path))
+    broken = p[:, :, :1].isnan()  # all of a node's probabilities are, or none is
+    p = torch.where(broken, 1 / p.shape[2], p)
+    q = q.double() / q.double().sum(dim=2, keepdim=True)
+    following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[:, :, None]  # [B, N, 1]
+    drafted = q.gather(2, following)
+    is_followed = (drafted > 0) & drafted.isfinite() & ~broken
+    is_followed[:, :-1] &= real[:, 1:, None]
+    is_followed[:, -1] = False
+    ratio = torch.where(is_followed, p.gather(2, following) / drafted, 0)[:, :, 0]  # [B, N]: of the next node
+    paths = [torch.ones_like(ratio[:, 0])]
+    for node in range(1, tokens.shape[1]):
+        paths.append((paths[-1] * ratio[:, node - 1]).clamp(max=1))
+    path = torch.stack(paths, dim=1)[:, :, None]
+    weights = (path * p - torch.where(is_followed, q, 0)).clamp_(min=0)
+    mass = weights.sum(dim=2, keepdim=True)
+    total = mass + (1 - path)
+    accept = torch.where(total > 0, mass / total, 1.0)[:, :, 0]  # nothing is left: p equals q, up to rounding
+    return accept, torch.where(mass > 0, weights, p)

@@ -24,9 +24,8 @@ class Tree:
     its parent, and parents come before their children. Rows with fewer than N nodes are padded at the end; padding has
     parent -1 and is never attended to or accepted.
 
-    q and sampled describe sampled drafts. If `sampled[b, i]` is true, node i was sampled from `q[b, parent]`, without
-    replacement among its siblings and in index order; the other nodes are deterministic. With `q` alone all nodes are
-    sampled, with neither none is. `decode.rejection` lists what makes such a tree exact.
+    q is for sampled drafts, which are chains: node i + 1 was sampled from `q[b, i]` (see `decode.rejection`). Without q
+    the draft is deterministic.
     scores are the proposer's, for pruning or inspection. Verification ignores them.
     """
 
@@ -35,7 +34,6 @@ class Tree:
     sizes: Tensor  # [B] long, the number of real nodes in a row
     height: int  # no node is deeper than this
     q: Tensor | None = None  # [B, N, V] draft probabilities after each node
-    sampled: Tensor | None = None  # [B, N] bool
     scores: Tensor | None = None  # [B, N] float
     is_chain: bool = False  # every row is known to be a chain
     wrong: Tensor | None = None  # [B] bool: trees found invalid on a GPU; see `decode.gpu.check`
@@ -115,7 +113,6 @@ class Tree:
             sizes=self.sizes.clamp(max=nodes),
             height=min(self.height, nodes - 1),
             q=None if self.q is None else self.q[:, :nodes],
-            sampled=None if self.sampled is None else self.sampled[:, :nodes],
             scores=None if self.scores is None else self.scores[:, :nodes],
         )
 
@@ -141,7 +138,6 @@ class Tree:
             sizes=sizes,
             height=min(self.height, max(depths), width - 1),
             q=None if self.q is None else self.q.take_along_dim(order[:, :, None], dim=1),
-            sampled=None if self.sampled is None else self.sampled.gather(1, order),
             scores=None if self.scores is None else self.scores.gather(1, order),
         )
 
@@ -180,8 +176,6 @@ class Tree:
             )
         if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
             raise ValueError(f"the trees' roots are {given}; each must be its row's bonus token, here {[*roots]}")
-        if self.sampled is not None and self.q is None:
-            raise ValueError("a tree with sampled nodes needs the probabilities `q` that they were sampled from")
 
     def check_shapes(self, batch: int) -> None:
         """Raise ValueError if the tensors do not fit together. Never synchronizes."""
@@ -190,6 +184,8 @@ class Tree:
                 f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
                 f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
             )
+        if self.q is not None and not self.is_chain:
+            raise ValueError("a tree with `q` is a sampled draft, which must be a chain: make it with Tree.chain_of")
 
 
 def find_ancestors(parents: Tensor, height: int) -> Tensor:

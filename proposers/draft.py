@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from decode import Session, Step, Target, Tree
-from decode.noise import DRAFT, inverse_cdf, row_keys, to_uniforms
+from decode.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.sampling import upcast_half
 from proposers.draft_budget import DraftBudget
+from proposers.trees.coupled import Coupling, find_noise
 
 LONGEST = 16
 MEMORY = 0.95  # weight of the acceptance before, per step
@@ -108,11 +109,14 @@ class DraftProposer:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
         tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
         beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
+        coupling = None if step.sampling.greedy else Coupling(step.sampling, find_noise(step, levels).to(roots.device))
         tree = Tree(tokens, parents, sizes, height=0)
         for level in range(levels):
             first = tokens.shape[1] - beam.shape[1]  # node of the level before
             if step.sampling.processors:
                 logits = _process(step, tree, logits)
+            if coupling is not None:
+                logits = coupling.perturb(logits, level, None)
             best = logits.float().log_softmax(dim=-1).topk(width, dim=-1)  # [B, W, W]; [B, 1, W] at first
             beam, index = (beam[:, :, None] + best.values).flatten(1).topk(width, dim=1)
             chosen = best.indices.flatten(1).gather(1, index)
@@ -129,8 +133,7 @@ class DraftProposer:
         sampling = step.sampling.for_drafts  # q may be any distribution that the tokens are sampled from
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
-        made = row_keys(sampling.seed, step.request_ids, [*map(len, step.sequences)], levels, DRAFT)
-        noise = to_uniforms(made.to(roots.device))
+        noise = to_uniforms(find_noise(step, levels, DRAFT).to(roots.device))
         tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(levels):
             prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]

@@ -31,19 +31,6 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
     return worth.index(max(worth))
 
 
-def grow_while_worth(tokens: Sequence[float], times: Sequence[float], rate: float) -> int:
-    """The index of the last option before the first one that is not worth it, for options that come one at a time.
-
-    So sampled trees stay unbiased: later tokens have no part in the choice (`proposers.trees.sampled`). Many sizes may
-    take the same time, so an option counts as worth it if it would be together with later ones that are as good.
-    """
-    for index in range(len(tokens) - 1):
-        slope = min((time - times[index]) / more for more, time in enumerate(times[index + 1 :], start=1))
-        if not tokens[index + 1] - tokens[index] > rate * slope:  # so that NaN is not worth it
-            return index
-    return len(tokens) - 1
-
-
 class DraftBudget:
     """Chooses the tree sizes that yield most tokens per second in the long run.
 
@@ -174,15 +161,13 @@ class DraftBudget:
         """Take in how long it took to draft so many levels."""
         self._level_seconds = min(self._level_seconds, seconds / levels)
 
-    def choose_size(self, expected: Sequence[float], levels: int, sampled: bool = False) -> int:
+    def choose_size(self, expected: Sequence[float], levels: int) -> int:
         """The best number of nodes for a tree whose levels have been drafted.
 
-        expected[n - 1]: the tokens that n nodes should have accepted. sampled: no later token may have a part in the
-        choice (`grow_while_worth`).
+        expected[n - 1]: the tokens that n nodes should have accepted.
         """
         costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
-        choose = grow_while_worth if sampled else choose_fastest
-        nodes = 1 + choose([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
+        nodes = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(nodes, expected[nodes - 1], levels * self.level_time)
         return nodes
 

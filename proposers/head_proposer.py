@@ -19,14 +19,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from decode import Step, Target, Tree
+from decode import Sampling, Step, Target, Tree
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
 from proposers.feature_history import FeatureHistory, numbers_of
 from proposers.trees.candidates import BestTree, Candidates
-from proposers.trees.sampled import SampledTokens, find_seeds
+from proposers.trees.coupled import Coupling, find_noise
 from proposers.trees.search import RANKS, Drafter, ScoredDrafter, search
 
 
@@ -39,8 +39,6 @@ class HeadProposer(ABC):
     nodes: the size of every tree, root included, unless the budget is smaller. None adapts it to this device, down to
     no draft at all.
     calibration: corrects the head's probabilities; None uses them as they are.
-    sampled: if the target samples, sample the draft tokens as well (`proposers.trees.sampled`). The text keeps its
-    distribution, but a seed gives another text than without a proposer.
 
     Raises ValueError for an impossible size, for a calibration of another head, and, in its first step, for a
     head that was trained for another target.
@@ -59,7 +57,6 @@ class HeadProposer(ABC):
         width: int | None = None,
         nodes: int | None = None,
         calibration: Calibration | None = None,
-        sampled: bool = False,
     ) -> None:
         self.head: Any = head
         if width is not None:
@@ -75,7 +72,7 @@ class HeadProposer(ABC):
         if calibration is not None and self.levels is None and len(calibration.acceptance) != heads:
             raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {heads}")
         self.dtype = next(head.parameters()).dtype
-        self.nodes, self.sampled, self.calibration = nodes, sampled, calibration
+        self.nodes, self.calibration = nodes, calibration
         self.adaptive = nodes is None  # trees are sized by the target's cost curve
         self.layers = tuple(self.head.features)
         self.draft_budget = DraftBudget() if calibration is None else DraftBudget(calibration.expect_tau(LARGEST))
@@ -149,41 +146,43 @@ class HeadProposer(ABC):
             self.draft_budget.skip()
             return Tree.chain_of(roots[:, None], torch.ones_like(roots))
         begun = perf_counter()
-        sampled = self.sampled and not step.sampling.greedy  # greedy targets take the most likely token, so do drafts
-        draft = self._draft(step, most, sampled)
+        draft = self._draft(step, most)
         if not self.adaptive:
             return draft.tree(most)
         expected, right = draft.read_figures(most)
         self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
         self.draft_budget.take_levels(right)
-        return draft.tree(self.draft_budget.choose_size(expected, draft.levels, sampled))
+        return draft.tree(self.draft_budget.choose_size(expected, draft.levels))
 
-    def _draft(self, step: Step, most: int, sampled: bool) -> Candidates | BestTree:
+    def _draft(self, step: Step, most: int) -> Candidates | BestTree:
         """What trees of up to `most` nodes are chosen from."""
         # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
         levels = min(self.depth, most - 1, max(2, *step.room) - 1)
-        inputs = self.read_step(step) | {"roots": numbers_of(step)["roots"]}
-        if sampled:
-            inputs["seeds"] = find_seeds(step)
+        inputs = self.read_inputs(step, levels)
         target, budget = step.target, self.draft_budget if self.adaptive and self.levelwise else None
         if budget is not None and target.device.type != "cpu":
             levels = budget.choose_depth(levels)
-        # Without processors, which need a text: q may be any distribution as long as the tokens are sampled from it.
-        sampling = replace(step.sampling, processors=(), seed=0) if sampled else None
 
         def find(inputs: Mapping[str, Tensor]) -> Candidates:
-            sampler, token_map = None, self.head.token_map
-            if sampling is not None:
-                sampler = SampledTokens(sampling, target.vocabulary, inputs["seeds"], token_map)
-            drafter = ScoredDrafter(self.start_drafter(inputs, target), token_map, self.calibration, sampler)
+            drafter = self.start_scored(inputs, target, step.sampling)
             return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget)
 
         if not target.has_graphs or not self.is_fixed(inputs):
             return find(inputs)
-        kind = levels, most, sampling
+        kind = levels, most, replace(step.sampling, processors=(), seed=0)
         return self._graphs.run(
             target.model, self.written, kind, lambda buffers: BestTree.of(find(buffers), most), inputs
         )
+
+    def read_inputs(self, step: Step, levels: int) -> Inputs:
+        """`read_step`, with the roots and, where the target samples, the keys of its noise at so many levels."""
+        keys = {} if step.sampling.greedy else {"keys": find_noise(step, levels)}
+        return self.read_step(step) | {"roots": numbers_of(step)["roots"]} | keys
+
+    def start_scored(self, inputs: Mapping[str, Tensor], target: Target, sampling: Sampling) -> ScoredDrafter:
+        """`start_drafter` for the tensors of `read_inputs`, with its tokens scored."""
+        coupling = None if sampling.greedy else Coupling(sampling, inputs["keys"])
+        return ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, coupling)
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""

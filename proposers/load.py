@@ -32,7 +32,7 @@ from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
 
-_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "nodes", "sampled"), ("depth", "width")
+_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "nodes"), ("depth", "width")
 _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and options of `load_proposer`
     "none": (PlainProposer, ()),
     "ngram": (NGramProposer, ()),
@@ -79,7 +79,8 @@ def load_proposer(
     of the kind that `name` is; "merged" then has no head.
     draft_model: for "draft", a target, or a folder or hub id to load.
     store: finished answers to draft from, see `MergedProposer`.
-    nodes, sampled: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width.
+    nodes: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width. sampled: see
+    `DraftProposer`.
 
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
     another target; TypeError unless `target` is a target.

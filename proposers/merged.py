@@ -10,7 +10,6 @@ import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.feature_history import numbers_of
 from proposers.head_proposer import HeadProposer
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, Kinds, Node
@@ -130,9 +129,7 @@ class MergedProposer:
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
             if level == 0:
-                inputs = head.read_step(step) | {"roots": numbers_of(step)["roots"]}
-                drafter = head.start_drafter(inputs, step.target)
-                scored = ScoredDrafter(drafter, head.head.token_map, head.calibration)
+                scored = head.start_scored(head.read_inputs(step, deepest), step.target, step.sampling)
             found = continue_paths(scored, level, paths, head.ranks, step.target.device)
             for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
@@ -186,7 +183,7 @@ def continue_paths(
         parents = [[node.parent.path if node and node.parent else 0 for node in row] for row in rows]
         tokens = [[node.token if node else 0 for node in row] for row in rows]
         drafter.inner.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device))
-    drafted, longer, *_ = drafter.next_paths(level, ranks, scores, torch.empty(0))
+    drafted, longer, *_ = drafter.next_paths(level, ranks, scores)
     p = (longer - scores[:, :, None]).exp().nan_to_num(nan=0.0)  # by row, path and rank
     return [
         [

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from decode.gpu.fusion import fused
-from decode.gpu.judge import MOST, judge_sampled_trees
 from decode.noise import ACCEPTANCE, TEXT, make_exponential
+from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling, upcast_half
 from decode.tree import Tree
+
+MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
 
 def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:
     """Whether a tree is accepted by `accept_at_once`."""
-    is_cheap = tree.tokens.device.type == "cuda" or (sampling.greedy and tree.q is None)
+    is_cheap = tree.tokens.device.type == "cuda" or sampling.greedy or tree.q is not None
     return is_cheap and not sampling.processors
 
 
@@ -38,7 +40,8 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
     """
     if tree.q is not None:
         keys = torch.zeros_like(tree.tokens) if keys is None else keys
-        return judge_sampled_trees(tree, logits, sampling, keys)
+        judged = [_judge(tree, rows, logits, sampling, keys) for rows in _split_rows(logits)]
+        return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
     if keys is not None:
         return follow(tree, draw_all(tree, logits, sampling, keys))
     # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
@@ -52,9 +55,21 @@ def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
     keys [B, >= L]: of each level's position, from `decode.noise.row_keys`; nodes of one level share their noise. The
     tokens are those that `decode.accept.draw` samples one node at a time. Without logits processors.
     """
-    size = max(1, MOST // (tree.width * logits.shape[2]))  # rows
-    parts = [slice(begin, begin + size) for begin in range(0, tree.batch, size)]
-    return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows, : tree.height + 1]) for rows in parts])
+    keys = keys[:, : tree.height + 1]
+    return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows]) for rows in _split_rows(logits)])
+
+
+def _split_rows(logits: Tensor) -> list[slice]:
+    """So many rows of logits [B, N, V] at a time that their probabilities fit into memory."""
+    size = max(1, MOST // logits[0].numel())
+    return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
+
+
+def _judge(tree: Tree, rows: slice, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """`decode.rejection.judge_chains` for some rows."""
+    assert tree.q is not None
+    p = sampling.probabilities(logits[rows].flatten(0, 1)).view(logits[rows].shape)
+    return judge_chains(tree.tokens[rows], tree.real[rows], tree.q[rows], p, keys[rows])
 
 
 def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:

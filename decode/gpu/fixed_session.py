@@ -27,7 +27,7 @@ from decode.sampling import Sampling
 from decode.session import Fuse, Session, Verdict
 from decode.tree import Tree
 
-OPTIONAL = ("q", "sampled", "wrong")  # tensors that only some trees have
+OPTIONAL = ("q", "wrong")  # tensors that only some trees have
 
 
 class FixedCache(TreeCache):

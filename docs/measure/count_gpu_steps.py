@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[Callable[[Target], Proposer | None], int, dict[str, Any
     "eagle3": (lambda target: make_eagle3(target, nodes=60), 1, {}),
     "eagle3 adaptive": (make_adaptive, 1, {}),
     "ngram sampling": (lambda target: NGramProposer(length=15), 8, SAMPLED),
-    "eagle3 sampled": (lambda target: make_eagle3(target, nodes=16, sampled=True), 8, SAMPLED),
+    "eagle3 sampling": (lambda target: make_eagle3(target, nodes=16), 8, SAMPLED),
 }
 
 

@@ -1,1 +1,1 @@
-"""Draft trees of heads: searched level by level, of fixed shape, or of sampled tokens."""
+"""Draft trees of heads, searched level by level."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from decode import Tree
 from decode.gpu.fusion import fused
 from decode.gpu.transfer import read
-from proposers.trees.sampled import SampledTokens
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class Candidates:
     """The nodes to choose a tree from: node j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1).
 
     scores: the log-probabilities that whole paths are right.
-    sampler: sampled the tokens; it knows the tree's `q`, which the verifier needs. None: they are the most likely ones.
     right: the probability, on average over the rows, that a path down to level 1, 2, ... is right; for some searches.
     """
 
@@ -31,7 +29,6 @@ class Candidates:
     parents: Tensor  # [B, M] long
     scores: Tensor  # [B, M] float32
     levels: int
-    sampler: SampledTokens | None = None
     right: Tensor | None = None  # [levels]
 
     @cached_property
@@ -49,8 +46,7 @@ class Candidates:
         scores, chosen = (part[:, : nodes - 1] for part in self.ranked)
         drafted, above, scores = _join_nodes(self.roots, self.tokens, self.parents, chosen, scores)
         sizes, height = torch.full_like(self.roots, chosen.shape[1] + 1), min(chosen.shape[1], self.levels)
-        q = None if self.sampler is None else self.sampler.lay_out_q(chosen, self.tokens.shape[1])
-        return Tree(drafted, above, sizes, height, q=q, scores=scores)
+        return Tree(drafted, above, sizes, height, scores=scores)
 
     def figures(self, nodes: int) -> Tensor:
         """The figures of `read_figures`, on the device."""

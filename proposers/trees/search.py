@@ -17,7 +17,7 @@ from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.trees.candidates import Candidates
-from proposers.trees.sampled import SampledTokens
+from proposers.trees.coupled import Coupling
 
 RANKS = 10  # most likely next tokens of a path that become candidates
 
@@ -39,31 +39,31 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class ScoredDrafter:
-    """A drafter, how its tokens are chosen, and how they are scored."""
+    """A drafter, and how its tokens are chosen and scored."""
 
     inner: Drafter
     token_map: Tensor | None = None  # [D]: the target's token for each draft id; None: the same
     calibration: Calibration | None = None  # None: the head's own probabilities
-    sampler: SampledTokens | None = None  # None: the most likely tokens
+    coupling: Coupling | None = None  # where the target samples
 
     def next_paths(
-        self, level: int, ranks: int, scores: Tensor, places: Tensor, first_place: int = 0, width: int = 1
+        self, level: int, ranks: int, scores: Tensor, first_place: int = 0, width: int = 1
     ) -> tuple[Tensor, ...]:
         """The next tokens of the paths and the scores of the longer paths, [B, W, R] each; and the best of these.
 
-        scores [B, W]: the log-probabilities that the paths are right; places [B, W]: the candidates at their ends.
-        first_place: that of the level's first candidate. The best `width` ones of the level are returned as four
-        tensors [B, width]: scores, the indices of their paths, tokens, and places.
+        scores [B, W]: the log-probabilities that the paths are right. first_place: that of the level's first candidate.
+        The best `width` ones of the level are returned as four tensors [B, width]: scores, the indices of their paths,
+        tokens, and places.
         """
         logits = self.inner.logits(level)
-        sampled = None if self.sampler is None else self.sampler.pick(logits, ranks, places)
-        return rank_paths(logits, sampled, ranks, scores, level, self.token_map, self.calibration, first_place, width)
+        if self.coupling is not None:
+            logits = self.coupling.perturb(logits, level, self.token_map)
+        return rank_paths(logits, ranks, scores, level, self.token_map, self.calibration, first_place, width)
 
 
 @fused
 def rank_paths(
     logits: Tensor,
-    sampled: tuple[Tensor, Tensor] | None,
     ranks: int,
     scores: Tensor,
     level: int,
@@ -72,23 +72,17 @@ def rank_paths(
     first_place: int,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """`ScoredDrafter.next_paths`: the most likely by logits [B, W, D], or those that `SampledTokens.pick` sampled."""
-    ids, log_p = top_tokens(logits, ranks) if sampled is None else sampled  # [B, W, R]
+    """`ScoredDrafter.next_paths` by logits [B, W, D]."""
+    ids, log_p = top_tokens(logits, ranks)  # [B, W, R]
     path = scores[:, :, None]
     if calibration is not None:
         log_p = calibration.log_probabilities(level, log_p, path)
-        log_p = log_p if sampled is None else keep_order(log_p)
     longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
     tokens = (ids if token_map is None else token_map[ids]).expand_as(longer)
     best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Candidates.ranked`
     index = best.indices[:, :width]
     chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
     return tokens, longer, best.values[:, :width], *chosen
-
-
-def keep_order(log_p: Tensor) -> Tensor:
-    """Limit each rank's score to that of the rank before it. Calibration may have reversed their order."""
-    return log_p.cummin(dim=2).values
 
 
 def search(
@@ -113,23 +107,17 @@ def search(
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
     best: list[Tensor] = []  # of each level: the scores of the paths that could be followed further
     waits = roots.device.type == "cpu"
-    is_sampled = drafter.sampler is not None
-    narrow = waits and not is_sampled  # samples may not depend on the other rows, as the number of useful paths does
     while True:
         first_place = sum(part.shape[1] for part, _, _ in found)
-        tokens, longer, scores, *chosen = drafter.next_paths(len(found), ranks, scores, places, first_place, width)
+        tokens, longer, scores, *chosen = drafter.next_paths(len(found), ranks, scores, first_place, width)
         found.append((tokens.flatten(1), longer.flatten(1), places))
         is_last = len(found) == levels
         if is_last and budget is None:
             break
         best.append(scores)
-        if is_last:
+        if is_last or (budget is not None and waits and not budget.is_worth_a_level(float(expect_right(best[-1:])))):
             break
-        if budget is not None and waits:
-            right_now = expect_right(best if is_sampled else best[-1:], is_sampled)[-1]
-            if not budget.is_worth_a_level(float(right_now)):
-                break
-        if narrow:
+        if waits:
             scored = [part for _, part, _ in found]
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
             if not useful:
@@ -138,33 +126,28 @@ def search(
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
     wants_right = not waits and budget is not None
-    tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None, is_sampled)
-    return Candidates(roots, tokens, parents, scores, len(found), drafter.sampler, right)
+    tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None)
+    return Candidates(roots, tokens, parents, scores, len(found), right)
 
 
 @fused
 def join_levels(
-    found: Sequence[tuple[Tensor, Tensor, Tensor]], ranks: int, best: Sequence[Tensor] | None, sampled: bool
+    found: Sequence[tuple[Tensor, Tensor, Tensor]], ranks: int, best: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tokens, parents and scores [B, M] of all levels' candidates, and `expect_right(best, sampled)`.
+    """Tokens, parents and scores [B, M] of all levels' candidates, and `expect_right(best)`.
 
     found: of each level, tokens and scores [B, W R] of its candidates, and the places [B, W] of their parents.
     """
     tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     parents = places.repeat_interleave(ranks, dim=1)
-    return tokens, parents, scores, None if best is None else expect_right(best, sampled)
+    return tokens, parents, scores, None if best is None else expect_right(best)
 
 
-def expect_right(best: Sequence[Tensor], sampled: bool) -> Tensor:
+def expect_right(best: Sequence[Tensor]) -> Tensor:
     """By level: the probability that one of its paths is right, on average over the rows.
 
-    best: the scores [B, W] of each level's paths. In sampled trees only the first level's scores depend on no sampled
-    token (`trees.sampled`), so each level counts as being as likely to be right as the first.
+    best: the scores [B, W] of each level's paths.
     """
-    if sampled:
-        first = best[0].logsumexp(dim=1).clamp(max=0)  # [B]
-        levels = torch.arange(1, len(best) + 1, device=first.device)
-        return (first * levels[:, None]).exp().mean(dim=1)
     width = max(scores.shape[1] for scores in best)
     padded = [nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf) for scores in best]
     return torch.stack(padded).exp().sum(dim=(1, 2)) / len(best[0])

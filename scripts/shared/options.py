@@ -32,8 +32,8 @@ NODES_HELP = """for heads, suffix, recycling, merged, auto: trees of N nodes (de
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "a smaller model with the same vocabulary, folder or hub id"
-SAMPLED_HELP = """for heads and draft, at temperatures above 0: sample the draft tokens. The text keeps its
-distribution, but a seed gives another text than plain decoding"""
+SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
+than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
 run, and so the same text in half precision too"""
 

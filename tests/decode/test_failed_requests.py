@@ -10,13 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from decode import Proposer, Sampling, Target, generate, stream
-from decode.accept import accept_sampled_tree
-from decode.gpu.judge import judge_sampled_trees
 from decode.hf.speculate import speculate
-from decode.noise import ACCEPTANCE, row_keys
-from decode.sampling import NO_TOKEN
 from proposers import DraftProposer, MedusaProposer, MergedProposer, NGramProposer
-from tests.decode.gpu.test_gpu_rules import TEXTS, draft_tree
 from tests.support.drafting import make_head
 from tests.support.models import tiny
 
@@ -39,24 +34,22 @@ def make_target(spoilt: bool) -> Target:
 def make_proposer(kind: str) -> Proposer | None:
     if "chain" in kind:
         return DraftProposer(Target(tiny("gpt2")), sampled="sampled" in kind, length=4)
-    if kind == "sampled tree":
-        return MedusaProposer(make_head("medusa", Target(tiny("gpt2"))), sampled=True, nodes=12)
+    if kind == "medusa":
+        return MedusaProposer(make_head("medusa", Target(tiny("gpt2"))), nodes=12)
     return {"plain": None, "ngram": NGramProposer(length=4), "merged": MergedProposer(nodes=8)}[kind]
 
 
 @pytest.mark.filterwarnings("ignore:request .* no token can be chosen:RuntimeWarning")
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [2, 6])  # with refills in plain decoding
-@pytest.mark.parametrize("kind", ["plain", "ngram", "merged", "sampled chain", "sampled tree"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "merged", "sampled chain", "medusa"])
 def test_the_others_go_on(kind: str, batch_size: int, sampling: Sampling) -> None:
     options = {**SETTINGS, "batch_size": batch_size, "sampling": sampling}
     expected = generate(make_target(False), PROMPTS, make_proposer(kind), **options)
     found = generate(make_target(True), PROMPTS, make_proposer(kind), **options)
     for request_id, (answer, whole) in enumerate(zip(found, expected, strict=True)):
         if request_id not in FAILING:
-            # A sampled tree's last token has other noise where no row of the batch has room for a draft.
-            end = -1 if kind == "sampled tree" and not sampling.greedy else None
-            assert answer.tokens[:end] == whole.tokens[:end] and (answer.finish, answer.error) == ("length", None)
+            assert answer.tokens == whole.tokens and (answer.finish, answer.error) == ("length", None)
             continue
         assert answer.finish == "error" and (answer.error or "").startswith(f"request {request_id}:")
         assert 0 < len(answer.tokens) < 18 and answer.tokens == whole.tokens[: len(answer.tokens)]
@@ -145,26 +138,3 @@ def test_an_end_before_it_is_an_end() -> None:
     """The draft holds the end token, after which logits may be anything."""
     chunks = stream(make_target(True), [LONG], make_proposer("chain"), **{**SETTINGS, "stop_ids": range(96)})
     assert [chunk.finish for chunk in chunks] == ["eos"]
-
-
-@pytest.mark.parametrize("chains", [True, False])
-def test_sampled_trees_are_judged_alike_on_a_gpu(chains: bool) -> None:
-    """A node without probabilities is a leaf, and the walk through the others is that of a tree cut there."""
-    failed = 0
-    for seed in range(60):
-        tree = draft_tree(seed, seed % 2 == 0, chains)
-        assert tree.q is not None
-        torch.manual_seed(seed)
-        logits = (tree.q + 0.02).log()
-        logits = torch.where(torch.rand(logits.shape[:2])[:, :, None] < 0.3, torch.nan, logits)
-        sampling = Sampling(temperature=1.0, seed=seed)
-        expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
-        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
-        on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
-        assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
-        assert bonus.tolist() == expected.bonus, seed
-        for row, path in enumerate(expected.path):
-            broken = [bool(logits[row, node].isnan().any()) for node in path]
-            assert not any(broken[:-1]) and broken[-1] == (expected.bonus[row] == NO_TOKEN)
-            failed += broken[-1]
-    assert failed > 20

@@ -87,9 +87,7 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
     "draft": lambda target: DraftProposer(make_draft(), sampled=True),
-    "hydra": lambda target: HydraProposer(make_head("hydra", target), sampled=True, nodes=9),
-    "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=1, sampled=True, nodes=4),
-    "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3, width=4, sampled=True, nodes=12),
+    "itself": lambda target: DraftProposer(target, sampled=True, length=4),
 }
 
 

@@ -1,216 +1,169 @@
-"""The acceptance rules, by exact enumeration: every draft, every outcome, its exact probability."""
+"""The acceptance rule for sampled chains, by exact enumeration: every draft, every outcome, its exact probability."""
+
+from __future__ import annotations
+
+import random
 
 import pytest
 import torch
-from torch import Tensor
 
-from decode.rejection import Randomness, SampledTree, accept_by_traversal
+from decode import Sampling, Tree
+from decode.accept import accept, accept_processed_chains, read_accepted
+from decode.gpu.at_once import accept_at_once
+from decode.noise import ACCEPTANCE, row_keys
+from decode.sampling import NO_TOKEN
 from tests.support.enumeration import (
     EXACT,
     KINDS,
     WRONG,
-    ChooseToken,
+    Chain,
     Distributions,
     Prefix,
-    Shape,
+    Randomness,
+    RowRule,
     count_tokens,
-    draft_best,
-    draft_other,
-    draft_repeated,
     emit,
-    make_shape,
     measure_error,
 )
-from tests.support.reference_rules import RULES, RowRule, block, rrsw, walk_row
+from tests.support.reference_rules import RULES, block, in_use, leviathan
 
-ALL: dict[str, RowRule] = {"walk": walk_row, **RULES}
-CHAIN = make_shape("s", "s", "s")
-SHAPES: dict[str, Shape] = {
-    "root only": [],
-    "chain": CHAIN,
-    "2,2": make_shape("ss", "ss"),
-    "3,1": make_shape("sss", "s"),
-    "depth first": [(0, True), (1, True), (2, True), (1, True), (0, True), (5, True)],
-    "1+1": make_shape("sd", "sd"),
-    "1+1, deterministic first": make_shape("ds", "ds"),
-    "2+1": make_shape("ssd", "s"),
-    "1+2": make_shape("sdd", "s"),
-    "fixed": make_shape("dd", "d", "d"),
-    "fixed above": make_shape("dd", "ss"),
-}
-SAMPLED = {name: shape for name, shape in SHAPES.items() if shape and all(sampled for _, sampled in shape)}
-MIXED = {name: shape for name, shape in SHAPES.items() if shape and name not in SAMPLED}
-
-
-CASES = [(rule, shape) for rule in ALL for shape in SHAPES if rule != "block" or shape in ("root only", "chain")]
+VOCABULARY = 6
+TEXTS = {4: [1, 2, 3], 7: [5], 8: [2, 2]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rule", "shape"), CASES)
-def test_emitted_text_has_the_targets_distribution(rule: str, shape: str, kind: str) -> None:
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_emitted_text_has_the_targets_distribution(rule: str, most: int, kind: str) -> None:
     models = Distributions(kind)
-    assert measure_error(emit(ALL[rule], models, SHAPES[shape]), models) < EXACT
+    assert measure_error(emit(RULES[rule], models, most), models) < EXACT
 
 
-@pytest.mark.parametrize("choose", [draft_repeated, draft_other])
-@pytest.mark.parametrize("shape", MIXED)
-@pytest.mark.parametrize("rule", ["walk", "traversal", "rrsw"])
-def test_deterministic_tokens_may_repeat_or_avoid_their_siblings(rule: str, shape: str, choose: ChooseToken) -> None:
-    for kind in ("generic", "zeros in p", "point q"):
-        models = Distributions(kind, seed=1)
-        assert measure_error(emit(ALL[rule], models, MIXED[shape], choose), models) < EXACT
-
-
-@pytest.mark.parametrize("rule", ["traversal", "rrsw"])
+@pytest.mark.parametrize("rule", RULES)
 def test_a_larger_vocabulary_and_other_seeds(rule: str) -> None:
     for seed in range(4):
         models = Distributions(KINDS[seed % 2], vocabulary=4, seed=seed)
-        assert measure_error(emit(ALL[rule], models, make_shape("ssd", "s") if seed % 2 else CHAIN), models) < EXACT
+        assert measure_error(emit(RULES[rule], models, 3), models) < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_traversal_of_a_chain_is_block_verification(kind: str) -> None:
+def test_the_rule_is_block_verification(kind: str) -> None:
     models = Distributions(kind, vocabulary=4)
-    ours, theirs = emit(accept_by_traversal, models, CHAIN), emit(block, models, CHAIN)
+    ours, theirs = emit(in_use, models, 3), emit(block, models, 3)
     assert max(abs(ours.get(text, 0.0) - theirs.get(text, 0.0)) for text in {*ours, *theirs}) < EXACT
-    assert count_tokens(theirs) >= count_tokens(emit(rrsw, models, CHAIN)) - EXACT
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_traversal_emits_at_least_as_much_as_rrsw(shape: str) -> None:
+def test_it_emits_at_least_as_much_as_testing_token_by_token() -> None:
     gains = []
     for seed, kind in enumerate(("generic", "zeros in q", "generic")):
         models = Distributions(kind, seed=seed)
-        lengths = [count_tokens(emit(rule, models, SHAPES[shape])) for rule in (accept_by_traversal, rrsw)]
-        gains.append(lengths[0] - lengths[1])
-    assert min(gains) > -EXACT
-    assert max(gains) > WRONG or shape in ("root only", "fixed")
-
-
-def test_every_rule_is_the_walk_for_deterministic_trees() -> None:
-    models = Distributions("generic", vocabulary=4)
-    emitted = [emit(ALL[rule], models, SHAPES["fixed"], draft_other) for rule in ("walk", "traversal", "rrsw")]
-    for other in emitted[1:]:
-        assert other.keys() == emitted[0].keys()
-        assert max(abs(other[text] - emitted[0][text]) for text in other) < EXACT
-
-
-def test_a_mixed_node_reaches_the_optimum() -> None:
-    """Hu et al., ICLR 2025: p(S) + sum min(p, q) off S; the other order gives p(S) + sum min(p, (1 - p(S)) q)."""
-    sampled_first, deterministic_first = [], []
-    for seed in range(40):
-        models = Distributions("generic", vocabulary=4, seed=seed)
-        best, p, q = draft_best(models, (), []), models.p(()), models.q(()).clone()
-        q[best] = 0
-        models.cache["q", ()] = q = q / q.sum()
-        sampled_first.append(float(p[best] + torch.minimum(p, q).sum()))
-        deterministic_first.append(float(p[best] + torch.minimum(p, (1 - p[best]) * q).sum()))
-        for rule in (accept_by_traversal, rrsw):
-            assert abs(count_tokens(emit(rule, models, make_shape("ds"))) - 1 - sampled_first[-1]) < EXACT
-    assert sum(sampled_first) > sum(deterministic_first) + 40 * 0.03
+        gains.append(count_tokens(emit(in_use, models, 3)) - count_tokens(emit(leviathan, models, 3)))
+    assert min(gains) > -EXACT and max(gains) > WRONG
 
 
 # --- mistakes that these tests must catch ----------------------------------------------------------------------------
 
 
-def draft_argmax(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
-    return int(models.q(prefix).argmax())
-
-
-def call_sampled(rule: RowRule) -> RowRule:
-    """Wrong: treat deterministic tokens as if they were sampled from q."""
-    return lambda tree, randomness: rule(
-        SampledTree(tree.tokens, tree.parents, [True] * len(tree.tokens), tree.p, tree.q), randomness
-    )
-
-
-def reject_with_stale_q(tree: SampledTree, randomness: Randomness) -> tuple[list[int], int]:
-    """Wrong: rejection sampling that tests every sibling as if it were sampled first."""
-    path = [0]
-    while True:
-        p, q = tree.p(path[-1]), tree.q(path[-1])
-        for child in (i for i, parent in enumerate(tree.parents) if parent == path[-1]):
-            token = tree.tokens[child]
-            if randomness.accept(min(1.0, float(p[token] / q[token]))):
-                path.append(child)
-                break
-            p = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
-        else:
-            return path, randomness.draw(p)
-
-
-def test_wrong_rules_are_caught() -> None:
-    models = Distributions("generic", seed=2)
-    for rule in RULES.values():
-        assert measure_error(emit(call_sampled(rule), models, make_shape("d", "d", "d"), draft_argmax), models) > WRONG
-    assert measure_error(emit(reject_with_stale_q, models, SHAPES["2,2"]), models) > WRONG
-
-
 def drop_by_token(rule: RowRule) -> RowRule:
     """Wrong: the last node is left out if its token is 0."""
 
-    def judge(tree: SampledTree, randomness: Randomness) -> tuple[list[int], int]:
-        size = len(tree.tokens) - (tree.tokens[-1] == 0)
-        tokens, parents, sampled = tree.tokens[:size], tree.parents[:size], tree.sampled[:size]
-        return rule(SampledTree(tokens, parents, sampled, tree.p, tree.q), randomness)
+    def judge(chain: Chain, randomness: Randomness) -> tuple[int, int]:
+        size = len(chain.tokens) - (len(chain.tokens) > 1 and chain.tokens[-1] == 0)
+        return rule(Chain(chain.tokens[:size], chain.p[:size], chain.q[:size]), randomness)
 
     return judge
 
 
-def test_trees_may_grow_because_of_tokens_but_not_drop_a_node_because_of_its_own() -> None:
-    def grows(node: int, drawn: dict[int, int]) -> bool:  # depends on all tokens so far, in any branch
-        return node < 2 or hash((policy, node, *sorted(drawn.items()))) % 4 > 0
+def test_chains_may_grow_because_of_tokens_but_not_drop_a_node_because_of_its_own() -> None:
+    def goes_on(drawn: Prefix) -> bool:
+        return len(drawn) < 2 or hash((policy, *drawn)) % 4 > 0
 
-    grown = [(0, True), (1, True), (0, True), (1, True), (3, True), (0, False), (2, False), (6, True)]
     for policy in range(3):
         models = Distributions("generic", seed=policy)
-        for rule in (accept_by_traversal, rrsw):
-            assert measure_error(emit(rule, models, grown, exists=grows), models) < EXACT
-            assert measure_error(emit(drop_by_token(rule), models, CHAIN), models) > WRONG
+        assert measure_error(emit(in_use, models, 4, goes_on), models) < EXACT
+        assert measure_error(emit(drop_by_token(in_use), models, 3), models) > WRONG
 
 
-def test_sampled_siblings_must_not_depend_on_nodes_below_a_deterministic_one() -> None:
-    late: Shape = [(0, False), (1, True), (0, True)]
-    early: Shape = [(0, False), (0, True), (1, True)]
-    models = Distributions("generic", seed=2)
+def test_drafts_that_were_not_sampled_from_q_are_caught() -> None:
+    """A draft of the most likely tokens, judged as if it were sampled."""
 
-    def grows(node: int, drawn: dict[int, int]) -> bool:
-        return node < 3 or drawn[2] == 0
+    class Best(Distributions):
+        is_drafting = True
 
-    for rule in (accept_by_traversal, rrsw):
-        assert measure_error(emit(rule, models, late, exists=grows), models) > WRONG
-        assert measure_error(emit(rule, models, early, exists=grows), models) < EXACT
+        def q(self, prefix: Prefix) -> torch.Tensor:
+            q = super().q(prefix)
+            return torch.nn.functional.one_hot(q.argmax(), len(q)).double() if self.is_drafting else q
+
+    def judge(chain: Chain, randomness: Randomness) -> tuple[int, int]:
+        reported = [Distributions.q(models, tuple(chain.tokens[1 : 1 + node])) for node in range(len(chain.q))]
+        return in_use(Chain(chain.tokens, chain.p, reported), randomness)
+
+    models = Best("generic", seed=2)
+    assert measure_error(emit(in_use, models, 3), models) < EXACT
+    assert measure_error(emit(judge, models, 3), models) > WRONG
 
 
 # --- use --------------------------------------------------------------------------------------------------------------
 
 
-class Seeded:
-    """Randomness from a generator."""
+def draft_chains(seed: int) -> Tree:
+    """Chains of three rows; about a third of their tokens cannot have come from q."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = torch.tensor([choose.randint(1, 9) for _ in TEXTS])
+    width = int(sizes.max())
+    q = torch.rand(3, width, VOCABULARY, dtype=torch.float64, generator=generator) ** 3
+    q[torch.rand(q.shape, generator=generator) < 0.3] = 0
+    q[:, :, 0] += 0.01
+    q /= q.sum(dim=2, keepdim=True)
+    tokens = torch.zeros(3, width, dtype=torch.long)
+    for row, size in enumerate(sizes.tolist()):
+        for node in range(1, size):
+            weights = q[row, node - 1] if choose.random() < 0.9 else torch.ones(VOCABULARY, dtype=torch.float64)
+            tokens[row, node] = torch.multinomial(weights, 1, generator=generator)
+    return Tree.chain_of(tokens, sizes, q=q)
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
 
-    def accept(self, probability: float) -> bool:
-        assert 0 <= probability <= 1
-        return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability
-
-    def draw(self, weights: Tensor) -> int:
-        assert weights.isfinite().all() and weights.sum() > 0
-        return int(torch.multinomial(weights, 1, generator=self.generator))
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("sharpness", [0.5, 4.0])
+def test_row_by_row_is_the_same_as_at_once(sharpness: float, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no node after a token that the target cannot choose is asked for its probabilities."""
+    lengths, failed = set(), 0
+    for seed in range(150):
+        tree = draft_chains(seed)
+        assert tree.q is not None
+        torch.manual_seed(seed)  # logits near the draft's, so that drafts are accepted to every depth
+        logits = (tree.q + 0.02).log() + torch.randn(tree.q.shape, dtype=torch.float64) / sharpness
+        if broken:
+            logits = torch.where(torch.rand(logits.shape[:2])[:, :, None] < 0.3, torch.nan, logits)
+        sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
+        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
+        expected = accept_processed_chains(tree, logits, sampling, TEXTS, keys)
+        monkeypatch.setattr("decode.gpu.at_once.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
+        assert read_accepted(tree, *accept_at_once(tree, logits, sampling, keys)) == expected
+        assert accept(tree, logits, sampling, TEXTS) == expected
+        lengths |= {len(path) for path in expected.path}
+        for row, path in enumerate(expected.path):
+            faults = [bool(logits[row, node].isnan().any()) for node in path]
+            assert not any(faults[:-1]) and faults[-1] == (expected.bonus[row] == NO_TOKEN)
+            failed += faults[-1]
+    assert {1, 2, 3} <= lengths and (failed > 20) is broken
 
 
 def test_invalid_drafts_neither_crash_nor_emit_impossible_tokens() -> None:
-    """Random trees with repeated tokens, tokens outside the support of q, and zeros in p and q."""
+    """Tokens outside the support of q, and zeros in p and q; q that is NaN or infinite accepts nothing."""
     for seed in range(150):
-        generator = torch.Generator().manual_seed(seed)
-        size, models = 1 + seed % 9, Distributions(KINDS[seed % len(KINDS)], vocabulary=5, seed=seed)
-        p, q = (lambda node, model=model: model((node,)) for model in (models.p, models.q))
-        tokens = torch.randint(5, (size,), generator=generator).tolist()
-        sampled = (torch.rand(size, generator=generator) < 0.6).tolist()
-        parents = [-1] + [int(torch.randint(i, (), generator=generator)) for i in range(1, size)]
-        tree = SampledTree(tokens, parents, sampled, p, q)
-        for rule in (accept_by_traversal, rrsw):
-            path, bonus = rule(tree, Seeded(seed))
-            for node, token in zip(path, [*(tokens[i] for i in path[1:]), bonus], strict=True):
-                assert p(node)[token] > 0
+        tree, models = draft_chains(seed), Distributions(KINDS[seed % len(KINDS)], VOCABULARY, seed)
+        p = torch.stack([models.p((node,)) for node in range(tree.width)]).expand(3, -1, -1)
+        accepted = accept(tree, p.log(), Sampling(temperature=1.0, seed=seed), TEXTS)
+        for path, tokens, bonus in zip(accepted.path, accepted.tokens, accepted.bonus, strict=True):
+            assert all(p[0, node, token] > 0 for node, token in zip(path, [*tokens[1:], bonus], strict=True))
+        for fault in (torch.nan, torch.inf):
+            spoilt = Tree.chain_of(tree.tokens, tree.sizes, q=torch.full_like(p, fault))
+            assert accept(spoilt, p.log(), Sampling(temperature=1.0, seed=seed), TEXTS).path == [[0]] * 3
+
+
+def test_a_sampled_tree_that_is_no_chain_is_refused() -> None:
+    tokens, parents = torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]])
+    tree = Tree(tokens, parents, torch.tensor([3]), height=1, q=torch.ones(1, 3, VOCABULARY))
+    with pytest.raises(ValueError, match="must be a chain"):
+        tree.check(1, 5, VOCABULARY)

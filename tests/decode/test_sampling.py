@@ -10,15 +10,18 @@ from decode import Sampling
 from decode.cpu.fast_top_p import FastTopP
 from decode.noise import (
     ACCEPTANCE,
-    KeyedRandomness,
     gumbel_max,
     inverse_cdf,
     key,
     row_keys,
     stream_uniforms,
     to_uniforms,
-    uniform,
 )
+
+
+def uniform(*keys: int) -> float:
+    """A number in [0, 1) keyed by all arguments."""
+    return float(key(*keys) * 2.0**-53)
 
 
 def test_noise_depends_on_its_keys_only() -> None:
@@ -80,11 +83,10 @@ def test_stream_uniforms_are_splitmix64() -> None:
     assert abs(float(numbers.mean()) - 0.5) < 0.015
 
 
-def test_keyed_randomness_never_draws_a_token_without_weight() -> None:
-    for seed in range(300):
-        randomness = KeyedRandomness(seed, 0, 0)
-        assert randomness.draw(torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)) == 1
-        assert not randomness.accept(0.0) and randomness.accept(1.0)
+def test_an_inverse_cdf_never_draws_a_token_without_weight() -> None:
+    weights = torch.tensor([[0.0, 1e-300, 0.0, 0.0]], dtype=torch.float64)
+    uniforms = [0.0, 1 - 2.0**-53, *stream_uniforms(torch.tensor([7]), torch.arange(300))[0].tolist()]
+    assert {int(inverse_cdf(weights, torch.tensor([each], dtype=torch.float64))) for each in uniforms} == {1}
 
 
 def test_probabilities_are_those_of_transformers_warpers() -> None:

@@ -74,16 +74,11 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
         assert all(torch.equal(tensor, same.tensors()[name]) for name, tensor in first.tensors().items())
 
 
-def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float, bool, list[float]]]:
-    """A row's nodes in order: the tokens of the path to each, its score, whether it is sampled, and its q."""
-    assert tree.scores is not None and tree.sampled is not None and tree.q is not None
+def list_nodes(tree: Tree, row: int) -> list[tuple[list[int], float]]:
+    """A row's nodes in order: the tokens of the path to each, and its score."""
+    assert tree.scores is not None
     return [
-        (
-            tree.tokens[row, climb(tree, row, node)].tolist(),
-            float(tree.scores[row, node]),
-            bool(tree.sampled[row, node]),
-            tree.q[row, node].tolist(),
-        )
+        (tree.tokens[row, climb(tree, row, node)].tolist(), float(tree.scores[row, node]))
         for node in range(int(tree.sizes[row]))
     ]
 
@@ -94,8 +89,7 @@ def test_cut_keeps_each_rows_nodes_up_to_a_depth() -> None:
         torch.manual_seed(seed)
         choose = random.Random(seed)
         tree = random_tree(choose)
-        shape = tree.tokens.shape
-        tree = replace(tree, q=torch.rand(*shape, 6), sampled=torch.rand(shape) < 0.5, scores=torch.rand(shape))
+        tree = replace(tree, scores=torch.rand(tree.tokens.shape))
         depths = [choose.randrange(5) for _ in range(3)]
         cut = tree.cut(depths)
         cut.check(3, tree.width, 6)
@@ -110,11 +104,14 @@ def test_cut_keeps_each_rows_nodes_up_to_a_depth() -> None:
 
 def test_a_cut_chain_is_a_chain() -> None:
     chain = Tree.chain([[5, 6, 7, 8], [9, 3], [4, 4, 4, 4]])
+    chain = replace(chain, q=torch.rand(3, 4, 6))
     cut, expected = chain.cut([2, 5, 0]), Tree.chain([[5, 6, 7], [9, 3], [4]])
     assert cut.is_chain and cut.height == 2
     for name in ("parents", "sizes", "ancestors", "depth"):
         assert torch.equal(getattr(cut, name), getattr(expected, name)), name
     assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
+    assert cut.q is not None and chain.q is not None
+    assert torch.equal(cut.q[cut.real], chain.q[:, : cut.width][cut.real])
 
 
 @pytest.mark.parametrize(

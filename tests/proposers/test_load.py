@@ -75,8 +75,8 @@ def test_a_name_gives_its_proposer(target: Target, heads: Path) -> None:
     assert type(load_proposer("none", target)) is PlainProposer
     assert type(load_proposer("ngram", target)) is NGramProposer
     for kind in ("medusa", "hydra", "eagle3"):
-        proposer: Any = load_proposer(kind, target, nodes=5, sampled=True)
-        assert (proposer.head.kind, proposer.nodes, proposer.sampled) == (kind, 5, True)
+        proposer: Any = load_proposer(kind, target, nodes=5)
+        assert (proposer.head.kind, proposer.nodes) == (kind, 5)
     eagle: Any = load_proposer("eagle3", target, head=heads / "eagle3", nodes=7)
     assert (eagle.head.kind, eagle.nodes) == ("eagle3", 7)
     hydra: Any = load_proposer(str(heads / "hydra"), target)  # a folder in the place of a name

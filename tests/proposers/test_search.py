@@ -119,7 +119,6 @@ def test_expected_acceptance_is_that_of_the_best_trees() -> None:
 
 
 def test_right_levels_are_those_with_a_right_path() -> None:
-    """Levels may have different numbers of paths. Of sampled trees only the first level counts."""
+    """Levels may have different numbers of paths."""
     best = [torch.tensor([[0.5], [0.7]]).log(), torch.tensor([[0.3, 0.1], [0.2, 0.2]]).log()]
-    assert expect_right(best, sampled=False).tolist() == pytest.approx([0.6, 0.4])
-    assert expect_right(best, sampled=True).tolist() == pytest.approx([0.6, (0.5**2 + 0.7**2) / 2])
+    assert expect_right(best).tolist() == pytest.approx([0.6, 0.4])

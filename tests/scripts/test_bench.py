@@ -331,9 +331,9 @@ NAMES: dict[str, list[tuple[str, str, dict[str, Any], bool]]] = {
         ("merged:nodes=16,head=hydra", "merged", {"nodes": 16, "head": "hydra"}, False),
         ("my/file.py:Mine", "my/file.py:Mine", {}, False),
     ],
-    "auto:warm=true,nodes=8,eagle:sampled=true": [
+    "auto:warm=true,nodes=8,draft:sampled=true": [
         ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
-        ("eagle:sampled=true", "eagle", {"sampled": True}, False),
+        ("draft:sampled=true", "draft", {"sampled": True}, False),
     ],
 }
 

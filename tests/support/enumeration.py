@@ -1,24 +1,42 @@
-"""Every outcome of a random program with its exact probability, and tiny models p and q to try the rules on.
-
-A tree's shape is a list of (parent, sampled): entry i is node i + 1.
-"""
+"""Every outcome of a random program with its exact probability, and tiny models p and q to try acceptance rules on."""
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from decode.rejection import Randomness, SampledTree
-from tests.support.reference_rules import RowRule
-
 T = TypeVar("T")
 Prefix = tuple[int, ...]
-Shape = list[tuple[int, bool]]
 EXACT, WRONG = 1e-12, 1e-3
+
+
+class Randomness(Protocol):
+    """The random decisions of a program."""
+
+    def accept(self, probability: float) -> bool:
+        """True with this probability."""
+        ...
+
+    def draw(self, weights: Tensor) -> int:
+        """A token, sampled by weights [V] >= 0 that need not sum to one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A sampled chain with the probabilities of target and draft after each node, [V] each."""
+
+    tokens: list[int]  # root first
+    p: list[Tensor]
+    q: list[Tensor]
+
+
+# A rule for one chain: how many draft tokens are accepted, and the token after them.
+RowRule = Callable[[Chain, Randomness], tuple[int, int]]
 
 
 @dataclass
@@ -96,69 +114,24 @@ class Distributions:
 
 
 KINDS = ["generic", "close", "equal", "disjoint", "zeros in p", "zeros in q", "point p", "point q"]
-# A deterministic token, from its prefix and its earlier siblings.
-ChooseToken = Callable[[Distributions, Prefix, list[int]], int]
-# Whether the tree gets a node of its shape, from the tokens drawn so far.
-Exists = Callable[[int, dict[int, int]], bool]
+GoesOn = Callable[[Prefix], bool]  # whether the chain gets another token, from those drawn so far
 
 
-def draft_best(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
-    return int(models.p((*prefix, 9)).argmax())  # any distribution: now a good token and now a bad one
+def draft(models: Distributions, most: int, goes_on: GoesOn, randomness: Randomness) -> Chain:
+    """A chain of up to `most` draft tokens, sampled from q."""
+    drawn: Prefix = ()
+    while len(drawn) < most and goes_on(drawn):
+        drawn = (*drawn, randomness.draw(models.q(drawn)))
+    prefixes = [drawn[:size] for size in range(len(drawn) + 1)]
+    return Chain([0, *drawn], [*map(models.p, prefixes)], [*map(models.q, prefixes)])
 
 
-def draft_other(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
-    return next((token for token in range(models.vocabulary) if token not in siblings), 0)
-
-
-def draft_repeated(models: Distributions, prefix: Prefix, siblings: list[int]) -> int:
-    return siblings[0] if siblings else draft_best(models, prefix, siblings)
-
-
-def draft(
-    models: Distributions,
-    shape: Shape,
-    randomness: Randomness,
-    choose: ChooseToken = draft_best,
-    exists: Exists = lambda node, drawn: True,
-) -> tuple[SampledTree, list[Prefix]]:
-    """Draft a tree in index order; `exists` may leave out a node because of the tokens drawn so far."""
-    tokens, parents, sampled = [0], [-1], [False]
-    prefixes: list[Prefix] = [()]
-    index, drawn = {0: 0}, {0: 0}  # by node of the shape: its node in the tree, its token
-    for node, (parent, is_sampled) in enumerate(shape, start=1):
-        if parent not in index or not exists(node, drawn):
-            continue
-        above = index[parent]
-        siblings = [i for i, p in enumerate(parents) if p == above]
-        if is_sampled:
-            q = models.q(prefixes[above]).clone()
-            q[[tokens[i] for i in siblings if sampled[i]]] = 0
-            token = randomness.draw(q) if q.sum() > 0 else 0  # past the support: any token
-        else:
-            token = choose(models, prefixes[above], [tokens[i] for i in siblings])
-        index[node], drawn[node] = len(tokens), token
-        tokens.append(token)
-        parents.append(above)
-        sampled.append(is_sampled)
-        prefixes.append((*prefixes[above], token))
-    p = [models.p(prefix) for prefix in prefixes]
-    return SampledTree(tokens, parents, sampled, p.__getitem__, lambda node: models.q(prefixes[node])), prefixes
-
-
-def emit(
-    rule: RowRule,
-    models: Distributions,
-    shape: Shape,
-    choose: ChooseToken = draft_best,
-    exists: Exists = lambda node, drawn: True,
-) -> dict[Prefix, float]:
+def emit(rule: RowRule, models: Distributions, most: int, goes_on: GoesOn = lambda drawn: True) -> dict[Prefix, float]:
     """The probabilities of what one step emits: accepted tokens and the bonus token."""
     emitted: dict[Prefix, float] = {}
-    drafts = enumerate_outcomes(lambda randomness: draft(models, shape, randomness, choose, exists))
-    for (tree, prefixes), p_draft in drafts:
-        for (path, bonus), p_rule in enumerate_outcomes(partial(rule, tree)):
-            assert path[0] == 0 and all(tree.parents[child] == node for node, child in itertools.pairwise(path))
-            text = (*prefixes[path[-1]], bonus)
+    for chain, p_draft in enumerate_outcomes(partial(draft, models, most, goes_on)):
+        for (accepted, bonus), p_rule in enumerate_outcomes(partial(rule, chain)):
+            text = (*chain.tokens[1 : accepted + 1], bonus)
             emitted[text] = emitted.get(text, 0.0) + p_draft * p_rule
     return emitted
 
@@ -183,14 +156,3 @@ def measure_error(emitted: dict[Prefix, float], models: Distributions) -> float:
 def count_tokens(emitted: dict[Prefix, float]) -> float:
     """The expected number of tokens."""
     return sum(len(text) * probability for text, probability in emitted.items())
-
-
-def make_shape(*levels: str) -> Shape:
-    """Every node of a level gets these children: s for sampled, d for deterministic."""
-    shape: Shape = []
-    nodes = [0]
-    for level in levels:
-        added = [(node, kind == "s") for node in nodes for kind in level]
-        nodes = list(range(len(shape) + 1, len(shape) + 1 + len(added)))
-        shape += added
-    return shape

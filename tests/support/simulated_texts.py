@@ -62,9 +62,6 @@ def spoil_height(tree: Tree) -> Tree:
 # Sampled drafts, whose texts differ between devices and batches.
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
     "draft sampled": lambda target: DraftProposer(target, length=3, sampled=True),
-    "eagle3 sampled": lambda target: EagleProposer(
-        to_cuda(make_head("eagle3", target)), depth=3, nodes=9, sampled=True
-    ),
 }
 SPOILT = {
     "outside the vocabulary": spoil_token,

@@ -3,81 +3,21 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode import Sampling, Tree
-from decode.accept import accept_sampled_tree, read_accepted, walk
+from decode.accept import read_accepted, walk
 from decode.gpu.at_once import draw_all, follow
 from decode.gpu.check import check_on_device
-from decode.gpu.judge import judge_sampled_trees
 from decode.gpu.transfer import Upload, copy_packed
 from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
-from proposers.trees.sampled import sample_by_gumbel
 from tests.decode.test_tree import random_tree
-from tests.support.drafting import tree_of_rows
 
 VOCABULARY = 6
 TEXTS = {4: [1, 2, 3], 7: [5], 8: [2, 2]}
-
-
-def draft_tree(seed: int, all_sampled: bool, chains: bool) -> Tree:
-    """Trees of three rows whose sampled tokens were sampled from q, without replacement among siblings."""
-    choose = random.Random(seed)
-    torch.manual_seed(seed)
-    rows, marks = [], []
-    width = 10
-    q = torch.rand(3, width, VOCABULARY, dtype=torch.float64) ** 3
-    q[torch.rand(q.shape) < 0.3] = 0
-    q[:, :, 0] += 0.01
-    q /= q.sum(dim=2, keepdim=True)
-    for row in range(3):
-        tokens, parents, sampled = [0], [-1], [False]
-        left = q[row].clone()
-        for node in range(1, choose.randint(1, width)):
-            parent = node - 1 if chains else choose.randrange(node)
-            sampled.append(all_sampled or choose.random() < 0.6)
-            if sampled[-1] and left[parent].sum() > 0:
-                tokens.append(int(torch.multinomial(left[parent], 1)))
-                left[parent, tokens[-1]] = 0
-            else:
-                tokens.append(choose.randrange(VOCABULARY))
-            parents.append(parent)
-        rows.append((tokens, parents))
-        marks.append(sampled)
-    tree = tree_of_rows(rows)
-    mark = torch.zeros(3, tree.width, dtype=torch.bool)
-    for row, sampled in enumerate(marks):
-        mark[row, : len(sampled)] = torch.tensor(sampled)
-    return replace(tree, q=q[:, : tree.width], sampled=None if all_sampled else mark)
-
-
-@pytest.mark.parametrize("sharpness", [0.5, 4.0])
-@pytest.mark.parametrize("all_sampled", [True, False])
-@pytest.mark.parametrize("chains", [True, False])
-def test_sampled_trees_are_judged_as_row_by_row(
-    chains: bool, all_sampled: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = set()
-    for seed in range(150):
-        tree = draft_tree(seed, all_sampled, chains)
-        assert tree.q is not None
-        # Logits near the draft's, so that drafts are accepted to every depth.
-        noise = torch.randn(3, tree.width, VOCABULARY, dtype=torch.float64)
-        logits = (tree.q + 0.02).log() + noise / sharpness
-        sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
-        expected = accept_sampled_tree(tree, logits, sampling, TEXTS)
-        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
-        monkeypatch.setattr("decode.gpu.judge.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
-        on_path, bonus = judge_sampled_trees(tree, logits, sampling, keys)
-        assert [row.nonzero()[:, 0].tolist() for row in on_path] == expected.path, seed
-        assert bonus.tolist() == expected.bonus, seed
-        lengths |= {len(path) for path in expected.path}
-    assert {1, 2, 3, 4} <= lengths
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
@@ -193,17 +133,3 @@ def test_packed_tensors_arrive_unchanged() -> None:
     assert all(upload[name] is tensor for name, tensor in tensors.items()) and "other" not in upload
     with pytest.raises(KeyError):
         upload["other"]
-
-
-def test_gumbel_samples_are_without_replacement() -> None:
-    rounds, q = 20_000, torch.tensor([0.0, 0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    exponential = torch.empty(1, rounds, 5, dtype=torch.float64).exponential_(
-        generator=torch.Generator().manual_seed(0)
-    )
-    sampled = sample_by_gumbel(q.expand(1, rounds, -1), exponential, 2)[0]  # [rounds, 2]
-    counts = torch.bincount(sampled @ torch.tensor([5, 1]), minlength=25).view(5, 5)
-    expected: Tensor = rounds * q[:, None] * q / (1 - q[:, None])
-    expected.fill_diagonal_(0)
-    assert (counts[expected == 0] == 0).all()
-    cells = expected > 0
-    assert float(((counts - expected)[cells] ** 2 / expected[cells]).sum()) < 31.3  # 11 degrees of freedom

@@ -21,7 +21,7 @@ BUDGETS = {
     "eagle3": (1, 1, 380, 150, 26),
     "eagle3 adaptive": (2, 1, 400, 158, 27),
     "ngram sampling": (1, 1, 70, 54, 8),
-    "eagle3 sampled": (1, 1, 930, 250, 29),
+    "eagle3 sampling": (1, 1, 640, 220, 27),
 }
 
 

@@ -1,0 +1,60 @@
+"""Coupled drafts: where the target samples, drafts know the noise that it will sample with.
+
+The target draws a token by the Gumbel-max trick: the largest of log p + G, where the noise G is keyed by seed, request,
+position and token. A draft that adds the same noise to its own log-probabilities finds the same token wherever its
+probabilities are close to the target's (Daliri, Musco, Suresh, "Coupling without Communication", 2024, for chains). The
+draft is deterministic given the noise. So it is verified as any other, and the text is that of plain decoding.
+
+Shapes: B rows, W paths, L levels, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from decode import Sampling, Step
+from decode.accept import find_keys
+from decode.gpu.fusion import fused
+from decode.noise import TEXT, make_exponential
+from decode.sampling import upcast_half
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """The target's noise at the positions of a draft. keys [B, >= L]: of each level, see `decode.noise.row_keys`."""
+
+    sampling: Sampling
+    keys: Tensor
+
+    def perturb(self, logits: Tensor, level: int, token_map: Tensor | None) -> Tensor:
+        """Logits [B, W, D] float32 whose order is that of the draft's choices, and whose softmax is their probability.
+
+        They are the logits plus the noise times the temperature: as the temperature falls, the noise counts less.
+        token_map [D]: the target's tokens of draft ids.
+        """
+        sampling = self.sampling
+        return _perturb(logits, self.keys[:, level], token_map, sampling.temperature, [*sampling.warpers])
+
+
+@fused
+def _perturb(
+    logits: Tensor, keys: Tensor, token_map: Tensor | None, temperature: float, warpers: Sequence[LogitsProcessor]
+) -> Tensor:
+    """`Coupling.perturb` for keys [B] of one level."""
+    tokens = torch.arange(logits.shape[2], device=logits.device) if token_map is None else token_map
+    noise = make_exponential(keys, tokens).log_().neg_().float()  # [B, D] Gumbel noise
+    scores = upcast_half(logits).flatten(0, 1)
+    for warper in warpers:
+        scores = warper(None, scores)
+    return temperature * (scores.view(logits.shape) + noise[:, None])
+
+
+def find_noise(step: Step, levels: int, stream: int = TEXT) -> Tensor:
+    """The keys [B, >= levels] of the tokens after each row's root, or of another stream's decisions there."""
+    texts = dict(zip(step.request_ids, step.sequences, strict=True))
+    return find_keys(stream, levels, step.sampling, texts, step.target.device, step.upload)
