@@ -13,7 +13,8 @@ from torch import Tensor
 from decode import Sampling, Target, Tree, generate
 from decode.accept import accept, accept_lossily
 from proposers import MedusaProposer
-from tests.support.drafting import make_head, tree_of_rows
+from tests.decode.test_tree import climb, random_tree
+from tests.support.drafting import make_head
 from tests.support.models import tiny
 
 
@@ -21,9 +22,7 @@ def find_typical_path(tree: Tree, row: int, p: Tensor) -> tuple[list[int], int]:
     """The longest path of draft tokens that pass (the most probable of equally long ones) and the token after it."""
     best = (0, 0.0, [0])
     for leaf in range(int(tree.sizes[row])):
-        path = [leaf]
-        while path[0]:
-            path.insert(0, int(tree.parents[row, path[0]]))
+        path = climb(tree, row, leaf)
         log_p, passes = 0.0, True
         for above, node in pairwise(path):
             after = p[row, above].tolist()
@@ -41,13 +40,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     longest = 0
     for seed in range(60):
-        choose = random.Random(seed)
-        sizes = [choose.randint(1, 12) for _ in range(3)]
-        rows = [
-            ([choose.randrange(6) for _ in range(size)], [-1, *(choose.randrange(node) for node in range(1, size))])
-            for size in sizes
-        ]
-        tree = tree_of_rows(rows)
+        tree = random_tree(random.Random(seed))
         logits = 2 * torch.randn(3, tree.width, 6, generator=generator, dtype=torch.float64)
         accepted = accept_lossily(tree, logits, Sampling(temperature=temperature), {0: [0], 1: [0], 2: [0]})
         p = (logits / temperature).softmax(dim=-1)
@@ -56,7 +49,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
             assert (accepted.path[row], accepted.bonus[row]) == (path, bonus)
             assert accepted.tokens[row] == tree.tokens[row, path].tolist()
             longest = max(longest, len(path))
-        assert accepted.sizes == sizes
+        assert accepted.sizes == tree.sizes.tolist()
         greedily = accept_lossily(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
         assert greedily.bonus == accept(tree, logits, Sampling(), {}).bonus
     assert longest > 3
@@ -64,22 +57,18 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
 
 def test_typical_acceptance_is_off_by_default() -> None:
     target = Target(tiny("llama"))
-    sampling = Sampling(temperature=1.0, seed=1)
-    settings = {"sampling": sampling, "max_new_tokens": 24}
-    prompts = [[5, 6, 7], [8, 9]]
+    proposer = MedusaProposer(make_head("medusa", target, output="target"), nodes=32)
 
-    def texts(**more: object) -> list[list[int]]:
-        proposer = MedusaProposer(make_head("medusa", target, output="target"), nodes=32)
-        return [answer.tokens for answer in generate(target, prompts, proposer, **settings, **more)]
+    def texts(proposer: MedusaProposer | None, temperature: float, **settings: bool) -> list[list[int]]:
+        settings |= {"sampling": Sampling(temperature, seed=1), "max_new_tokens": 24}
+        return [answer.tokens for answer in generate(target, [[5, 6, 7], [8, 9]], proposer, **settings)]
 
-    plain = [answer.tokens for answer in generate(target, prompts, None, **settings)]
-    assert texts() == plain
-    lossy = texts(lossy_typical_acceptance=True)
+    plain = texts(None, 1.0)
+    assert texts(proposer, 1.0) == plain
+    lossy = texts(proposer, 1.0, lossy_typical_acceptance=True)
     assert lossy != plain and [len(tokens) for tokens in lossy] == [24, 24]
-    assert texts(lossy_typical_acceptance=True) == lossy  # nothing is random
-    greedy = [answer.tokens for answer in generate(target, prompts, None, **settings | {"sampling": Sampling()})]
-    settings["sampling"] = Sampling()
-    assert texts(lossy_typical_acceptance=True) == greedy
+    assert texts(proposer, 1.0, lossy_typical_acceptance=True) == lossy  # nothing is random
+    assert texts(proposer, 0.0, lossy_typical_acceptance=True) == texts(None, 0.0)
 
 
 def test_typical_acceptance_refuses_processors() -> None:

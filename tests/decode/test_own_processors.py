@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -65,8 +64,9 @@ def answer(target: Target, prompts: list, proposer: Proposer | None, processors:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_has_its_own_state(target: Target, way: str, name: str, temperature: float) -> None:
     """Also where sampled draft tokens are tried and rejected: the automaton never sees them."""
+    settings: dict[str, Any] = {"temperature": temperature}
     expected = [
-        answer(target, [prompt], None, [Automaton()], request_ids=[row], temperature=temperature)[0]
+        answer(target, [prompt], None, [Automaton()], request_ids=[row], **settings)[0]
         for row, prompt in enumerate(PROMPTS)
     ]
     made: list[int] = []
@@ -77,9 +77,8 @@ def test_a_request_has_its_own_state(target: Target, way: str, name: str, temper
 
     for batch_size, order in ((3, [0, 1, 2]), (2, [2, 0, 1])):
         prompts = [PROMPTS[row] for row in order]
-        settings = {"batch_size": batch_size, "request_ids": order, "temperature": temperature}
-        processors = [Automaton()] if way == "copied" else make
-        answers = answer(target, prompts, MAKERS[name](target), processors, **settings)
+        settings |= {"batch_size": batch_size, "request_ids": order}
+        answers = answer(target, prompts, MAKERS[name](target), [Automaton()] if way == "copied" else make, **settings)
         assert name == "sampled" or answers == [expected[row] for row in order]
         for prompt, tokens in zip(prompts, answers, strict=True):
             automaton = Automaton()
@@ -151,17 +150,16 @@ def test_other_processors_are_refused(target: Target, processors: Any, message: 
 class Bias(LogitsProcessor):
     """Something for each row of the batch, and a state that is filled in place."""
 
-    def __init__(self, how: str, rows: int = 3) -> None:
+    def __init__(self, how: str) -> None:
         self.how, self.calls = how, torch.zeros(1)
-        self.count, generator = 0, torch.Generator().manual_seed(1)
-        self.bias = torch.randn(rows, VOCABULARY, generator=generator).double() * 9
-        self.words: Any = [torch.tensor([7 * row, 7 * row + 1]) for row in range(rows)]
-        self.table = {row: float(row + 1) for row in range(rows)}
-        self.weights = torch.arange(1.0, rows + 1)
+        self.bias = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).double() * 9
+        self.words = [torch.tensor([7 * row, 7 * row + 1]) for row in range(3)]
+        self.table = {row: float(row + 1) for row in range(3)}
+        if how == "weighted":  # otherwise it would not be clear whose they are
+            self.weights = torch.arange(1.0, 4)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
-        self.count += 1
         if self.how == "state":
             return scores.roll(int(self.calls) % 5, dims=1)
         if self.how == "added":
@@ -182,11 +180,8 @@ class Bias(LogitsProcessor):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_their_own_row_of_a_processor(target: Target, how: str, name: str) -> None:
     settings = {"attention_mask": MASK, "max_new_tokens": 9}
-    ours, theirs = Bias(how), Bias(how)
-    if how != "weighted":
-        del ours.weights  # of which it would not be clear whose they are
-    expected = target.model.generate(BATCH, logits_processor=[theirs], **settings)
-    got = generate(target.model, BATCH, MAKERS[name](target), logits_processor=[ours], **settings)
+    expected = target.model.generate(BATCH, logits_processor=[Bias(how)], **settings)
+    got = generate(target.model, BATCH, MAKERS[name](target), logits_processor=[Bias(how)], **settings)
     assert got.tolist() == expected.tolist()
 
 
@@ -197,7 +192,7 @@ def test_a_single_row_has_the_users_own_processor(target: Target) -> None:
         got = generate(target.model, BATCH[1:2], NGramProposer(), logits_processor=[ours], **settings)
         expected = target.model.generate(BATCH[1:2], logits_processor=[theirs], **settings)
         assert got.sequences.tolist() == expected.sequences.tolist()
-        assert ours.count == theirs.count == 12 and ours.calls == 12
+        assert ours.calls == theirs.calls == 12
         assert not scores or torch.allclose(torch.stack(got.scores), torch.stack(expected.scores))
 
 
@@ -228,21 +223,20 @@ def test_rows_have_their_own_row_of_a_criterion(target: Target, how: str, name: 
 
 
 class Wrong(LogitsProcessor):
-    def __init__(self, result: Callable[[Tensor], Any], **attributes: Any) -> None:
-        self.result = result
-        vars(self).update(attributes)
+    def __init__(self, rows: int = 1, **attributes: Any) -> None:
+        vars(self).update(attributes, rows=rows)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        return self.result(scores)
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.expand(self.rows, -1)
 
 
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (Wrong(lambda scores: scores.expand(2, -1)), r"Wrong returned shape \[2, 96\].*\[1, 96\]"),
-        (Wrong(lambda scores: scores, banned=[3, 4, 5]), "Wrong.banned has 3 entries"),
-        (Wrong(lambda scores: scores, limits=torch.ones(3)), "Wrong.limits has 3 entries"),
-        (Wrong(lambda scores: scores, lock=Lock()), "Wrong may keep state"),
+        (Wrong(2), r"Wrong returned shape \[2, 96\].*\[1, 96\]"),
+        (Wrong(banned=[3, 4, 5]), "Wrong.banned has 3 entries"),
+        (Wrong(limits=torch.ones(3)), "Wrong.limits has 3 entries"),
+        (Wrong(lock=Lock()), "Wrong may keep state"),
     ],
 )
 def test_what_has_no_row_for_each_is_refused(target: Target, processor: LogitsProcessor, message: str) -> None:

@@ -278,25 +278,21 @@ def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
         stream(**{"target": target, "prompts": A, "proposer": None, **settings})
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda target: target.model, "the target is a LlamaForCausalLM; give Target\\(model, tokenizer\\)"),
-        (lambda target: (target.model, TOKENIZER), "the target is a tuple; give Target\\(model, tokenizer\\)"),
-        (lambda target: Target, "the target is the class Target; give Target.load\\(name\\) or Target"),
-        (lambda target: "folder", "the target is a str; give Target.load\\('folder'\\)"),
-    ],
-)
-def test_a_model_in_the_wrong_place_gets_the_right_call(
-    target: Target, make: Callable[[Target], Any], message: str
-) -> None:
+def test_a_model_in_the_wrong_place_gets_the_right_call(target: Target) -> None:
     for model in (target, target.model):
         with pytest.raises(TypeError, match=r'give load_proposer\("draft", target, draft_model=...\)'):
             stream(target, A, model)
-    with pytest.raises(TypeError, match=message):
-        generate(make(target), A, None)
-    with pytest.raises(TypeError, match=message):
-        load_proposer("ngram", make(target))
+    wrong: list[tuple[Any, str]] = [
+        (target.model, "the target is a LlamaForCausalLM; give Target\\(model, tokenizer\\)"),
+        ((target.model, TOKENIZER), "the target is a tuple; give Target\\(model, tokenizer\\)"),
+        (Target, "the target is the class Target; give Target.load\\(name\\) or Target"),
+        ("folder", "the target is a str; give Target.load\\('folder'\\)"),
+    ]
+    for model, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            generate(model, A, None)
+        with pytest.raises(TypeError, match=message):
+            load_proposer("ngram", model)
 
 
 # Proposers by name

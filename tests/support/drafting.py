@@ -59,17 +59,10 @@ def tree_of_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]
     """Several token paths a row, each beginning after the root; shared beginnings become shared nodes."""
     rows = []
     for root, row_paths in zip(roots, paths, strict=True):
-        nodes, parents = [root], [-1]
-        index: dict[tuple[int, int], int] = {}
-        for path in row_paths:
-            parent = 0
-            for token in path:
-                if (parent, token) not in index:
-                    index[parent, token] = len(nodes)
-                    nodes.append(token)
-                    parents.append(parent)
-                parent = index[parent, token]
-        rows.append((nodes, parents))
+        starts = [tuple(path[:size]) for path in row_paths for size in range(1, len(path) + 1)]
+        nodes = [*dict.fromkeys([(), *starts])]  # each as the path to it
+        parents = [nodes.index(node[:-1]) for node in nodes[1:]]
+        rows.append(([root, *(node[-1] for node in nodes[1:])], [-1, *parents]))
     return tree_of_rows(rows)
 
 
