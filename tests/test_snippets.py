@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs, and every command line has options that exist."""
+"""Every Python block of README and docs and every example runs, and every command line has options that exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import io
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from itertools import pairwise, takewhile
@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import decode.models.default_model
@@ -33,6 +34,7 @@ PAGES = {
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
+SAME = "the same tokens as plain decoding: True\n"
 COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
 
@@ -157,3 +159,34 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         for block in list_blocks(page, "sh"):
             assert set(re.findall(r"^make (\w+)", block, re.M)) <= targets
+
+
+# The programs in examples/
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*.py")), ids=lambda file: file.stem)
+def test_examples_are_short(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the number format of a process's first training; other tests train in another one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_examples_run(
+    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(save_model())
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nwhy?\n\nnot asked\n"))
+    for name, text, count in (("generate_dropin", SAME, 1), ("own_proposer", SAME, 2), ("streaming_chat", "[tau ", 2)):
+        import_module(f"examples.{name}").main(model)
+        assert capsys.readouterr().out.count(text) == count
+    import_module("examples.train_tiny_head").main(model, str(tmp_path))
+    files = {path.name for path in (tmp_path / "my-head").iterdir()}
+    assert files >= {"config.json", "model.safetensors", "calibration.json"}
+    assert "tau" in capsys.readouterr().err

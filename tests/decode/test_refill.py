@@ -1,16 +1,21 @@
-"""Waiting prompts take the rows of finished ones, and answers stay the same."""
+"""Batches: waiting prompts take the rows of finished ones, answers stay the same, and a run leaves nothing behind."""
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.accept import draw
+from decode.kv_cache import TreeCacheLayer
 from decode.noise import gumbel_max
 from decode.session import Session
+from proposers import NGramProposer
 from tests.support.models import tiny
 
 KINDS = ["llama", "gemma3_text", "gemma3n_text", "gpt2"]  # full, windowed and shared layers, learned positions
@@ -116,3 +121,47 @@ def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> No
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9)
     expected = gumbel_max(sampling.probabilities(logits), seeds)
     assert torch.equal(draw(logits, sampling, [], range(rows), seeds), expected)
+
+
+# What a run leaves behind
+
+
+def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which does not run when a GPU is out of memory."""
+    layers, make = WeakSet[TreeCacheLayer](), TreeCacheLayer.__init__
+
+    def count(layer: TreeCacheLayer, *arguments: object) -> None:
+        make(layer, *arguments)
+        layers.add(layer)
+
+    monkeypatch.setattr(TreeCacheLayer, "__init__", count)
+    target = Target(tiny("llama"))
+    gc.collect()
+    gc.disable()
+    try:
+        generate(target, [[5, 9, 5], [7], [8, 9]], None, batch_size=2, max_new_tokens=4)
+        generate(target, [[5, 9, 5]], NGramProposer(), max_new_tokens=4)
+        assert not layers
+    finally:
+        gc.enable()
+
+
+def test_a_failed_pass_leaves_no_hook() -> None:
+    target = Target(tiny("llama"))
+    with pytest.raises(ValueError, match="layer 99 does not exist"):
+        target.open(1, (2, 99)).verify(Tree.chain([[5, 9]]))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in target.model.modules())
+
+
+def test_each_thread_captures_its_own_features() -> None:
+    target = Target(tiny("llama"))
+    chains = [list(range(3, 3 + size)) for size in (10, 15)]
+
+    def read(chain: list[int]) -> list[torch.Tensor]:
+        verdicts = [target.open(1, (2, -1)).verify(Tree.chain([chain])) for _ in range(60)]
+        return [verdict.features for verdict in verdicts if verdict.features is not None]
+
+    alone = [read(chain)[0] for chain in chains]
+    with ThreadPoolExecutor(2) as pool:
+        together = [*pool.map(read, chains)]
+    assert all(torch.equal(one, expected) for found, expected in zip(together, alone, strict=True) for one in found)
