@@ -25,7 +25,7 @@ from decode import PlainProposer, Proposer, Target, Tree
 from proposers import DraftProposer, NGramProposer
 from tests.decode.hf.test_custom_generate_outputs import assert_same
 from tests.support.models import CONTEXT, VOCABULARY, tiny
-from tests.support.speculating import BATCH, MAKERS, MASK, NEW, PROMPT, generate, make_tokenizer
+from tests.support.speculating import BATCH, MAKERS, MASK, NEW, PROMPT, generate
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,6 @@ def test_criteria_see_each_prefix_of_each_row_once(model: PreTrainedModel, propo
             alone = model.generate(ids[row : row + 1], **one)[0].tolist()
             assert tokens[: len(alone)] == alone
         assert sorted(ours.seen) == sorted(theirs.seen)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
 
 
 def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: PreTrainedTokenizerFast) -> None:

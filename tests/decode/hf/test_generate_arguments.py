@@ -27,7 +27,7 @@ from decode import Target, speculate
 from decode.hf.arguments import KNOWN_ARGUMENTS, KNOWN_SETTINGS
 from proposers import DraftProposer
 from tests.support.models import CACHE, CONTEXT, tiny
-from tests.support.speculating import BATCH, MASK, PROMPT, make_tokenizer
+from tests.support.speculating import BATCH, MASK, PROMPT
 from tests.test_docs import read_table
 
 TWO = torch.cat([PROMPT, PROMPT.flip(1)])
@@ -124,11 +124,6 @@ TRIALS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny("llama", attn_implementation="eager")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return make_tokenizer()
 
 
 def run(model: PreTrainedModel, settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ours: bool) -> Parts:

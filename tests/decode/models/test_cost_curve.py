@@ -94,13 +94,6 @@ def test_cost_is_measured_on_warm_kernels(
     assert max(passes) == largest and passes.count(1) == 1 + cost_curve.ROUNDS
 
 
-def test_a_measured_curve_is_kept_as_it_was_measured() -> None:
-    first, second = Target(tiny("llama")), Target(tiny("llama"))
-    assert first.cost_curve(3) is first.cost_curve(4) is not first.cost_curve(1)
-    assert first.cost_curve(1)(1) == 1.0 <= first.cost_curve(1)(64)
-    assert [second.cost_curve(rows).seconds for rows in (1, 3)] == [first.cost_curve(rows).seconds for rows in (1, 4)]
-
-
 def test_a_batch_measures_few_curves(measured: Measured) -> None:
     assert [measured_batches(batch)[-1] for batch in (1, 2, 4, 5, 16, 17, 64, 65)] == [1, 4, 4, 16, 16, 64, 64, 256]
     Target(tiny("llama")).warm_up(8)

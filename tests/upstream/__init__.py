@@ -1,1 +1,0 @@
-"""transformers' own tests of generation, run through `speculate` (`make test-upstream`)."""
