@@ -15,6 +15,7 @@ import pytest
 import decode
 import draftless
 import proposers
+from tests.support.commands import Run
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,17 +36,13 @@ def test_the_name_alone_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--help"]])
-def test_help_lists_the_commands(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    draftless.main(options)
-    out = capsys.readouterr().out
+def test_help_lists_the_commands(options: list[str], run_main: Callable[..., Run]) -> None:
+    out = run_main(draftless.main, *options).out
     assert all(f"  {path.stem} " in out for path in (ROOT / "scripts").glob("[!_]*.py"))
 
 
-def test_a_wrong_command_gets_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        draftless.main(["trian"])
-    assert ended.value.code == 2
-    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+def test_a_wrong_command_gets_the_right_one(run_main: Callable[..., Run]) -> None:
+    run_main(draftless.main, "trian").refused("there is no command 'trian'; did you mean train?")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +55,8 @@ def test_greedy_tokens_are_those_of_transformers(target: Target, prompts: list[s
 
 
 def test_the_same_seed_gives_the_same_tokens(target: Target) -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
-    plain = generate(target, PROMPTS, None, sampling=sampling, max_new_tokens=32, batch_size=1)
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=0.7, top_p=0.9, seed=7), "max_new_tokens": 32}
+    plain = generate(target, PROMPTS, None, batch_size=1, **settings)
     for batch_size in (1, 4):
-        answers = generate(
-            target, PROMPTS, NGramProposer(), sampling=sampling, max_new_tokens=32, batch_size=batch_size
-        )
+        answers = generate(target, PROMPTS, NGramProposer(), batch_size=batch_size, **settings)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]

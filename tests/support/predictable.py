@@ -45,11 +45,8 @@ def write_answers(file: Path, rows: int, seed: int = 0) -> Path:
     lines = []
     for _ in range(rows):
         length = choose.randint(2, 6)
-        text = "".join(map(letter, walk(choose.randrange(FIRST, VOCABULARY), length + 24)))
+        tokens = walk(choose.randrange(FIRST, VOCABULARY), length + 24)
+        text = "".join(chr(32 + token - FIRST) for token in tokens)
         lines.append(json.dumps({"prompt": text[:length], "response": text[length:], "finished": False}))
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-def letter(token: int) -> str:
-    return chr(32 + token - FIRST)
