@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -165,7 +164,10 @@ def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> N
         names.append(name(other=tiny("llama", **{"dtype": torch.float32, **setting}).model.layers[0]))
     names.append(name(other=tiny("llama", dtype=torch.float32).model.layers[0].train()))  # dropout
     changes: list[tuple[Any, str, Any]] = [(layer_kernel.OPTIONS, option, "another") for option in layer_kernel.OPTIONS]
-    changes += [(vars(torch), "get_default_dtype", lambda: torch.float64), (vars(transformers), "__version__", "99")]
+    changes += [
+        (vars(torch), "get_default_dtype", lambda: torch.float64),
+        (vars(layer_kernel.transformers), "__version__", "99"),
+    ]
     for environment in (("2.0", "a CPU"), ("3.0", "a CPU"), ("3.0", "another CPU")):
         changes.append((vars(layer_kernel), "environment", lambda environment=environment: environment))
     for holder, key, value in changes:
