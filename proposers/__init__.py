@@ -5,7 +5,7 @@ from proposers.draft import DraftProposer
 from proposers.draft_budget import DraftBudget
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.load import HEAD_PROPOSERS, PROPOSERS, check_options, load_draft_head, load_proposer
+from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
 from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
@@ -13,7 +13,6 @@ from proposers.sources import AnswerStore, Continuation, Place, Source
 
 __all__ = [
     "HEAD_PROPOSERS",
-    "PROPOSERS",
     "AnswerStore",
     "Calibration",
     "Continuation",

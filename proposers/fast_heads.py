@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
 from decode.gpu.graph import Captured, GraphPool, make_pool, round_up
 from heads.vocabulary import VocabularyHead
-from proposers.trees.candidates import BestTree
+from proposers.trees.draft import Draft
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
 BY_TOKEN = ("features", "following")  # inputs [B, T, ...], whose tokens are padded at the right
@@ -56,7 +56,7 @@ class DraftGraphs:
 
     def __init__(self) -> None:
         self._holds_for: tuple[Any, int, Tensor | None] = None, 0, None
-        self._captured: dict[Hashable, Captured[BestTree]] = {}
+        self._captured: dict[Hashable, Captured[Draft]] = {}
         self._pool: GraphPool | None = None
 
     def run(
@@ -64,9 +64,9 @@ class DraftGraphs:
         model: nn.Module,
         written: Tensor | None,
         kind: Hashable,
-        draft: Callable[[Mapping[str, Tensor]], BestTree],
+        draft: Callable[[Mapping[str, Tensor]], Draft],
         inputs: Inputs,
-    ) -> BestTree:
+    ) -> Draft:
         """What `draft` makes of the inputs. The next draft overwrites it.
 
         written: the keys that a draft writes to, if it does. kind: all that a draft depends on apart from tensors.

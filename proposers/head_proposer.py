@@ -25,8 +25,8 @@ from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
 from proposers.feature_history import FeatureHistory, numbers_of
-from proposers.trees.candidates import BestTree, Candidates
 from proposers.trees.coupled import Coupling, find_noise
+from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS, Drafter, ScoredDrafter, search
 
 
@@ -149,12 +149,12 @@ class HeadProposer(ABC):
         draft = self._draft(step, most)
         if not self.adaptive:
             return draft.tree(most)
-        expected, right = draft.read_figures(most)
+        expected, right = draft.read_figures()
         self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
         self.draft_budget.take_levels(right)
         return draft.tree(self.draft_budget.choose_size(expected, draft.levels))
 
-    def _draft(self, step: Step, most: int) -> Candidates | BestTree:
+    def _draft(self, step: Step, most: int) -> Draft:
         """What trees of up to `most` nodes are chosen from."""
         # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
         levels = min(self.depth, most - 1, max(2, *step.room) - 1)
@@ -163,16 +163,14 @@ class HeadProposer(ABC):
         if budget is not None and target.device.type != "cpu":
             levels = budget.choose_depth(levels)
 
-        def find(inputs: Mapping[str, Tensor]) -> Candidates:
+        def find(inputs: Mapping[str, Tensor]) -> Draft:
             drafter = self.start_scored(inputs, target, step.sampling)
             return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget)
 
         if not target.has_graphs or not self.is_fixed(inputs):
             return find(inputs)
         kind = levels, most, replace(step.sampling, processors=(), seed=0)
-        return self._graphs.run(
-            target.model, self.written, kind, lambda buffers: BestTree.of(find(buffers), most), inputs
-        )
+        return self._graphs.run(target.model, self.written, kind, find, inputs)
 
     def read_inputs(self, step: Step, levels: int) -> Inputs:
         """`read_step`, with the roots and, where the target samples, the keys of its noise at so many levels."""

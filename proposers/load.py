@@ -45,10 +45,9 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
     "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
 }
-PROPOSERS = {name: make for name, (make, _) in _TABLE.items()}
 OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
-    name: make for name, make in PROPOSERS.items() if isinstance(make, type) and issubclass(make, HeadProposer)
+    name: make for name, (make, _) in _TABLE.items() if isinstance(make, type) and issubclass(make, HeadProposer)
 }
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
@@ -103,7 +102,7 @@ def load_proposer(
         if chosen is not None:
             drafter = _load_head_proposer(None, find_head(name, chosen), target)
         return MergedProposer(head=drafter, **given)
-    return PROPOSERS[str(name)](**given)
+    return _TABLE[str(name)][0](**given)
 
 
 def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: bool = True) -> dict[str, Any]:

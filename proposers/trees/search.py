@@ -16,8 +16,8 @@ from decode.gpu.fusion import fused
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.trees.candidates import Candidates
 from proposers.trees.coupled import Coupling
+from proposers.trees.draft import Draft
 
 RANKS = 10  # most likely next tokens of a path that become candidates
 
@@ -79,7 +79,7 @@ def rank_paths(
         log_p = calibration.log_probabilities(level, log_p, path)
     longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
     tokens = (ids if token_map is None else token_map[ids]).expand_as(longer)
-    best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Candidates.ranked`
+    best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
     index = best.indices[:, :width]
     chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
     return tokens, longer, best.values[:, :width], *chosen
@@ -93,14 +93,14 @@ def search(
     ranks: int,
     nodes: int,
     budget: DraftBudget | None = None,
-) -> Candidates:
+) -> Draft:
     """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
     All next tokens become candidates, not only those that are followed further (EAGLE-2, section 4.2).
     roots [B]. levels: at most; a CPU stops earlier where the budget finds one more level not worth it. nodes: the size
     of the largest tree that is wanted. A CPU does not follow paths that are too unlikely for it, or for their time.
     A GPU would have to wait for such decisions. There all levels are drafted with `width` paths, and the budget chooses
-    the levels of the next step from `Candidates.right`.
+    the levels of the next step from `Draft.figures`.
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # of the only path before the first level
     places = torch.full_like(roots[:, None], -1)  # the root
@@ -127,7 +127,7 @@ def search(
         drafter.inner.extend(parents, tokens)
     wants_right = not waits and budget is not None
     tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None)
-    return Candidates(roots, tokens, parents, scores, len(found), right)
+    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right)
 
 
 @fused

@@ -123,7 +123,9 @@ def answer_jobs(
         waiting = {job.number: job for job in asked if job.number in prompts}
         if not waiting:
             return
-        order = sort_by_length({number: len(prompts[number]) for number in waiting}, WINDOW * batch_size)
+        numbers, window = [*waiting], WINDOW * batch_size
+        parts = [numbers[begin : begin + window] for begin in range(0, len(numbers), window)]
+        order = [number for part in parts for number in sorted(part, key=lambda number: len(prompts[number]))]
 
         def ends_in_loop(number: int, tokens: list[int], prompts: dict[int, list[int]] = prompts) -> bool:
             return has_looped(tokens[len(prompts[number]) :])
@@ -146,15 +148,6 @@ def answer_jobs(
             if chunk.answer is not None and row is None:
                 asked.append(job)
             yield len(chunk.tokens), row
-
-
-def sort_by_length(lengths: dict[int, int], window: int) -> list[int]:
-    """The keys sorted by value within windows, alternately rising and falling, so that lengths change slowly."""
-    keys, order = list(lengths), list[int]()
-    for begin in range(0, len(keys), window):
-        part = sorted(keys[begin : begin + window], key=lambda key: lengths[key])
-        order += reversed(part) if begin // window % 2 else part
-    return order
 
 
 def check_temperature(value: Any, place: str) -> float:

@@ -24,21 +24,16 @@ from training.schedule import Schedule
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
-LARGE_SHARE = 1 / 20  # of the model's parameters: a head that is larger makes drafting expensive
 NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; BATCH: prompts at a time
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
-    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed.
-
-    Then a warning, if the head has more than a twentieth of the model's parameters.
-    """
+    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed."""
     examples = dataset.examples
     lengths = [len(example.tokens) for example in examples]
     batches = schedule.plan(lengths)
     measured = batches[:TRIALS]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
-    share = count / _count_parameters(load_batch.teacher.target)
     target_seconds, head_seconds = _measure(objective, measured, load_batch)
     seconds = target_seconds + head_seconds
     tokens, seen = (
@@ -47,7 +42,7 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
     # The optimizer will need at most 8 bytes a weight: AdamW keeps two numbers for each, Muon one.
     memory = _peak_memory(load_batch.teacher.target.device) + 8 * count
     rows = {
-        "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16), {share:.1%} of the model's",
+        "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16)",
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
         f"{len(dataset.prompts)} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
@@ -58,19 +53,6 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }
     print("\n".join(f"{name:21} {value}" for name, value in rows.items()), flush=True)
-    if share > LARGE_SHARE:
-        print(
-            f"warning: the head has {share:.0%} of the model's parameters; above {LARGE_SHARE:.0%}, drafting costs "
-            "much of what it saves. A smaller --draft-vocab or, for medusa and hydra, --output target makes it smaller"
-        )
-
-
-def _count_parameters(target: Target) -> int:
-    """A model's parameters, those of packed layers too. An output matrix that is tied to the embeddings counts once."""
-    tied = target.model.get_output_embeddings() if target.config.tie_word_embeddings else None
-    packed = (module for module in target.model.modules() if hasattr(module, "dense_weight") and module is not tied)
-    loose = sum(parameter.numel() for parameter in target.model.parameters())
-    return loose + sum(module.in_features * module.out_features for module in packed)
 
 
 def validate(target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> Validation:

@@ -7,7 +7,6 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.cpu.fast_top_p import FastTopP
 from decode.noise import (
     ACCEPTANCE,
     gumbel_max,
@@ -17,6 +16,7 @@ from decode.noise import (
     stream_uniforms,
     to_uniforms,
 )
+from decode.sampling import FastTopP
 
 
 def uniform(*keys: int) -> float:

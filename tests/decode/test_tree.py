@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from decode import Sampling, Target, Tree
 from decode.accept import accept, walk
 from decode.kv_cache import TreeCache
-from proposers.trees.candidates import Candidates
+from proposers.trees.draft import Draft
 from tests.support.drafting import tree_of_paths, tree_of_rows
 from tests.support.models import tiny
 
@@ -62,14 +63,15 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
-    candidates = Candidates(torch.tensor([7]), tokens, parents, scores, levels=3)
-    tree = candidates.tree(4)
+    make = partial(Draft.of, torch.tensor([7]), tokens, parents, scores, levels=3, right=None)
+    draft = make(nodes=9)
+    tree = draft.tree(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
     tree.check(1, 4, 20)
-    assert candidates.tree(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
+    assert draft.tree(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
     for nodes in range(1, 10):
-        first, same = candidates.tree(9).first(nodes), candidates.tree(nodes)
+        first, same = draft.tree(nodes), make(nodes=nodes).largest
         assert first.height == same.height and first.tensors().keys() == same.tensors().keys()
         assert all(torch.equal(tensor, same.tensors()[name]) for name, tensor in first.tensors().items())
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from proposers.draft_budget import DraftBudget
-from proposers.trees.candidates import Candidates
+from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS, ScoredDrafter, expect_right, search
 from tests.support.drafting import list_paths
 
@@ -36,8 +36,8 @@ class MadeUpDrafter:
         self.paths = [[(*row[above], token - 100) for above, token in zip(*new, strict=True)] for row, *new in rows]
 
 
-def find(drafter: MadeUpDrafter, roots: list[int], width: int, nodes: int = 1000) -> Candidates:
-    """The candidates of 3 levels for trees of up to so many nodes."""
+def find(drafter: MadeUpDrafter, roots: list[int], width: int, nodes: int = 1000) -> Draft:
+    """The draft of 3 levels for trees of up to so many nodes."""
     paths = ScoredDrafter(drafter, 100 + torch.arange(drafter.vocabulary))
     return search(torch.tensor(roots), paths, 3, width, RANKS, nodes)
 
@@ -61,9 +61,9 @@ def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> lis
 @pytest.mark.parametrize("vocabulary", [1, 4, 13])
 def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
     drafter = MadeUpDrafter(3, vocabulary)
-    candidates = find(drafter, [7, 8, 9], 1000)
+    draft = find(drafter, [7, 8, 9], 1000)
     for nodes in (2, 3, 9, 40):
-        tree = candidates.tree(nodes)
+        tree = draft.tree(nodes)
         tree.check(3, nodes, 200)
         assert tree.tokens[:, 0].tolist() == [7, 8, 9] and int(tree.depth.max()) <= tree.height
         for row in range(3):
@@ -110,10 +110,10 @@ def test_paths_that_are_not_worth_their_time_are_not_followed() -> None:
 
 
 def test_expected_acceptance_is_that_of_the_best_trees() -> None:
-    candidates = find(MadeUpDrafter(2, 13), [7, 8], 8)
-    accepted, _ = candidates.read_figures(20)
+    draft = find(MadeUpDrafter(2, 13), [7, 8], 8)
+    accepted, _ = draft.read_figures()
     for nodes in range(1, 21):
-        tree = candidates.tree(nodes)
+        tree = draft.tree(nodes)
         expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
         assert accepted[nodes - 1] == pytest.approx(expected / 2, rel=1e-5)
 

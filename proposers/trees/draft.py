@@ -1,0 +1,85 @@
+"""A head's draft: the tree of its best candidates, and what may be expected of it.
+
+Shapes: B rows, M candidates, C chosen ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from decode import Tree
+from decode.gpu.fusion import fused
+from decode.gpu.transfer import read
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The largest tree that is wanted; its first n nodes are the best tree of n nodes. figures: see `read_figures`."""
+
+    largest: Tree
+    figures: Tensor
+    levels: int
+
+    @classmethod
+    def of(
+        cls,
+        roots: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        scores: Tensor,
+        levels: int,
+        nodes: int,
+        right: Tensor | None,
+    ) -> Draft:
+        """The best `nodes` nodes, root included.
+
+        roots [B]; candidate j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1) [B, M]. scores [B, M]:
+        the log-probabilities that whole paths are right. So no child scores above its parent, and ties go to the
+        earlier candidate: the root and the best n candidates are a tree. right [levels]: the probability, on average
+        over the rows, that a path down to level 1, 2, ... is right; for some searches.
+        """
+        # float32 keeps half precision from making more ties.
+        best = torch.sort(scores.float(), dim=1, descending=True, stable=True)
+        scores, chosen = best.values[:, : nodes - 1], best.indices[:, : nodes - 1]
+        sizes, height = torch.full_like(roots, chosen.shape[1] + 1), min(chosen.shape[1], levels)
+        drafted, above, padded = _join_nodes(roots, tokens, parents, chosen, scores)
+        return cls(Tree(drafted, above, sizes, height, scores=padded), _expect(scores, right), levels)
+
+    def tree(self, nodes: int) -> Tree:
+        """The best tree of at most `nodes` nodes, the best ones first."""
+        return self.largest.first(nodes)
+
+    def read_figures(self) -> tuple[list[float], list[float]]:
+        """The tokens that trees of 1, 2, ... nodes should have accepted, on average over the rows; and `right`.
+
+        Synchronizes a GPU.
+        """
+        numbers, sizes = read(self.figures).tolist(), self.largest.width
+        return numbers[:sizes], numbers[sizes:]
+
+
+@fused
+def _join_nodes(
+    roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and scores [B, C + 1] of the tree of the candidates `chosen` [B, C], whose scores are given."""
+    places = torch.arange(1, chosen.shape[1] + 1, device=tokens.device)
+    node = torch.zeros(len(tokens), tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)  # last: the root's
+    node.scatter_(1, chosen, places.expand_as(chosen))
+    above = node.gather(1, parents.gather(1, chosen) % node.shape[1])
+    return (
+        torch.cat([roots[:, None], tokens.gather(1, chosen)], dim=1),
+        torch.cat([torch.full_like(roots[:, None], -1), above], dim=1),
+        nn.functional.pad(scores, (1, 0)),
+    )
+
+
+@fused
+def _expect(scores: Tensor, right: Tensor | None) -> Tensor:
+    """`Draft.figures`, from the scores [B, C] of the best candidates."""
+    accepted = scores.exp().sum(dim=0).cumsum(dim=0)
+    expected = torch.cat([scores.new_zeros(1), accepted]) / len(scores)
+    return expected if right is None else torch.cat([expected, right])
