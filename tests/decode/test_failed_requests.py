@@ -83,7 +83,7 @@ class Scores(LogitsProcessor):
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["plain", "ngram", "sampled tree"])
+@pytest.mark.parametrize("kind", ["plain", "ngram", "sampled chain"])
 def test_scores_that_allow_nothing(kind: str, temperature: float, value: float) -> None:
     sampling = Sampling(temperature=temperature, seed=1, processors=[Scores(value)])
     with pytest.warns(RuntimeWarning, match="a processor forbids every token"):

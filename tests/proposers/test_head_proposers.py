@@ -12,9 +12,11 @@ from torch import Tensor
 
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
+from decode.noise import TEXT, row_keys
 from heads import save_head
 from proposers import HEAD_PROPOSERS, HeadProposer, feature_history, load_proposer
 from proposers.draft_budget import DraftBudget
+from proposers.trees.coupled import Coupling
 from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
@@ -61,10 +63,10 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 class Written:
     """A head's probabilities after one text: each path is computed from the true features of all committed tokens."""
 
-    def __init__(self, target: Target, head: Any, text: Sequence[int]) -> None:
+    def __init__(self, target: Target, head: Any, text: Sequence[int], coupling: Coupling | None = None) -> None:
         _, features = target.open(1, head.features).extend([text[:-1]])
         assert features is not None
-        self.head, self.text = head, text
+        self.head, self.text, self.coupling = head, text, coupling
         self.embed = getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()
         if head.kind == "hydra":
             self.true = head.contextualize(features)
@@ -84,7 +86,10 @@ class Written:
                 grown = self.head(self.embed(tokens), features, torch.arange(tokens.shape[1])[None])
                 features = torch.cat([features, grown[:, -1:]], dim=1)
             states = features[0, -1]
-        return self.head.logits(states, level).log_softmax(dim=-1)
+        logits = self.head.logits(states, level)
+        if self.coupling is not None:
+            logits = self.coupling.perturb(logits[None, None], level, self.head.token_map)[0, 0]
+        return logits.log_softmax(dim=-1)
 
     def best(self, path: Sequence[int], ranks: int) -> Paths:
         """The most likely tokens after a path, the most likely first."""
@@ -117,10 +122,14 @@ def agree(drafted: Paths, expected: Paths) -> bool:
     )
 
 
+def request_of(text: tuple[int, ...]) -> int:
+    return next(row for row, prompt in enumerate(PROMPTS) if [*text[: len(prompt)]] == prompt)
+
+
 def has_room(text: tuple[int, ...]) -> bool:
     """Whether an answer of 30 tokens has room for 4 levels. Towards its end a row may get a larger tree for the sake of
     another one."""
-    return any([*text[: len(prompt)]] == prompt and len(text) - len(prompt) <= 30 - 5 for prompt in PROMPTS)
+    return len(text) - len(PROMPTS[request_of(text)]) <= 30 - 5
 
 
 # ---- what is drafted ----
@@ -138,7 +147,8 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
     assert len(found) > 20 and len({tree.batch for tree in recorder.trees}) > 1
     assert any(len({*accepted}) > 1 for accepted in recorder.accepted)
     for text in [*found[:4], *found[4::7]]:
-        assert agree(recorder.drafted[text], Written(target, proposer.head, text).grow(proposer, 14)), text
+        coupling = Coupling(sampling, row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT))
+        assert agree(recorder.drafted[text], Written(target, proposer.head, text, coupling).grow(proposer, 14)), text
 
 
 @pytest.mark.parametrize("kind", MAIN[3:])
