@@ -40,10 +40,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def find_cache_name(function: Callable[..., Any]) -> str:
-    """The name of the KV cache among a function's arguments.
-
-    Raises ValueError without one.
-    """
+    """The name of the KV cache among a function's arguments. Raises ValueError without one."""
     parameters = inspect.signature(function).parameters
     for name in CACHE_NAMES:
         if name in parameters:

@@ -103,8 +103,8 @@ def test_paths_that_are_not_worth_their_time_are_not_followed() -> None:
     budget = DraftBudget()
     budget.begin(lambda nodes: 1 + 0.1 * (nodes - 1))
     assert budget.least_worth == pytest.approx(0.1)
-    drafter, wide = MadeUpDrafter(1, 13), find(MadeUpDrafter(1, 13), [7], 8)
-    probable = int((wide.scores[0, :RANKS].exp() >= 0.1).sum())  # of the first level
+    drafter = MadeUpDrafter(1, 13)
+    probable = int((drafter.probabilities(0, ()).softmax(dim=0) >= 0.1).sum())  # of the first level
     search(torch.tensor([7]), ScoredDrafter(drafter, 100 + torch.arange(13)), 2, 8, RANKS, 1000, budget)
     assert 1 <= drafter.followed == probable < 8
 
