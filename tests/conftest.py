@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 import decode.models.timed_model
+from decode import Target
 from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
@@ -97,6 +98,12 @@ def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(compiled_layers, "compile_kernel", compile_once)
     monkeypatch.setattr(compiled_layers, "load_kernel", load)
     return calls
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """The target of most tests that need one."""
+    return Target(tiny("llama"))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from decode.accept import accept_lossily
 from decode.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
-from tests.support.drafting import make_head
+from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
 
 PROMPTS = [[3, 4, 5, 6, 3, 4], [7, 8, 9]]
@@ -39,11 +39,6 @@ SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
     "some NaN": spoil_some,
     "one infinite": lambda logits: logits.index_fill(-1, torch.tensor([5]), INFINITE),
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
 
 
 def spoil_head(kind: str, target: Target, spoil: Callable[[Tensor], Tensor]) -> Any:
@@ -89,25 +84,12 @@ def test_draft_models(settings: dict[str, Any], spoil: str, target: Target) -> N
     assert decode(target, proposer, SAMPLED) == decode(target, None, SAMPLED)
 
 
-def record_drafts(proposer: Any) -> list[int]:
-    """The draft tokens that will be accepted."""
-    found: list[int] = []
-    propose = proposer.propose
-
-    def recorded(step: Step, budget: int) -> Tree:
-        found.extend(len(path) - 1 for path in step.path if not step.is_prefill)
-        return propose(step, budget)
-
-    proposer.propose = recorded
-    return found
-
-
 def test_no_sampled_draft_token_is_accepted(target: Target) -> None:
     """min(1, p / NaN) is 1 in Python: all would be."""
-    proposer = DraftProposer(make_draft_model(SPOILED["all NaN"]), sampled=True, length=4)
-    accepted = record_drafts(proposer)
-    decode(target, proposer, SAMPLED)
-    assert len(accepted) > 15 and not any(accepted)
+    recorder = Recorder(DraftProposer(make_draft_model(SPOILED["all NaN"]), sampled=True, length=4))
+    decode(target, recorder, SAMPLED)
+    after_prefill = [accepted for step in recorder.accepted[1:] for accepted in step]
+    assert len(after_prefill) > 15 and not any(after_prefill)
 
 
 def test_the_draft_budget_survives(target: Target) -> None:

@@ -9,11 +9,11 @@ new; both ranks meet in it.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import sleep
@@ -28,10 +28,10 @@ from decode import Proposer, Target, generate, speculate
 from decode.models import timed_model
 from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, head_proposer, merged
+from tests.support.commands import run_module
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 7, 8, 9, 7]]
 # By rank. With the second one nothing would be drafted.
 CURVES = CostCurve((1, 64), (1.0, 2.0)), CostCurve((1, 64), (1.0, 400.0))
@@ -93,15 +93,9 @@ def test_batches_cost_what_their_tokens_cost() -> None:
 @pytest.mark.slow
 def test_two_ranks_draft_the_same_trees(tmp_path: Path) -> None:
     """Otherwise their collective operations fail."""
-
-    def run(rank: int) -> dict[str, Any]:
-        command = [sys.executable, "-m", "tests.decode.test_deterministic", str(rank), str(tmp_path / "meet")]
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran
-        return json.loads(ran.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
+    run = partial(run_module, "tests.decode.test_deterministic")
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
+        first, second = pool.map(run, ["0", "1"], [str(tmp_path / "meet")] * 2)
     assert first == second
     assert all(max(map(max, sizes)) > 1 for sizes, _ in first.values())
 

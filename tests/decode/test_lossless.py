@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode import Answer, Proposer, Sampling, Step, Target, Tree, generate
 from proposers import (
     AnswerStore,
     DraftProposer,
@@ -29,6 +29,7 @@ from proposers import (
 from proposers.load import OPTIONS, load_proposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
 from tests.support.drafting import make_head, tree_of_rows
+from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -190,25 +191,20 @@ def make_narrow_target() -> Target:
 
 
 @cache
-def draw_third_tokens() -> list[int]:
-    """By plain sampling."""
+def sample_plainly() -> list[Answer]:
     settings = {"sampling": Sampling(temperature=1.0, seed=2), "max_new_tokens": 3, "stop_ids": []}
-    return [answer[2] for answer in texts(make_narrow_target(), None, [[3, 4]] * 2400, batch_size=400, **settings)]
+    return generate(make_narrow_target(), [[3, 4]] * 2400, None, batch_size=400, **settings)
 
 
 @pytest.mark.parametrize(("batch_size", "runs"), [(1, 400), (40, 2400)])
 def test_sampled_drafts_keep_the_distribution(batch_size: int, runs: int) -> None:
-    """Chi-square test of the third token, which lies inside drafts, against plain sampling with another seed."""
+    """Against plain sampling with another seed."""
     draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, seed=1))
     proposer, sampling = DraftProposer(draft, sampled=True, length=3), Sampling(temperature=1.0, seed=1)
     settings = {"sampling": sampling, "max_new_tokens": 3, "stop_ids": [], "batch_size": batch_size}
     answers = generate(make_narrow_target(), [[3, 4]] * runs, proposer, **settings)
     assert sum(answer.stats.nodes for answer in answers) > runs / 2
-    thirds = [answer.tokens[2] for answer in answers], draw_third_tokens()[:runs]
-    one, other = (torch.bincount(torch.tensor(tokens), minlength=12).double() for tokens in thirds)
-    seen = one + other > 0
-    statistic = ((one - other) ** 2 / (one + other))[seen].sum()
-    assert statistic < 31.3  # 11 degrees of freedom, p = 0.001
+    assert compare_third_tokens(answers, sample_plainly()[:runs]) < 31.3  # 11 degrees of freedom, p = 0.001
 
 
 class Adversary:

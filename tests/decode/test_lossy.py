@@ -15,7 +15,6 @@ from decode.accept import accept, accept_lossily
 from proposers import MedusaProposer
 from tests.decode.test_tree import climb, random_tree
 from tests.support.drafting import make_head
-from tests.support.models import tiny
 
 
 def find_typical_path(tree: Tree, row: int, p: Tensor) -> tuple[list[int], int]:
@@ -55,8 +54,7 @@ def test_typical_acceptance_is_medusas(temperature: float) -> None:
     assert longest > 3
 
 
-def test_typical_acceptance_is_off_by_default() -> None:
-    target = Target(tiny("llama"))
+def test_typical_acceptance_is_off_by_default(target: Target) -> None:
     proposer = MedusaProposer(make_head("medusa", target, output="target"), nodes=32)
 
     def texts(proposer: MedusaProposer | None, temperature: float, **settings: bool) -> list[list[int]]:
@@ -71,8 +69,7 @@ def test_typical_acceptance_is_off_by_default() -> None:
     assert texts(proposer, 0.0, lossy_typical_acceptance=True) == texts(None, 0.0)
 
 
-def test_typical_acceptance_refuses_processors() -> None:
-    target = Target(tiny("llama"))
+def test_typical_acceptance_refuses_processors(target: Target) -> None:
     sampling = Sampling(temperature=1.0, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
         generate(target, [[5]], None, sampling=sampling, lossy_typical_acceptance=True)

@@ -42,7 +42,7 @@ def test_refilled_rows_give_the_same_answers_as_alone(kind: str, temperature: fl
         assert read(generate(target, PROMPTS, None, batch_size=size, sampling=sampling, **SETTINGS)) == read(alone)
 
 
-def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     sizes = []
     real = Session.verify
 
@@ -52,7 +52,7 @@ def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch
         return real(session, tree, **options)
 
     monkeypatch.setattr(Session, "verify", verify)
-    answers = generate(Target(tiny("llama")), PROMPTS, None, batch_size=4, **SETTINGS)
+    answers = generate(target, PROMPTS, None, batch_size=4, **SETTINGS)
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) < sum(len(answer.tokens) for answer in answers) / 2.5
     assert all(answer.stats.tau == 1 for answer in answers)
@@ -70,19 +70,10 @@ class CountingProposer(PlainProposer):
         return super().propose(step, budget)
 
 
-def test_a_proposer_that_extends_plain_decoding_sees_all_prompts() -> None:
+def test_a_proposer_that_extends_plain_decoding_sees_all_prompts(target: Target) -> None:
     proposer = CountingProposer()
-    generate(Target(tiny("llama")), PROMPTS, proposer, batch_size=4, **SETTINGS)
+    generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)
     assert len(proposer.known) > len(PROMPTS) / 2  # the others end with their first token
-
-
-def test_request_ids_give_part_of_a_list_the_answers_of_the_whole() -> None:
-    target, sampling = Target(tiny("llama")), Sampling(temperature=1, seed=1)
-    whole = generate(target, PROMPTS, None, sampling=sampling, **SETTINGS)
-    part = [9, 2, 6]
-    prompts = [PROMPTS[index] for index in part]
-    answers = generate(target, prompts, None, request_ids=part, sampling=sampling, **SETTINGS)
-    assert read(answers) == read([whole[index] for index in part])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +117,7 @@ def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> No
 # What a run leaves behind
 
 
-def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     """Without the garbage collector, which does not run when a GPU is out of memory."""
     layers, make = WeakSet[TreeCacheLayer](), TreeCacheLayer.__init__
 
@@ -135,7 +126,6 @@ def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         layers.add(layer)
 
     monkeypatch.setattr(TreeCacheLayer, "__init__", count)
-    target = Target(tiny("llama"))
     gc.collect()
     gc.disable()
     try:
@@ -146,15 +136,13 @@ def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.enable()
 
 
-def test_a_failed_pass_leaves_no_hook() -> None:
-    target = Target(tiny("llama"))
+def test_a_failed_pass_leaves_no_hook(target: Target) -> None:
     with pytest.raises(ValueError, match="layer 99 does not exist"):
         target.open(1, (2, 99)).verify(Tree.chain([[5, 9]]))
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in target.model.modules())
 
 
-def test_each_thread_captures_its_own_features() -> None:
-    target = Target(tiny("llama"))
+def test_each_thread_captures_its_own_features(target: Target) -> None:
     chains = [list(range(3, 3 + size)) for size in (10, 15)]
 
     def read(chain: list[int]) -> list[torch.Tensor]:

@@ -160,10 +160,3 @@ def test_invalid_drafts_neither_crash_nor_emit_impossible_tokens() -> None:
         for fault in (torch.nan, torch.inf):
             spoilt = Tree.chain_of(tree.tokens, tree.sizes, q=torch.full_like(p, fault))
             assert accept(spoilt, p.log(), Sampling(temperature=1.0, seed=seed), TEXTS).path == [[0]] * 3
-
-
-def test_a_sampled_tree_that_is_no_chain_is_refused() -> None:
-    tokens, parents = torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]])
-    tree = Tree(tokens, parents, torch.tensor([3]), height=1, q=torch.ones(1, 3, VOCABULARY))
-    with pytest.raises(ValueError, match="must be a chain"):
-        tree.check(1, 5, VOCABULARY)

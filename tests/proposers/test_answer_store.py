@@ -21,6 +21,13 @@ from tests.support.models import VOCABULARY, tiny
 ANSWER = [3, 4, 5, 6, 7]
 
 
+def fill(*answers: list[int]) -> AnswerStore:
+    store = AnswerStore(1000)
+    for answer in answers:
+        store.add(answer)
+    return store
+
+
 def find_naively(answers: list[list[int]], tail: list[int]) -> set[tuple[int, int]]:
     """Tokens after every occurrence of the last `GRAM` tokens, and how many tokens before them are the tail's."""
     found = set()
@@ -93,9 +100,7 @@ def test_two_threads_share_a_store() -> None:
 
 
 def test_a_file_brings_the_answers_back(tmp_path: Path) -> None:
-    store, other = AnswerStore(1000), AnswerStore(1000)
-    for answer in ([1, 2, 3, 4], [5], [1, 2, 3, 9]):
-        store.add(answer)
+    store, other = fill([1, 2, 3, 4], [5], [1, 2, 3, 9]), AnswerStore(1000)
     store.save(tmp_path / "answers")
     other.load(tmp_path / "answers")
     assert list(other.answers()) == list(store.answers())
@@ -104,8 +109,7 @@ def test_a_file_brings_the_answers_back(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_refused_and_the_store_stays(tmp_path: Path) -> None:
-    store, file = AnswerStore(1000), tmp_path / "answers"
-    store.add([1, 2, 3, 4])
+    store, file = fill([1, 2, 3, 4]), tmp_path / "answers"
     store.save(file)
     whole = file.read_bytes()
     for damaged in (whole[:-3], whole[:-2] + b"\x07\x00", b"", b"text"):
@@ -141,9 +145,8 @@ def target(save_model: Callable[..., Path]) -> Target:
 
 
 def test_a_store_of_another_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
-    store, file = AnswerStore(100), tmp_path / "answers"
-    store.add(ANSWER)
-    store.save(file, target)
+    file = tmp_path / "answers"
+    fill(ANSWER).save(file, target)
     other = AnswerStore(100)
     other.load(file, target)
     assert other.answers() == [ANSWER]
@@ -158,12 +161,10 @@ def test_a_store_of_another_vocabulary_is_refused(target: Target, tmp_path: Path
 
 @pytest.mark.parametrize("token", [VOCABULARY, 1 << 30])
 def test_a_file_without_a_fingerprint_needs_known_tokens(token: int, target: Target, tmp_path: Path) -> None:
-    store, file = AnswerStore(100), tmp_path / "answers"
-    store.add(ANSWER)
-    store.save(file)
+    file = tmp_path / "answers"
+    fill(ANSWER).save(file)
     AnswerStore(100).load(file, target)
-    store.add([3, token])
-    store.save(file)
+    fill(ANSWER, [3, token]).save(file)
     with pytest.raises(ValueError, match=f"it has token {token}, and the model has {VOCABULARY} tokens"):
         AnswerStore(100).load(file, target)
 
@@ -171,9 +172,7 @@ def test_a_file_without_a_fingerprint_needs_known_tokens(token: int, target: Tar
 def test_a_token_outside_the_vocabulary_is_not_drafted() -> None:
     target, prompt = Target(tiny("llama")), [3, 4, 5, 6]
     (expected,) = generate(target, [prompt], None, max_new_tokens=12)
-    store = AnswerStore(1000)
     text = prompt + expected.tokens
-    for end in range(3, len(text)):
-        store.add([*text[end - 3 : end], VOCABULARY, 3])
+    store = fill(*([*text[end - 3 : end], VOCABULARY, 3] for end in range(3, len(text))))
     (found,) = generate(target, [prompt], MergedProposer(store=store, nodes=12), max_new_tokens=12)
     assert found.tokens == expected.tokens

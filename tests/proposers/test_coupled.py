@@ -10,10 +10,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
 from decode.noise import TEXT, gumbel_max, row_keys
-from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, MergedProposer
+from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer
 from proposers.trees.coupled import Coupling
 from tests.support.drafting import make_head
-from tests.support.models import tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [3]]
 SETTINGS: list[dict[str, Any]] = [
@@ -22,11 +21,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_k": 9},
     {"temperature": 1.0, "min_p": 0.05, "processors": [RepetitionPenaltyLogitsProcessor(1.4)]},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "top-p", "top-k", "processed"])
@@ -78,9 +72,8 @@ def test_heads_draft_with_the_noise(target: Target, kind: str, monkeypatch: pyte
         return perturb(self, logits, level, token_map)
 
     monkeypatch.setattr(Coupling, "perturb", record)
-    classes: dict[str, Any] = {"medusa": MedusaProposer, "hydra": HydraProposer}
-    head = make_head("eagle" if kind == "merged" else kind, target)
-    proposer = classes.get(kind, EagleProposer)(head, nodes=9)
+    head_kind = "eagle" if kind == "merged" else kind
+    proposer = HEAD_PROPOSERS[head_kind](make_head(head_kind, target), nodes=9)
     used = MergedProposer([], head=proposer, nodes=9) if kind == "merged" else proposer
     generate(target, PROMPTS[:2], used, sampling=Sampling(), max_new_tokens=4)
     assert not levels  # greedy targets have no noise

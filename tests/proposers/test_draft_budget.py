@@ -93,10 +93,9 @@ def test_a_poor_head_costs_almost_nothing(rise: float, draft: float) -> None:
 
 @pytest.mark.parametrize(("cost", "drafts"), [(1.2, True), (1.6, False)])
 def test_no_first_draft_where_the_calibration_promises_no_gain(
-    monkeypatch: pytest.MonkeyPatch, cost: float, drafts: bool
+    monkeypatch: pytest.MonkeyPatch, target: Target, cost: float, drafts: bool
 ) -> None:
     """A draft token that is right half of the time is not worth a pass that costs 1.6 times as much."""
-    target = Target(tiny("llama"))
     fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, cost, 64 * cost]))
     sure = (4.6, 0.0, 0.0)  # 0.99 for every token: once tried, a draft is worth it
     calibration = Calibration(((0.5, 0.1),) * 3, (sure,) * 3, (100,) * 3)
@@ -106,8 +105,7 @@ def test_no_first_draft_where_the_calibration_promises_no_gain(
     assert any(tree.width > 1 for tree in recorder.trees) == drafts
 
 
-def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny("llama"))
+def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     curves = [CostCurve([1, 64], [1.0, cost]) for cost in (1.0, 64.0)]
     monkeypatch.setattr(target, "cost_curve", lambda batch, _: curves[batch > 1])
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)

@@ -16,6 +16,7 @@ from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, draft
 from proposers.draft import count_weights
 from tests.support.drafting import Recorder, fix_cost
+from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 from tests.support.speculating import make_tokenizer
 
@@ -81,15 +82,12 @@ def test_draft_length_adapts(monkeypatch: pytest.MonkeyPatch, target: Target) ->
     assert [later - step for step, later in pairwise(tries)][-4:] == [5, 9, 17, 33]
 
 
-@pytest.mark.parametrize("layers", [1, 4])
-def test_a_draft_costs_what_its_weights_do(layers: int) -> None:
-    model = tiny("llama", num_hidden_layers=layers)
-    passed = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    assert count_weights(model.config) == sum(weight.numel() for weight in passed)
-
-
-def test_weights_of_an_ungated_model() -> None:
-    assert count_weights(GPT2Config()) == pytest.approx(124e6, rel=0.02)
+def test_a_draft_costs_what_its_weights_do() -> None:
+    for layers in (1, 4):
+        model = tiny("llama", num_hidden_layers=layers)
+        passed = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+        assert count_weights(model.config) == sum(weight.numel() for weight in passed)
+    assert count_weights(GPT2Config()) == pytest.approx(124e6, rel=0.02)  # no gates
 
 
 # ---- logits processors ----
@@ -118,9 +116,10 @@ PROCESSORS: dict[str, Callable[[], LogitsProcessor]] = {
 @pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("settings", [{"length": 3}, {"length": 3, "width": 60}, {"length": 3, "sampled": True}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_processors_apply_to_drafts(make: Callable[[], LogitsProcessor], settings: dict, temperature: float) -> None:
+def test_processors_apply_to_drafts(
+    target: Target, make: Callable[[], LogitsProcessor], settings: dict, temperature: float
+) -> None:
     """A model that drafts for itself has every draft token accepted, with each node's own prefix processed."""
-    target = Target(tiny("llama"))
     sampling = Sampling(temperature=temperature, seed=1, processors=[make()])
     prompts, limits = [[5, 9, 5, 9], [7, 8, 7, 8]], {"sampling": sampling, "max_new_tokens": 17, "nodes": 200}
     answers = generate(target, prompts, DraftProposer(target, **settings), **limits)
@@ -160,16 +159,12 @@ def test_only_shared_tokens_are_drafted(size: int, settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("size", [9, 15])
 def test_sampled_drafts_keep_the_distribution(size: int) -> None:
-    """Chi-square of the third token, inside drafts, against plain decoding."""
     target, draft = make(12), make(size, num_hidden_layers=1)
-
-    def count(proposer: Any, seed: int) -> torch.Tensor:
-        settings = {"sampling": Sampling(1.0, seed=seed), "max_new_tokens": 4, "stop_ids": ()}
-        answers = generate(target, [[1, 2, 3]] * 300, proposer, **settings)
-        return torch.bincount(torch.tensor([answer.tokens[2] for answer in answers]), minlength=12).double()
-
-    plain, drawn = count(None, 1), count(DraftProposer(draft, length=3, sampled=True), 2)
-    assert float(((plain - drawn) ** 2 / (plain + drawn).clamp(min=1)).sum()) < 33  # 11 degrees of freedom, p = 0.0005
+    answers = [
+        generate(target, [[1, 2, 3]] * 300, proposer, sampling=Sampling(1.0, seed=seed), max_new_tokens=4, stop_ids=())
+        for seed, proposer in ((1, None), (2, DraftProposer(draft, length=3, sampled=True)))
+    ]
+    assert compare_third_tokens(*answers) < 33  # 11 degrees of freedom, p = 0.0005
 
 
 def test_other_vocabularies_are_refused_for_what_differs() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import TEXT, row_keys
-from heads import save_head
-from proposers import HEAD_PROPOSERS, HeadProposer, feature_history, load_proposer
+from proposers import HEAD_PROPOSERS, HeadProposer, feature_history
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import Coupling
 from tests.decode.test_lossless import PROMPTS, texts
@@ -222,15 +220,6 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         for text, paths in drafted.items():
             assert sorted(paths.values()) == pytest.approx(sorted(stock[text].values()), rel=1e-3)
         assert record(proposer.renew(), target, max_new_tokens=8).drafted == stock  # the head itself is unchanged
-
-
-@pytest.mark.parametrize("kind", MAIN)
-def test_folders_of_heads_draft(target: Target, kind: str, tmp_path: Path) -> None:
-    proposer = make(kind, target, nodes=12)
-    save_head(proposer.head, tmp_path)
-    loaded = load_proposer(tmp_path, target, nodes=12)
-    drafted = record(loaded, target, max_new_tokens=8).drafted
-    assert drafted == record(proposer, target, max_new_tokens=8).drafted
 
 
 # ---- the text ----

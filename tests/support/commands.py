@@ -1,9 +1,12 @@
-"""What a command that ran in a test's process printed, see the fixture `run_main`."""
+"""What commands print: in a test's process, see the fixture `run_main`, or in their own."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -21,3 +24,11 @@ class Run(NamedTuple):
         """It ended in one clear line on stderr, with nothing on stdout."""
         assert (self.status, self.out, self.err.count("\n")) == (2, "", 1), self
         assert re.match(r"[\w. ]+: error: ", self.err) and all(message in self.err for message in messages), self.err
+
+
+def run_module(module: str, *options: str) -> Any:
+    """The JSON that a module prints last, which runs in a process of its own."""
+    command, root = [sys.executable, "-m", module, *options], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,13 +1,16 @@
-"""Every outcome of a random program with its exact probability, and tiny models p and q to try acceptance rules on."""
+"""Every outcome of a random program with its exact probability, tiny models p and q to try acceptance rules on, and
+a comparison of samples."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from decode import Answer
 
 T = TypeVar("T")
 Prefix = tuple[int, ...]
@@ -156,3 +159,10 @@ def measure_error(emitted: dict[Prefix, float], models: Distributions) -> float:
 def count_tokens(emitted: dict[Prefix, float]) -> float:
     """The expected number of tokens."""
     return sum(len(text) * probability for text, probability in emitted.items())
+
+
+def compare_third_tokens(*samples: Sequence[Answer]) -> float:
+    """Chi-square statistic of two samples of equal size. The third token of an answer lies inside drafts."""
+    one, other = (torch.bincount(torch.tensor([each.tokens[2] for each in sample]), minlength=12) for sample in samples)
+    assert len(one) == len(other) == 12  # the models have 12 tokens, so there are 11 degrees of freedom
+    return float(((one - other).double() ** 2 / (one + other).clamp(min=1)).sum())

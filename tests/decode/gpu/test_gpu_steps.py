@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.support.commands import run_module
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
 
 # At most so many waits, copies to the device, and launches in a step: of our own, as it is and with fused kernels, and
 # all with graphs, the target's included.
@@ -25,17 +19,10 @@ BUDGETS = {
 }
 
 
-def run(module: str, *options: str) -> Any:
-    """What a program with a simulated GPU prints. It changes torch, so it runs in a process of its own."""
-    command = [sys.executable, "-m", module, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def counts() -> dict[str, dict[str, int]]:
-    return run("docs.measure.count_gpu_steps", "--json")
+    """Of a program that simulates a GPU, for which it changes torch."""
+    return run_module("docs.measure.count_gpu_steps", "--json")
 
 
 @pytest.mark.parametrize("method", BUDGETS)
@@ -50,9 +37,9 @@ def test_a_step_stays_within_its_budget(counts: dict[str, dict[str, int]], metho
 
 def test_the_counter_counts() -> None:
     """The target's launches are those of its layers: 4 of them."""
-    assert run("docs.measure.count_gpu_steps", "plain", "--json")["plain"]["target"] > 100
+    assert run_module("docs.measure.count_gpu_steps", "plain", "--json")["plain"]["target"] > 100
 
 
 @pytest.mark.parametrize("options", [[], ["--graphs"]])
 def test_texts_and_errors_are_the_cpus(options: list[str]) -> None:
-    assert run("tests.support.simulated_texts", *options) == []
+    assert run_module("tests.support.simulated_texts", *options) == []

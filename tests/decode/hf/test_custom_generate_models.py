@@ -14,31 +14,24 @@ from tests.support.models import tiny
 from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate
 
 
-def test_a_model_is_tested_once_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_tested_once_or_after_a_change_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = []
-    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target.model) or 0.0)
+    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target) or 0.0)
     for accelerate in ("off", "auto"):
         model = tiny("llama", dtype=torch.float32)
         for _ in range(3):
             generate(model, accelerate=accelerate, max_new_tokens=2)
         assert len(tested) == 1
+        model.double()
+        generate(model)
+        model.set_attn_implementation("eager")
+        generate(model)
+        assert len(tested) == 3
         tested.clear()
         forgotten = weakref.ref(model)
         del model
         gc.collect()
         assert forgotten() is None
-
-
-def test_a_changed_model_is_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = []
-    monkeypatch.setattr(decode.target, "self_test", lambda target: tested.append(target) or 0.0)
-    model = tiny("llama", dtype=torch.float32)
-    generate(model)
-    model.double()
-    generate(model)
-    model.set_attn_implementation("eager")
-    generate(model)
-    assert len(tested) == 3
 
 
 def test_other_sizes_and_windows_are_noticed() -> None:

@@ -21,11 +21,6 @@ from tests.support.models import tiny
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10]]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama"))
-
-
 class WrongRoot:
     """Drafts after the token before the last."""
 

@@ -23,16 +23,12 @@ from tests.support.models import tiny
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    tiny("llama", num_hidden_layers=4).save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("accelerate", ["off", "auto"])
 @pytest.mark.parametrize("away", ["layers", "everything"])
-def test_offloaded_models_generate_the_same_tokens(folder: Path, tmp_path: Path, accelerate: str, away: str) -> None:
+def test_offloaded_models_generate_the_same_tokens(
+    save_model: Callable[..., Path], tmp_path: Path, accelerate: str, away: str
+) -> None:
+    folder = save_model(num_hidden_layers=4)
     parts = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
     gone = parts if away == "everything" else ["model.layers.1", "model.layers.3"]
     device_map = {"model.rotary_emb": "cpu", **{part: "disk" if part in gone else "cpu" for part in parts}}
@@ -63,10 +59,10 @@ def test_a_dtype_or_its_name_is_taken(save_model: Callable[..., Path], dtype: st
     ],
 )
 def test_unknown_settings_and_folders_are_refused_in_one_line(
-    folder: Path, options: dict[str, Any], message: str
+    save_model: Callable[..., Path], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        load_model(**{"name": folder, **options})
+        load_model(**{"name": save_model(), **options})
     assert "\n" not in str(caught.value)
 
 
@@ -95,12 +91,12 @@ def test_files_that_are_no_weights_are_refused_by_name(save_model: Callable[...,
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_is_no_model(folder: Path, tmp_path: Path) -> None:
+def test_a_file_is_no_model(save_model: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "m-Q4_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=GGUF):
         load_model(tmp_path / "m-Q4_0.gguf")
     with pytest.raises(ValueError, match=r"it is a file; name the folder with config\.json"):
-        load_model(folder / WEIGHTS)
+        load_model(save_model() / WEIGHTS)
 
 
 def test_files_that_are_not_read_may_be_pointers(save_model: Callable[..., Path]) -> None:

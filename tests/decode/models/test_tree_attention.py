@@ -19,7 +19,7 @@ from decode.masks import AttentionWindow, tree_masks
 from decode.models.grouped_attention import grouped_sdpa
 from heads.layer_cache import attend
 from proposers import NGramProposer
-from tests.decode.test_tree import random_tree
+from tests.decode.test_tree import climb, random_tree
 from tests.support.models import needs_compiler, tiny
 
 SIZE = 8  # of a head's queries and keys
@@ -61,9 +61,7 @@ def attend_along_paths(
     shared = query.shape[1] // key.shape[1]
     for row, length in enumerate(lengths):
         for node in range(int(tree.sizes[row])):
-            path = [node]
-            while path[0]:
-                path.insert(0, int(tree.parents[row, path[0]]))
+            path = climb(tree, row, node)
             slots = [*range(length), *(length + each for each in path)]  # a slot's place in this list is its position
             own = len(slots) - 1
             seen = [slot for position, slot in enumerate(slots) if sees(span, own, position)]
