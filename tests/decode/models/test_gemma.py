@@ -107,7 +107,7 @@ def test_a_head_is_trained_calibrated_and_checked(
     """With defaults a head drafts a part of the vocabulary."""
     out = tmp_path / "head"
     assert train(place, out, "--kind", kind, "--max-steps", "1", "--validation", "1") == 0
-    assert "a step" in capsys.readouterr().out
+    assert "1 of 1 steps" in capsys.readouterr().out
     head = load_head(out)
     assert head.kind == kind and head.draft_size == 8192
     assert (out / "model.safetensors").stat().st_size < 60e6
