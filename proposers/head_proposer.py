@@ -165,7 +165,7 @@ class HeadProposer(ABC):
 
         def find(inputs: Mapping[str, Tensor]) -> Draft:
             drafter = self.start_scored(inputs, target, step.sampling)
-            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget)
+            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive)
 
         if not target.has_graphs or not self.is_fixed(inputs):
             return find(inputs)

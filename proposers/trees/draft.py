@@ -17,10 +17,10 @@ from decode.gpu.transfer import read
 
 @dataclass(frozen=True)
 class Draft:
-    """The largest tree that is wanted; its first n nodes are the best tree of n nodes. figures: see `read_figures`."""
+    """The largest tree that is wanted; its first n nodes are the best tree of n nodes."""
 
     largest: Tree
-    figures: Tensor
+    figures: Tensor | None  # what `read_figures` reads, if a budget chooses among the trees
     levels: int
 
     @classmethod
@@ -32,7 +32,9 @@ class Draft:
         scores: Tensor,
         levels: int,
         nodes: int,
-        right: Tensor | None,
+        right: Tensor | None = None,
+        *,
+        has_figures: bool,
     ) -> Draft:
         """The best `nodes` nodes, root included.
 
@@ -46,7 +48,8 @@ class Draft:
         scores, chosen = best.values[:, : nodes - 1], best.indices[:, : nodes - 1]
         sizes, height = torch.full_like(roots, chosen.shape[1] + 1), min(chosen.shape[1], levels)
         drafted, above, padded = _join_nodes(roots, tokens, parents, chosen, scores)
-        return cls(Tree(drafted, above, sizes, height, scores=padded), _expect(scores, right), levels)
+        figures = _expect(scores, right) if has_figures else None
+        return cls(Tree(drafted, above, sizes, height, scores=padded), figures, levels)
 
     def tree(self, nodes: int) -> Tree:
         """The best tree of at most `nodes` nodes, the best ones first."""
@@ -57,6 +60,7 @@ class Draft:
 
         Synchronizes a GPU.
         """
+        assert self.figures is not None
         numbers, sizes = read(self.figures).tolist(), self.largest.width
         return numbers[:sizes], numbers[sizes:]
 

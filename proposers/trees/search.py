@@ -93,6 +93,7 @@ def search(
     ranks: int,
     nodes: int,
     budget: DraftBudget | None = None,
+    has_figures: bool = False,
 ) -> Draft:
     """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
@@ -100,7 +101,7 @@ def search(
     roots [B]. levels: at most; a CPU stops earlier where the budget finds one more level not worth it. nodes: the size
     of the largest tree that is wanted. A CPU does not follow paths that are too unlikely for it, or for their time.
     A GPU would have to wait for such decisions. There all levels are drafted with `width` paths, and the budget chooses
-    the levels of the next step from `Draft.figures`.
+    the levels of the next step from `Draft.figures`. has_figures: whether the draft has them.
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # of the only path before the first level
     places = torch.full_like(roots[:, None], -1)  # the root
@@ -127,7 +128,7 @@ def search(
         drafter.inner.extend(parents, tokens)
     wants_right = not waits and budget is not None
     tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None)
-    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right)
+    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures=has_figures)
 
 
 @fused

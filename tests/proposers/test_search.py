@@ -39,7 +39,7 @@ class MadeUpDrafter:
 def find(drafter: MadeUpDrafter, roots: list[int], width: int, nodes: int = 1000) -> Draft:
     """The draft of 3 levels for trees of up to so many nodes."""
     paths = ScoredDrafter(drafter, 100 + torch.arange(drafter.vocabulary))
-    return search(torch.tensor(roots), paths, 3, width, RANKS, nodes)
+    return search(torch.tensor(roots), paths, 3, width, RANKS, nodes, has_figures=True)
 
 
 def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
