@@ -106,8 +106,6 @@ class Tree:
 
     def first(self, nodes: int) -> Tree:
         """The trees of the first nodes, at most so many of each."""
-        if nodes >= self.width:
-            return self
         return replace(
             self,
             tokens=self.tokens[:, :nodes],

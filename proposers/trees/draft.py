@@ -20,7 +20,7 @@ class Draft:
     """The largest tree that is wanted; its first n nodes are the best tree of n nodes."""
 
     largest: Tree
-    figures: Tensor | None  # what `read_figures` reads, if a budget chooses among the trees
+    figures: Tensor  # what `read_figures` reads; empty if no budget will choose among the trees
     levels: int
 
     @classmethod
@@ -32,8 +32,7 @@ class Draft:
         scores: Tensor,
         levels: int,
         nodes: int,
-        right: Tensor | None = None,
-        *,
+        right: Tensor | None,
         has_figures: bool,
     ) -> Draft:
         """The best `nodes` nodes, root included.
@@ -48,7 +47,7 @@ class Draft:
         scores, chosen = best.values[:, : nodes - 1], best.indices[:, : nodes - 1]
         sizes, height = torch.full_like(roots, chosen.shape[1] + 1), min(chosen.shape[1], levels)
         drafted, above, padded = _join_nodes(roots, tokens, parents, chosen, scores)
-        figures = _expect(scores, right) if has_figures else None
+        figures = _expect(scores, right) if has_figures else scores[:0]
         return cls(Tree(drafted, above, sizes, height, scores=padded), figures, levels)
 
     def tree(self, nodes: int) -> Tree:
@@ -60,7 +59,6 @@ class Draft:
 
         Synchronizes a GPU.
         """
-        assert self.figures is not None
         numbers, sizes = read(self.figures).tolist(), self.largest.width
         return numbers[:sizes], numbers[sizes:]
 

@@ -126,9 +126,8 @@ def search(
             scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
-    wants_right = not waits and budget is not None
-    tokens, parents, scores, right = join_levels(found, longer.shape[2], best if wants_right else None)
-    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures=has_figures)
+    tokens, parents, scores, right = join_levels(found, longer.shape[2], None if waits or budget is None else best)
+    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures)
 
 
 @fused

@@ -56,7 +56,7 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
-    make = partial(Draft.of, torch.tensor([7]), tokens, parents, scores, levels=3, has_figures=True)
+    make = partial(Draft.of, torch.tensor([7]), tokens, parents, scores, levels=3, right=None, has_figures=True)
     draft = make(nodes=9)
     tree = draft.tree(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
