@@ -1,15 +1,21 @@
-"""Trainings of tiny heads on the predictable target, in this process or in processes that can be killed."""
+"""A tiny target whose text is easy to predict, and trainings of heads on it.
+
+They run in this process, or in processes that can be killed.
+"""
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import scripts.train
 import training.checkpoint
@@ -26,7 +32,7 @@ import training.feature_cache
 import training.trainer
 from heads.atomic_write import write_aside
 from scripts.head_training import measurements
-from tests.support.predictable import train_predictable, write_answers
+from tests.support.models import VOCABULARY, tiny
 from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -38,6 +44,44 @@ ADAMW = "--adamw"  # in these tests only: no Muon, which computes in bfloat16 an
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
 PLANNED = 1 + measurements.TRIALS  # batches that the plan before a training measures
 SHARD_TOKENS, PASS_TOKENS = 1000, 500  # so that small data has several shards
+FIRST = 3  # smaller ids are special tokens
+
+
+@cache
+def train_predictable() -> PreTrainedModel:
+    """A tiny Llama trained to continue `walk`, in which each token has one successor."""
+    torch.manual_seed(0)
+    model = tiny("llama", dtype=torch.float32, num_hidden_layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(200):
+        starts = torch.randint(FIRST, VOCABULARY, (16,)).tolist()
+        tokens = torch.tensor([walk(start, 48) for start in starts])
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def walk(start: int, length: int) -> list[int]:
+    """`length` tokens, beginning with `start`."""
+    tokens = [start]
+    while len(tokens) < length:
+        tokens.append(FIRST + (7 * (tokens[-1] - FIRST) + 5) % (VOCABULARY - FIRST))
+    return tokens
+
+
+def write_answers(file: Path, rows: int, seed: int = 0) -> Path:
+    """Walks as rows of `prompt` and `response`, spelt for the tokenizer of `save_model`."""
+    choose = random.Random(seed)
+    lines = []
+    for _ in range(rows):
+        length = choose.randint(2, 6)
+        tokens = walk(choose.randrange(FIRST, VOCABULARY), length + 24)
+        text = "".join(chr(32 + token - FIRST) for token in tokens)
+        lines.append(json.dumps({"prompt": text[:length], "response": text[length:], "finished": False}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
 
 
 def save_predictable(folder: Path, rows: int) -> Path:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from heads import HEADS, load_head
 from proposers import HEAD_PROPOSERS, EagleProposer
-from tests.support.predictable import write_answers
 from tests.support.training_runs import (
     ADAMW,
     assert_same,
@@ -25,6 +24,7 @@ from tests.support.training_runs import (
     train,
     train_together,
     train_until,
+    write_answers,
 )
 from training.checkpoint import CHECKPOINT, read_metrics
 from training.data import Example, choose_draft_vocabulary

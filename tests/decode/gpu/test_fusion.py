@@ -26,8 +26,8 @@ from proposers.eagle import EagleDrafter, FixedEagleDrafter
 from proposers.feature_history import attend_like_target, pick_last
 from tests.decode.test_tree import random_tree
 from tests.support.drafting import make_head
-from tests.support.inductor_kernels import list_kernels
 from tests.support.models import VOCABULARY, tiny
+from tests.support.simulated_cuda import list_kernels
 
 ROWS, WIDTH, LEVELS = 3, 4, 3
 
