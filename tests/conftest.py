@@ -17,7 +17,7 @@ from decode import Target
 from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
-from tests.support.commands import Run
+from tests.support.commands import Call, Run
 from tests.support.models import VOCABULARY, tiny
 
 END = 2
@@ -127,7 +127,7 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+def run_main(capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs a command's `main` in this process."""
 
     def run(main: Callable[[list[str]], None], *arguments: str | Path) -> Run:

@@ -15,7 +15,7 @@ import pytest
 import decode
 import draftless
 import proposers
-from tests.support.commands import Run
+from tests.support.commands import Call
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,12 +36,12 @@ def test_the_name_alone_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--help"]])
-def test_help_lists_the_commands(options: list[str], run_main: Callable[..., Run]) -> None:
+def test_help_lists_the_commands(options: list[str], run_main: Call) -> None:
     out = run_main(draftless.main, *options).out
     assert all(f"  {path.stem} " in out for path in (ROOT / "scripts").glob("[!_]*.py"))
 
 
-def test_a_wrong_command_gets_the_right_one(run_main: Callable[..., Run]) -> None:
+def test_a_wrong_command_gets_the_right_one(run_main: Call) -> None:
     run_main(draftless.main, "trian").refused("there is no command 'trian'; did you mean train?")
 
 

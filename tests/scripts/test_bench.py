@@ -25,7 +25,7 @@ from scripts.benchmark.measurement import Question, form_groups, load_questions,
 from scripts.benchmark.methods import parse_methods
 from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.prompts import ask
-from tests.support.commands import Run
+from tests.support.commands import Call, Run, write_rows
 from training.data import count_before_loop
 from training.rendering import Renderer
 
@@ -38,7 +38,6 @@ QUESTIONS: list[dict[str, Any]] = [
     {"question_id": 321, "category": "qa", "turns": ["Where is it? Where is"]},
     {"question_id": 322, "category": "qa", "turns": ["Who?"]},
 ]
-Main = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, An
     assert report["settings"]["commit"] == find_commit()
 
 
-def test_report_is_shown_again(folder: Path, report: dict[str, Any], run_main: Main) -> None:
+def test_report_is_shown_again(folder: Path, report: dict[str, Any], run_main: Call) -> None:
     shown = run_main(bench.main, "--from", folder / "all.json").out
     assert shown.strip() == format_tables(report["rows"])
     part = run_main(bench.main, "--from", folder / "all.json", "--methods", "hf,ngram").out
@@ -169,7 +168,7 @@ def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Main
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run = run_main(bench.main, "--questions", "none.jsonl", "--plot", tmp_path / "speed.png")
@@ -403,7 +402,7 @@ def test_there_are_questions_for_a_first_look() -> None:
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
-    options: list[str], message: str, tmp_path: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
+    options: list[str], message: str, tmp_path: Path, run_main: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (bench, passes):
         monkeypatch.setattr(module, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
@@ -413,34 +412,22 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*-cpu.json")), ids=lambda file: file.stem)
-def test_published_reports_can_still_be_shown(file: Path, run_main: Main) -> None:
+def test_published_reports_can_still_be_shown(file: Path, run_main: Call) -> None:
     run = run_main(bench.main, "--from", file)
     assert (run.status, run.err) == (0, "") and run.out.startswith(("| method ", "Milliseconds of a pass after 256"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"method": "none"}], "settings": {}}'])
-def test_a_file_that_is_not_a_report_is_refused(content: str, tmp_path: Path, run_main: Main) -> None:
-    (tmp_path / "out.json").write_text(content)
-    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not")
-
-
-def test_prompts_that_fill_the_context_are_refused(
-    save_model: Callable[..., Path], tmp_path: Path, run_main: Main
+def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_room_that_is_left(
+    save_model: Callable[..., Path], tmp_path: Path, run_main: Call
 ) -> None:
-    (tmp_path / "long.jsonl").write_text(json.dumps({"question_id": 9, "category": "qa", "turns": ["long " * 60]}))
-    options = ["--model", save_model(), "--questions", tmp_path / "long.jsonl", "--device", "cpu"]
-    run_main(bench.main, *options).refused("question 9: turn 0 has 305 tokens; the model's context of 256")
+    def ask_long(*turns: list[str]) -> Run:
+        rows = [{"question_id": number, "category": "qa", "turns": each} for number, each in enumerate(turns)]
+        options = ["--questions", write_rows(tmp_path / "long.jsonl", rows), "--json", tmp_path / "o", "--repeats", "1"]
+        options += ["--model", save_model(), "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12"]
+        return run_main(bench.main, *options)
 
-
-def test_a_second_turn_gets_the_room_that_is_left_or_is_skipped(
-    save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turns = [["long " * 47, "more"], ["long " * 44, "more"]]
-    lines = [{"question_id": number, "category": "qa", "turns": pair} for number, pair in enumerate(turns)]
-    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = ["--model", str(save_model()), "--questions", str(tmp_path / "long.jsonl"), "--json", str(tmp_path / "o")]
-    bench.main([*options, "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12", "--repeats", "1"])
-    err = capsys.readouterr().err
+    ask_long(["?"], ["long " * 60]).refused("question 1: turn 0 has 305 tokens; the model's context of 256")
+    err = ask_long(["long " * 47, "more"], ["long " * 44, "more"]).err
     assert "question 0: turn 1 has" in err and "leaves no room for an answer: it ends here" in err
     report = json.loads((tmp_path / "o").read_text())
     assert [len(record["turns"]) for record in report["records"]] == [1, 2]

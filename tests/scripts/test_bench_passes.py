@@ -27,7 +27,7 @@ from scripts.benchmark.passes import (
     find_medians,
     format_passes,
 )
-from tests.support.commands import Run
+from tests.support.commands import Call
 from tests.support.models import tiny
 
 # Answers like llama-bench: 2 ms for each token. Writes its options to a file, a line for each run.
@@ -43,7 +43,6 @@ print(json.dumps([
     for prompt, new in sizes
 ]))
 """
-Main = Callable[..., Run]
 
 
 def write_program(path: Path, text: str) -> Path:
@@ -171,7 +170,7 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
 
 
 def test_a_context_that_does_not_fit_is_left_out(
-    save_model: Callable[..., Path], tmp_path: Path, run_main: Main
+    save_model: Callable[..., Path], tmp_path: Path, run_main: Call
 ) -> None:
     options = ["--passes", "--device", "cpu", "--dtype", "float64", "--repeats", "1", "--json", tmp_path / "out.json"]
     run = run_main(bench.main, *options, "--model", save_model(max_position_embeddings=320))
@@ -195,7 +194,7 @@ def test_a_context_that_does_not_fit_is_left_out(
     ],
 )
 def test_a_program_that_fails_is_found_before_a_model_is_loaded(
-    program: str, message: str, tmp_path: Path, run_main: Main, monkeypatch: pytest.MonkeyPatch
+    program: str, message: str, tmp_path: Path, run_main: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
     options = ["--llama-bench", write_program(tmp_path / "llama-bench", program), "--gguf", "float32=model.gguf"]
@@ -203,8 +202,12 @@ def test_a_program_that_fails_is_found_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "change",
+    "content",
     [
+        "",
+        "[]",
+        '{"rows": []}',
+        '{"rows": [{"method": "none"}], "settings": {}}',
         {"passes": [{}]},
         {"passes": 5},
         {"passes": [make_entry([1.0, 2.0], nodes=[1])]},
@@ -213,8 +216,10 @@ def test_a_program_that_fails_is_found_before_a_model_is_loaded(
         {"machine": {}},
     ],
 )
-def test_a_damaged_report_is_refused(
-    report: dict[str, Any], change: dict[str, Any], tmp_path: Path, run_main: Main
+def test_a_file_that_is_no_report_or_a_damaged_one_is_refused(
+    report: dict[str, Any], content: Any, tmp_path: Path, run_main: Call
 ) -> None:
-    (tmp_path / "out.json").write_text(json.dumps({**report, **change}))
-    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not a report of draftless bench")
+    """content: the file's text, or a change of the report."""
+    text = content if isinstance(content, str) else json.dumps({**report, **content})
+    (tmp_path / "out.json").write_text(text)
+    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not")

@@ -19,7 +19,7 @@ from proposers.calibration import Calibration
 from scripts import check
 from scripts.checking.report import USELESS_TAU, judge_tau
 from scripts.checking.rules import find_faults
-from tests.support.commands import Run
+from tests.support.commands import Call, Run
 from tests.support.drafting import make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
 from tests.support.published_heads import READ, write
@@ -35,7 +35,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {},
 }
 GONE = object()  # in place of a value: the key or tensor is removed
-Call = Callable[..., Run]
 Spoil = Callable[..., Path]
 
 

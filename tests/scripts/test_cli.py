@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from decode import Chunk, Target
 from decode import generate as answer
 from scripts import generate
 from scripts.shared.terminal import has_colour
-from tests.support.commands import Run
+from tests.support.commands import Call, Run, write_rows
 from tests.support.models import needs_compiler, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +36,6 @@ TEMPLATE = (
 PROMPTS = ["ab ab ab ab", "Tell me.", "é", "one two three one two"]
 DRAFTERS = {"none": [], "ngram": [], "auto": [], "draft": ["--draft-model", "draft"]}
 SAMPLED = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.9", "--seed", "5"]
-
-
-Call = Callable[..., Run]
 
 
 def make_tokenizer(template: str | None, alphabet: Sequence[str] = ALPHABET) -> PreTrainedTokenizerFast:
@@ -73,12 +69,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "recurrent", "mamba")
     save(root / "damaged")
     (root / "damaged" / "model.safetensors").write_bytes(b"half of it")
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (root / "model.gguf").write_bytes(b"GGUF")
+    (root / "quantized").mkdir()
+    (root / "quantized" / "model.gguf").write_bytes(b"GGUF")
+    write_rows(root / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     return root
 
 
 @pytest.fixture
-def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Callable[..., Run]) -> Call:
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
     """Runs `generate.main` in this process, in the models' folder."""
     monkeypatch.chdir(folder)
     return lambda *arguments: run_main(generate.main, *arguments)
@@ -89,8 +88,7 @@ def ask_rows(call: Call, tmp_path: Path) -> Call:
     """Answers the rows of a .jsonl file as JSON."""
 
     def ask(rows: Sequence[Any], *arguments: str) -> Run:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return call(*BASE, "--prompt-file", tmp_path / "rows.jsonl", "--json", *arguments)
+        return call(*BASE, "--prompt-file", write_rows(tmp_path / "rows.jsonl", rows), "--json", *arguments)
 
     return ask
 
@@ -210,7 +208,13 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
         (["--model", "damaged"], "cannot load a model from 'damaged'"),
         (["--model", "recurrent"], "cannot branch into a tree"),
         (["--model", "short", "--prompt", "x" * 80], "has 98 tokens; the model's context of 60 leaves no room"),
-        (["--prompt-file", "prompts.jsonl"], "not allowed with argument --prompt"),
+        (["--model", "model.gguf"], "is in GGUF, which is not loaded yet"),
+        (["--model", "quantized"], "is in GGUF, which is not loaded yet"),
+        (["--prompt", "x", "--prompt-file", "prompts.jsonl"], "not allowed with argument --prompt"),
+        (["--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
+        (["--prompt-file", "."], ".: Is a directory"),
+        (["--template-option", "deep=false"], "--template-option gives 'deep', which this"),
+        (["--template-option", "deep"], "'deep' is not NAME=VALUE"),
         (["--max-new-tokens", "0"], "--max-new-tokens: '0' is not a whole number from 1 on"),
         (["--temperature", "-1"], "temperature is -1.0; it must be 0 (greedy) or a positive number"),
         (["--top-p", "0"], "top-p is 0.0; it must lie in (0, 1]"),
@@ -230,7 +234,7 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
     ],
 )
 def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
-    given = [] if arguments[0] == "--prompt" else ["--prompt", "x"]
+    given = [] if "--prompt-file" in arguments else ["--prompt", "x"]
     call(*BASE, *given, *arguments).refused(message)
 
 
@@ -278,12 +282,6 @@ def target(folder: Path) -> Target:
     return Target.load(str(folder / "target"), dtype="float64", accelerate="off")
 
 
-def test_a_gguf_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    for model in (tmp_path, tmp_path / "m.gguf"):
-        call("--model", model, "--prompt", "ab").refused("is in GGUF, which is not loaded yet")
-
-
 GOOD = b'{"prompt": "x"}\n'
 
 
@@ -311,11 +309,6 @@ def test_a_bad_line_is_found_before_a_model_is_loaded(
     file = tmp_path / "bad.jsonl"
     file.write_bytes(content)
     call(*BASE, "--prompt-file", str(file)).refused(message)
-
-
-@pytest.mark.parametrize(("name", "message"), [("missing.jsonl", "No such file"), (".", "Is a directory")])
-def test_a_file_that_cannot_be_read_is_refused(call: Call, name: str, message: str) -> None:
-    call(*BASE, "--prompt-file", name).refused(f"{name}: {message}")
 
 
 @pytest.mark.parametrize("settings", [["--model", "bare"], ["--no-chat"]])
@@ -347,31 +340,24 @@ def test_conversations_of_all_formats_are_asked_alike(ask_rows: Call, row: dict[
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "tools": [{"name": "f"}]}, "line 1: the row gives 'tools', which this model's chat template"),
+        ({"prompt": "x" * 300}, "rows.jsonl, line 2: turn 0 has 318 tokens"),
+        ({"prompt": "x", "tools": [{"name": "f"}]}, "line 2: the row gives 'tools', which this model's chat template"),
         ({"prompt": "x", "chat_template_kwargs": {"deep": 1}}, "the row gives 'deep', which this model's chat"),
         ({"prompt": "x", "chat_template_kwargs": {"tokenize": 1}}, "'tokenize', which is no option of a chat template"),
-        ({"prompt": "x", "images": ["y"]}, "line 1: 'images' would change the text"),
+        ({"prompt": "x", "images": ["y"]}, "line 2: 'images' would change the text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'a content are of type text, not "im'),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
         ({"messages": [{"role": "user", "content": "x", "weight": 0.5}]}, "'weight' of a message is true or false"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "user", "content": "x"}]},
-            "line 1: a message gives 'tool_calls', which this model's chat template does not take",
+            "line 2: a message gives 'tool_calls', which this model's chat template does not take",
         ),
     ],
 )
-def test_text_that_the_template_would_lose_is_refused(ask_rows: Call, row: dict[str, Any], message: str) -> None:
-    ask_rows([row]).refused(message)
-
-
-def test_a_template_option_that_the_template_does_not_take_is_refused(call: Call) -> None:
-    run = call(*BASE, "--prompt", "x", "--template-option", "deep=false")
-    run.refused("--template-option gives 'deep', which this")
-    call(*BASE, "--prompt", "x", "--template-option", "deep").refused("'deep' is not NAME=VALUE")
-
-
-def test_a_prompt_too_long_is_found_before_the_first_is_answered(ask_rows: Call) -> None:
-    ask_rows([{"prompt": "x"}, {"prompt": "x" * 300}]).refused("rows.jsonl, line 2: turn 0 has 318 tokens")
+def test_a_row_that_cannot_be_asked_is_found_before_the_first_is_answered(
+    ask_rows: Call, row: dict[str, Any], message: str
+) -> None:
+    ask_rows([{"prompt": "x"}, row]).refused(message)
 
 
 def test_a_conversation_that_outgrows_the_context_ends_alone(ask_rows: Call) -> None:

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ from decode import Answer, Sampling, Target, generate
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.stats import Stats
 from scripts import distill
-from tests.support.commands import Run
+from tests.support.commands import Call, Run, write_rows
 from training.rendering import Renderer
 
 SPECIAL = re.compile(r"</s>|<pad>")
 BASE = ["--dtype", "float64", "--max-new-tokens", "40", "--batch-size", "4"]
 QUESTIONS = ["ab ab", "Tell me.", "x", "one two three one two", "Why?", "A long question, " * 5, "0 1 2 3", "zz"]
-
-Call = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +55,6 @@ def call(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main:
     return run
 
 
-def write(name: str, rows: Sequence[Any]) -> str:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return name
-
-
 def read() -> list[dict[str, Any]]:
     """The rows of the file, sorted by id."""
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
@@ -70,7 +63,7 @@ def read() -> list[dict[str, Any]]:
 
 def test_each_answer_matches_plain_decoding(call: Call, model: Path) -> None:
     rows = [{"id": f"q{place}", "source": "s", "prompt": prompt} for place, prompt in enumerate(QUESTIONS)]
-    assert call(write("in.jsonl", rows), "--temperature", "0", "0.9", "--seed", "7").status == 0
+    assert call(write_rows("in.jsonl", rows), "--temperature", "0", "0.9", "--seed", "7").status == 0
     target, answers = Target.load(model, dtype="float64"), read()
     assert {row["temperature"] for row in answers} == {0.0, 0.9}
     for place, row in enumerate(answers):
@@ -97,7 +90,7 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
     answers = generate(target, texts, None, max_new_tokens=40)
     ending = [text for text, answer in zip(texts, answers, strict=True) if answer.finish == "eos"]
     asked = [{"turns": [ending[0], "b", "c"]}, {"turns": ["A", "b"]}, {"turns": [ending[1], "no?"]}, {"prompt": "x"}]
-    assert call(write("in.jsonl", asked)).status == 0
+    assert call(write_rows("in.jsonl", asked)).status == 0
     for place, row in enumerate(read()[:3]):
         messages = row["messages"]
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
@@ -115,7 +108,7 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
 
 def test_a_chat_is_answered(call: Call, model: Path) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
-    assert call(write("in.jsonl", [{"messages": chat}])).status == 0
+    assert call(write_rows("in.jsonl", [{"messages": chat}])).status == 0
     answer = generate(Target.load(model, dtype="float64"), [chat], None, max_new_tokens=40)[0]
     assert read()[0]["messages"][:-1] == chat and read()[0]["token_ids"] == [[answer.prompt, answer.tokens]]
 
@@ -123,7 +116,7 @@ def test_a_chat_is_answered(call: Call, model: Path) -> None:
 def test_files_of_several_kinds_are_combined(call: Call) -> None:
     Path("plain.txt").write_text("Two\nlines\n")
     rows = [{"id": "own", "prompt": "x", "temperature": 0.5}, {"prompt": "y", "source": "elsewhere"}]
-    run = call("plain.txt", write("in.jsonl", rows), write("more.jsonl", rows[1:]))
+    run = call("plain.txt", write_rows("in.jsonl", rows), write_rows("more.jsonl", rows[1:]))
     assert run.status == 0 and run.out.startswith("out.jsonl: 4 answers (0 cut), ")
     assert [(row["id"], row["source"], row["prompt"], row["temperature"]) for row in read()] == [
         ("in:2", "elsewhere", "y", 0),
@@ -135,14 +128,14 @@ def test_files_of_several_kinds_are_combined(call: Call) -> None:
 
 def test_a_repeated_temperature_gets_a_larger_share(call: Call) -> None:
     rows = [{"prompt": str(number)} for number in range(300)]
-    jobs = distill.read_jobs([write("in.jsonl", rows)], [0.0, 0.0, 0.8])
+    jobs = distill.read_jobs([write_rows("in.jsonl", rows)], [0.0, 0.0, 0.8])
     assert 170 < sum(job.temperature == 0 for job in jobs) < 230
-    fewer = distill.read_jobs([write("in.jsonl", rows[:50])], [0.0, 0.0, 0.8])
+    fewer = distill.read_jobs([write_rows("in.jsonl", rows[:50])], [0.0, 0.0, 0.8])
     assert [job.temperature for job in fewer] == [job.temperature for job in jobs[:50]]
 
 
 def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [write("in.jsonl", [{"prompt": "x"}, {"turns": ["y", "z"]}]), "--max-new-tokens", "100"]
+    options = [write_rows("in.jsonl", [{"prompt": "x"}, {"turns": ["y", "z"]}]), "--max-new-tokens", "100"]
     run = call(*options, name=str(looping))
     assert run.status == 0 and run.out == "out.jsonl: 0 answers (0 cut), 0 tokens; dropped: 2 loop\n"
     first, second = read()
@@ -155,7 +148,7 @@ def test_loops_are_dropped_counted_and_not_repeated(call: Call, looping: Path, m
 def test_prompts_whose_logits_are_no_numbers_are_dropped_alone(call: Call, save_model: Callable[..., Path]) -> None:
     folder = save_model()
     rows = [{"prompt": "zz"}, {"prompt": "t^o"}, {"prompt": "Why?"}, {"turns": ["^", "x"]}]
-    options = [write("in.jsonl", rows), "--max-new-tokens", "6"]
+    options = [write_rows("in.jsonl", rows), "--max-new-tokens", "6"]
     assert call(*options, name=folder).status == 0
     before = read()
     assert not any("^" in row["response"] for row in before[:3:2])
@@ -172,7 +165,7 @@ def test_prompts_whose_logits_are_no_numbers_are_dropped_alone(call: Call, save_
     again = call(*options, name=folder)
     assert (again.status, again.out) == (0, run.out)
     Path("out.jsonl").unlink()
-    run = call(write("in.jsonl", [{"prompt": "^"}, {"prompt": "a^"}]), name=folder)
+    run = call(write_rows("in.jsonl", [{"prompt": "^"}, {"prompt": "a^"}]), name=folder)
     assert run.status == 2 and "the logits of all 2 prompts are NaN or infinite" in run.err
     assert run.err.strip().count("error:") == 1
 
@@ -185,7 +178,7 @@ def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (path,) = [write("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])]
+    path = write_rows("in.jsonl", [{"turns": ["a", "b", "c"]}, {"prompt": "d"}])
     talk, single = distill.read_jobs([path], [0.0])
     renderer = Renderer(AutoTokenizer.from_pretrained(model))
     for text in (" one", "two!!"):
@@ -197,7 +190,7 @@ def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(
 
 
 def test_prompts_without_room_in_the_context_are_dropped(call: Call) -> None:
-    run = call(write("in.jsonl", [{"prompt": "x" * 300}, {"turns": ["y", "z" * 300]}, {"prompt": "x" * 230}]))
+    run = call(write_rows("in.jsonl", [{"prompt": "x" * 300}, {"turns": ["y", "z" * 300]}, {"prompt": "x" * 230}]))
     rows = read()
     room = sum("dropped" not in row for row in rows)
     assert run.status == 0 and f"{room} answers" in run.out and f"dropped: {3 - room} context" in run.out
@@ -212,7 +205,7 @@ def many(count: int = 24) -> str:
     """Prompts of all kinds and lengths."""
     texts = [f"{'long ' * (place % 7)}{place}" for place in range(count)]
     kinds = [{"prompt": text} if place % 5 else {"turns": [text, "and?"]} for place, text in enumerate(texts)]
-    return write("in.jsonl", [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)])
+    return write_rows("in.jsonl", [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)])
 
 
 def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
@@ -228,8 +221,6 @@ def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
 
 
 GOOD, OTHER = {"id": 1, "prompt": "x"}, {"id": 9, "prompt": "y"}
-
-
 NO_TEMPERATURE = "a temperature is 0 (greedy) or a number from 1e-30 on, not "
 
 
@@ -248,17 +239,17 @@ NO_TEMPERATURE = "a temperature is 0 (greedy) or a number from 1e-30 on, not "
     ],
 )
 def test_bad_input_is_found_before_a_model_is_loaded(call: Call, row: Any, options: list[str], message: str) -> None:
-    call(write("in.jsonl", [GOOD, row]), *options, name="nowhere/at/all").refused(message)
+    call(write_rows("in.jsonl", [GOOD, row]), *options, name="nowhere/at/all").refused(message)
     assert not Path("out.jsonl").exists()
 
 
 def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
-    prompts = write("in.jsonl", [GOOD])
+    prompts = write_rows("in.jsonl", [GOOD])
     assert call(prompts).status == 0
     before = Path("out.jsonl").read_bytes()
     call(prompts, "--seed", "1").refused("out.jsonl was begun with seed 0, not 1; go on with the same, or give another")
     call(prompts, "--temperature", "0", "0.8").refused("was begun with temperature [0.0], not [0.0, 0.8]")
-    call(write("in.jsonl", [{"prompt": "other"}])).refused("out.jsonl has another prompt with the id 1")
+    call(write_rows("in.jsonl", [{"prompt": "other"}])).refused("out.jsonl has another prompt with the id 1")
     Path("out.jsonl").write_bytes(before + b"{}\n")
     call(prompts).refused("is damaged ('id')")
     Path("out.jsonl.settings.json").unlink()
@@ -273,17 +264,17 @@ def test_without_a_template_chats_are_plain_text_and_options_refused(call: Call,
         if file.name != "chat_template.jinja":
             (bare / file.name).symlink_to(file)
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
-    tools = write("tools.jsonl", [GOOD, {"messages": chat, "tools": [{"name": "f"}]}])
+    tools = write_rows("tools.jsonl", [GOOD, {"messages": chat, "tools": [{"name": "f"}]}])
     call(tools, name="bare").refused("tools.jsonl, line 2: the row gives 'tools', which needs a chat template")
     assert not Path("out.jsonl").exists()
-    assert call(write("in.jsonl", [GOOD, {"messages": chat}]), name="bare").status == 0
+    assert call(write_rows("in.jsonl", [GOOD, {"messages": chat}]), name="bare").status == 0
     tokenizer = AutoTokenizer.from_pretrained(bare)
     assert [row["token_ids"][0][0] for row in read()] == [tokenizer("x").input_ids, tokenizer("s\n\nx").input_ids]
 
 
 def test_the_same_path_with_another_model_is_refused(call: Call, model: Path, save_model: Callable[..., Path]) -> None:
-    two = write("two.jsonl", [GOOD, OTHER])
-    assert call(write("in.jsonl", [GOOD])).status == 0
+    two = write_rows("two.jsonl", [GOOD, OTHER])
+    assert call(write_rows("in.jsonl", [GOOD])).status == 0
     before = Path("out.jsonl").read_bytes()
     Path("model").unlink()
     shutil.copytree(save_model(seed=1), "model")

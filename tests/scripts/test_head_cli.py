@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,13 @@ from heads.checkpoint import save_head
 from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, load_calibration
 from scripts import bench, calibrate, generate
-from tests.support.commands import Run
+from tests.support.commands import Call, Run, write_rows
 from tests.support.drafting import make_head
 from tests.support.models import tiny
 
-Call = Callable[..., Run]
 PROMPTS = ["ab ab ab", "Tell me.", "one two"]
 BASE = ["--model", "target", "--dtype", "float64"]
 ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--json"]
-
-
-def write(file: Path, rows: Sequence[Any]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
     save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), root / "wide")
     save_head(make_head("medusa", target), root / "spoilt")
     (root / "spoilt" / FILE).write_text("{}")
-    write(root / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    write_rows(root / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     questions = [{"question_id": number, "category": "qa", "turns": [text]} for number, text in enumerate(PROMPTS)]
-    write(root / "questions.jsonl", questions)
+    write_rows(root / "questions.jsonl", questions)
     return root
 
 
@@ -56,7 +51,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
 
 def read_tokens(run: Run) -> list[list[int]]:
     assert (run.status, run.err) == (0, "")
-    return [json.loads(line)["tokens"] for line in run.out.splitlines()]
+    return [row["tokens"] for row in run.rows]
 
 
 NODES, CHAIN = ["--nodes", "9"], ["--depth", "3", "--width", "1", "--nodes", "4"]
@@ -79,19 +74,32 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
     assert read_tokens(call(generate, *ask, "--lossy-typical-acceptance")) != read_tokens(call(generate, *ask))
 
 
+DRAFTING = ["--prompt", "x", "--proposer", "medusa"]
+CALIBRATING = ["--prompt-file", "prompts.jsonl"]
+# They are found before the model is loaded.
+NO_MODEL = ["--model", "no-such-model", "--head", "nowhere"]
+NO_FOLDER = "'nowhere': there is no such local folder"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("script", "arguments", "message"),
     [
-        ([], "medusa needs head, the folder of a head that was trained for this model"),
-        (["--head", "target"], "target"),
-        (["--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
-        (["--head", "wide"], "hidden size is 48; this target's is 32"),
-        (["--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
-        (["--head", "medusa", "--depth", "3"], "medusa has no option depth; it is for draft"),
+        (generate, DRAFTING, "medusa needs head, the folder of a head that was trained for this model"),
+        (generate, [*DRAFTING, "--head", "target"], "target"),
+        (generate, [*DRAFTING, "--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
+        (generate, [*DRAFTING, "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (generate, [*DRAFTING, "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
+        (generate, [*DRAFTING, "--head", "medusa", "--depth", "3"], "medusa has no option depth; it is for draft"),
+        (generate, [*DRAFTING, *NO_MODEL], NO_FOLDER),
+        (generate, ["--prompt", "x", "--proposer", "auto", *NO_MODEL], NO_FOLDER),
+        (calibrate, [*CALIBRATING, *NO_MODEL], NO_FOLDER),
+        (calibrate, [*CALIBRATING, "--head", "wide"], "hidden size is 48; this target's is 32"),
+        (calibrate, ["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
     ],
 )
-def test_bad_heads_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
-    call(generate, *BASE, "--prompt", "x", "--proposer", "medusa", *arguments).refused(message)
+def test_bad_heads_are_refused_in_one_line(call: Call, script: Any, arguments: list[str], message: str) -> None:
+    call(script, *BASE, *arguments).refused(message)
+    assert not list(Path("medusa").glob("*calibration*"))
 
 
 def test_auto_is_the_default_and_needs_no_head(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,19 +138,6 @@ def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
     call(bench, *ask, "--methods", "medusa:head=hydra").refused("is of kind hydra, not medusa")
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        (generate, ["--prompt", "x", "--proposer", "medusa"]),
-        (generate, ["--prompt", "x", "--proposer", "auto"]),
-        (calibrate, ["--prompt-file", "prompts.jsonl"]),
-    ],
-)
-def test_a_missing_head_is_found_before_the_model_is_loaded(call: Call, script: Any, arguments: list[str]) -> None:
-    run = call(script, "--model", "no-such-model", "--head", "nowhere", *arguments)
-    run.refused("'nowhere': there is no such local folder")
-
-
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
 def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, kind: str) -> None:
     ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
@@ -166,20 +161,8 @@ def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: P
     rows = [{"prompt": prompt, "response": "yes", "token_ids": [[[5], [6]]]} for prompt in PROMPTS]
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": None}]
     rows = [{"prompt": "dropped", "dropped": "loop"}, *rows, {"messages": talk}]
-    write(tmp_path / "answers.jsonl", rows)
-    write(tmp_path / "alone.jsonl", [{"prompt": prompt} for prompt in (*PROMPTS, "ab")])
+    write_rows(tmp_path / "answers.jsonl", rows)
+    write_rows(tmp_path / "alone.jsonl", [{"prompt": prompt} for prompt in (*PROMPTS, "ab")])
     ask = [*BASE, "--head", "spoilt", "--max-new-tokens", "8", "--prompt-file"]
     shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
     assert shown[0] == shown[1] and shown[0][0] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--head", "wide"], "hidden size is 48; this target's is 32"),
-        (["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),
-    ],
-)
-def test_calibrate_refuses_in_one_line(call: Call, arguments: list[str], message: str) -> None:
-    call(calibrate, *BASE, "--prompt-file", "prompts.jsonl", *arguments).refused(message)
-    assert not list(Path("medusa").glob("*calibration*"))

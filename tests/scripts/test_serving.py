@@ -19,7 +19,7 @@ from heads import PRETRAINED, save_head
 from scripts import check
 from scripts.checking import serving
 from scripts.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
-from tests.support.commands import Run
+from tests.support.commands import Call, Run
 from tests.support.drafting import make_head
 
 LAYERS, CHAIN = 12, 3
@@ -55,7 +55,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 json.dump([os.getpid(), child.pid], open(PLACE + ".pids", "w"))
 time.sleep(600)
 """
-Serve = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def agreeing(target: Target, head: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def serve(model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Serve) -> Serve:
+def serve(model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
     """Runs the command with a vLLM that follows a plan."""
     library, plan_file = tmp_path / "library", tmp_path / "plan.json"
     (library / "vllm").mkdir(parents=True)
@@ -106,7 +105,7 @@ def read_table(out: str) -> dict[str, list[str]]:
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
-def test_a_head_that_is_served_as_here(serve: Serve, agreeing: dict[str, Any], tmp_path: Path, model: Path) -> None:
+def test_a_head_that_is_served_as_here(serve: Call, agreeing: dict[str, Any], tmp_path: Path, model: Path) -> None:
     status, out, err = serve(agreeing)
     assert status == 0 and "served-" not in out and err.count("\n") == 1
     table, drafts = read_table(out), agreeing["drafts"]
@@ -130,7 +129,7 @@ def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[s
     assert 0 <= spare < len(PROMPTS), "only an answer's last draft may go beyond its end, and few drafts are accepted"
 
 
-def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Serve, agreeing: dict[str, Any]) -> None:
+def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Call, agreeing: dict[str, Any]) -> None:
     other = [[*agreeing["plain"][0][:-1], 0], *agreeing["plain"][1:]]
     status, out, _ = serve(agreeing | {"drafted": other})
     assert status == 0 and "warning vllm      served-text-differs: 1 of 4 texts differ" in out
@@ -150,7 +149,7 @@ def test_other_texts_are_a_warning_and_fewer_accepted_tokens_an_error(serve: Ser
         ("os.kill(os.getpid(), 9)", "it was killed, most likely because memory ran out"),
     ],
 )
-def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], code: str, reason: str) -> None:
+def test_why_a_head_is_not_served(serve: Call, agreeing: dict[str, Any], code: str, reason: str) -> None:
     status, out, _ = serve(agreeing | {"code": code})
     line = f"error   vllm      engine-refuses: vLLM 9.9 serves the model, but not with this head: {reason}"
     assert status == 1 and line in out.splitlines() and "Draftless |" not in out
@@ -160,7 +159,7 @@ def test_why_a_head_is_not_served(serve: Serve, agreeing: dict[str, Any], code: 
 
 @pytest.mark.slow
 def test_nothing_goes_on_after_a_timeout(
-    serve: Serve, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Call, agreeing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "TIMEOUT", 6)
     assert "it did not answer within 0.1 minutes" in serve(agreeing | {"code": SLEEP})[1]
@@ -176,7 +175,7 @@ def has_ended(process: int) -> bool:
 
 
 def test_what_cannot_be_served_is_refused(
-    serve: Serve, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Call, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_head(make_head("hydra", target), tmp_path / "hydra")
     serve({}, folder=tmp_path / "hydra").refused("not for hydra heads")
@@ -187,7 +186,7 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_an_exported_medusa_head_is_served_as_a_copy(
-    serve: Serve, agreeing: dict[str, Any], target: Target, tmp_path: Path
+    serve: Call, agreeing: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
     save_head(make_head("medusa", target, draft_size=20), tmp_path / "narrow")
     out = serve(agreeing, "--export", tmp_path / "wide", folder=tmp_path / "narrow")[1]

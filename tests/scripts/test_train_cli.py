@@ -20,19 +20,15 @@ import scripts.train
 from decode import Target
 from heads import MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
-from tests.support.commands import Run
+from tests.support.commands import Call, Run
 from tests.support.training_runs import OPTIONS, PLANNED, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
 from training.teacher import Batch
 
 SHORT = ["--epochs", "2", "--max-steps", "9", "--save-every", "2", "--validate-every", "3", "--lr", "1e-2"]
-
-
-PLAN = ["parameters", "examples", "answer tokens", "steps", "memory", "speed", "time"]
-PLAN += ["with features cached"]
+PLAN = ["parameters", "examples", "answer tokens", "steps", "memory", "speed", "time", "with features cached"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-Call = Callable[..., Run]
 
 
 def read_plan(out: str) -> dict[str, str]:

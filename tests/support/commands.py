@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ class Run(NamedTuple):
         """It ended in one clear line on stderr, with nothing on stdout."""
         assert (self.status, self.out, self.err.count("\n")) == (2, "", 1), self
         assert re.match(r"[\w. ]+: error: ", self.err) and all(message in self.err for message in messages), self.err
+
+
+Call = Callable[..., Run]
+
+
+def write_rows(file: str | Path, rows: Sequence[Any]) -> str:
+    """Write a JSON object a line. Returns the file's name."""
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
 
 
 def run_module(module: str, *options: str) -> Any:

@@ -37,8 +37,7 @@ from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
 
-OPTIONS = ["--kind", "medusa", "--batch-tokens", "512"]
-OPTIONS += ["--device", "cpu", "--dtype", "float32"]
+OPTIONS = ["--kind", "medusa", "--batch-tokens", "512", "--device", "cpu", "--dtype", "float32"]
 SHAPE = ["--heads", "3", "--layers", "2"]  # for medusa and hydra
 ADAMW = "--adamw"  # in these tests only: no Muon, which computes in bfloat16 and amplifies rounding
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
