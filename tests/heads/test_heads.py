@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads, the layer cache and rotary positions, compared with plain tensor operations, in float64."""
+"""Heads of every kind, the layer cache and rotary positions, compared with plain tensor operations, in float64."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads import LayerCache, LayerConfig, MedusaConfig, MedusaHead
+from heads import HEADS, LayerCache, LayerConfig, MedusaConfig, MedusaHead, choose_features
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import hide
 from heads.rope import rotate
 from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, PlainLayer, close, drawn, made, silu
+
+WIDE = 12  # a target's hidden size that differs from the head's
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
@@ -70,6 +73,65 @@ def test_the_prefix_layer_matches_the_reference():
         assert close(found, layer.norm("norm", layer.run(row, layer.norm("input_layernorm", row))))
     padded = torch.cat([features[:, :4], torch.full_like(features[:, 4:], 1e6)], dim=1)
     assert torch.equal(head.contextualize(padded)[:, :4], contextual[:, :4]), "nothing attends to padding on the right"
+
+
+class EagleReference(PlainLayer):
+    """An EAGLE head in plain tensor operations."""
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.eagle3 = head.config, head.kind == "eagle3"
+        super().__init__(head.config.layer, head.state_dict(), "midlayer." if self.eagle3 else "layers.0.")
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if not self.eagle3:
+            return features
+        parts = features.chunk(len(self.head.features), dim=-1)
+        joined = torch.cat([self.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)], dim=-1)
+        return self.multiply("fc", self.norm("input_norm", joined))
+
+    def run_head(self, embedded: Tensor, features: Tensor) -> Tensor:
+        if not self.eagle3:
+            fused = self.multiply("fc", torch.cat([embedded, features], dim=-1))
+            return self.run(fused, self.norm("input_layernorm", fused))
+        normed = self.norm("hidden_norm", features)
+        joined = torch.cat([self.norm("input_layernorm", embedded), normed], dim=-1)
+        states = self.run(normed if self.head.norm_before_residual else features, joined)
+        return self.norm("norm", states) if self.head.normed_feedback else states
+
+    def logits(self, states: Tensor, matrix: Tensor) -> Tensor:
+        is_normed = not self.eagle3 or self.head.normed_feedback
+        return (states if is_normed else self.norm("norm", states)) @ matrix.T
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("eagle", {}),
+        ("eagle", {"layer": {"qkv_bias": True, "num_key_value_heads": 6}, "bias": True}),
+        ("eagle", {"layer": {"qk_norm": True, "input_norm": True}, "draft_size": 5}),
+        ("eagle3", {"draft_size": 5}),
+        ("eagle3", {"layer": {"qkv_bias": True}, "bias": True, "fc_norm": True, "normed_feedback": True}),
+        ("eagle3", {"layer": {"qk_norm": True}, "norm_before_residual": True, "norm_before_fc": True}),
+        ("eagle3", {"target_hidden_size": WIDE, "embedding": True, "features": (0, 3, 4, 7, 8)}),
+        ("eagle3", {"layer": {"num_attention_heads": 2}, "final_norm": False, "output": "target", "features": (1, 2)}),
+    ],
+)
+def test_eagle_matches_the_reference(kind, settings):
+    head = made(kind, **settings)
+    reference, matrix = EagleReference(head), head.output_layer(0)[0]
+    if kind == "eagle":
+        whole = drawn(VOCABULARY, HIDDEN, seed=7)
+        assert torch.equal(matrix, whole if head.token_map is None else whole[head.token_map])
+        assert head.features == (-1,)
+    assert (head.embed_tokens is not None) == settings.get("embedding", False)
+    embedded, features = drawn(2, 7, HIDDEN, seed=2), drawn(2, 7, head.target_hidden_size * len(head.features), seed=3)
+    states = head(embedded, head.fuse(features), torch.arange(7)[None])
+    again = head(embedded, states, torch.arange(7)[None])  # states are fed back
+    for row in range(2):
+        expected = reference.run_head(embedded[row], reference.fuse(features[row]))
+        assert close(states[row], expected)
+        assert close(head.logits(states)[row], reference.logits(expected, matrix))
+        assert close(again[row], reference.run_head(embedded[row], expected))
 
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
@@ -141,6 +203,25 @@ def test_new_heads_return_their_input():
     prefixed = HydraHead(HydraConfig(HIDDEN, VOCABULARY, prefix=LAYER)).double()
     sizes = (features.square().mean(-1, keepdim=True) + LAYER.rms_norm_eps).sqrt()
     assert close(prefixed.contextualize(features), features / sizes)
+
+
+def test_new_heads_repeat_their_deepest_feature():
+    embedded, features = drawn(2, 4, HIDDEN), drawn(2, 4, 3 * HIDDEN, seed=2)
+    (eagle_head, eagle_config), (eagle3_head, eagle3_config) = HEADS["eagle"], HEADS["eagle3"]
+    eagle = eagle_head(eagle_config(HIDDEN, VOCABULARY, replace(LAYER, input_norm=False), bias=True)).double()
+    assert torch.equal(eagle(embedded, features[..., :HIDDEN], torch.arange(4)[None]), features[..., :HIDDEN])
+    eagle3 = eagle3_head(eagle3_config(HIDDEN, VOCABULARY, LAYER, (2, 5, 9))).double()
+    assert torch.equal(eagle3(embedded, eagle3.fuse(features), torch.arange(4)[None]), features[..., -HIDDEN:])
+
+
+def test_the_default_layers_differ_from_each_other():
+    assert choose_features(32) == (2, 16, 29)
+    assert choose_features(61) == (2, 30, 58)
+    assert choose_features(7) == (2, 3, 4)
+    for layers in range(1, 80):
+        chosen = choose_features(layers)
+        assert len(chosen) == min(layers, 3) and sorted(set(chosen)) == list(chosen)
+        assert chosen[0] >= 1 and chosen[-1] <= layers - (layers > 3)
 
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
@@ -218,13 +299,10 @@ def test_errors_name_what_does_not_fit():
         (lambda: head.logits(drawn(1, HIDDEN), 0), "pass it to borrow"),
         (lambda: head.borrow(drawn(HIDDEN, VOCABULARY)), r"\[8, 13\]; this head needs \[13, 8\]"),
         (lambda: made("medusa", output="mine"), "choose own, shared or target"),
-        (lambda: made("medusa", draft_size=14), "draft_size is 14; it must be from 1 to the vocabulary size, 13"),
         (lambda: made("eagle3", features=(2, 2, 3)), r"\[2, 2, 3\]; it must be ascending"),
         (lambda: made("eagle3", features=()), "must be ascending"),
         (lambda: made("eagle3", output="own"), "has one output matrix"),
-        (lambda: made("eagle3", output="target", draft_size=5), "needs an output matrix of its own"),
         (lambda: made("eagle3", fc_norm=True, norm_before_fc=True), "choose one"),
-        (lambda: made("eagle3", target_hidden_size=12), "needs its own embeddings"),
         (lambda: LayerConfig(6, 4, 8, 10), "6 attention heads cannot share 4"),
         (lambda: LayerConfig(6, 3, 7, 10), "head_dim is 7"),
     ):

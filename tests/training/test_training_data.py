@@ -1,8 +1,8 @@
-"""Training data: which tokens are answers, which prompts are held out, and clear errors for bad files."""
+"""Training data: which tokens are answers, also of `draftless distill`, what is held out, and errors for bad files."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from decode import Answer
+from scripts import distill
+from scripts.distillation.jobs import Job
+from tests.support.commands import write_rows
 from training.conversations import read_conversation
 from training.data import Dataset, Example, has_looped, load_dataset, make_examples
 from training.rendering import Renderer
@@ -209,7 +213,7 @@ def test_loops() -> None:
 def load(
     file: Path, tokenizer: Any, rows: list[Any], max_length: int = 100, prompts: int = 100, **settings: Any
 ) -> Dataset:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     return load_dataset([file], Renderer(tokenizer), max_length, prompts, **settings)
 
 
@@ -298,3 +302,68 @@ def test_one_of_several_files_is_empty(tokenizer: Any, tmp_path: Path) -> None:
     assert len(load_dataset([good, good], Renderer(tokenizer), 100, 1).examples) == 2
     with pytest.raises(ValueError, match=r"empty.jsonl is empty; it needs one JSON object a line"):
         load_dataset([good, empty], Renderer(tokenizer), 100, 1)
+
+
+# From answers to training
+
+
+def write_template(content: str = "{{ one.content }}", begin: str = "", after: str = "a:") -> str:
+    """A chat template with the content of each message as given, `begin`, and `after` before an answer."""
+    end = "{% if one.role == 'assistant' %}</s>{% endif %} {% endfor %}{% if add_generation_prompt %}"
+    return begin + "{% for one in messages %}{{ one.role[0] }}:" + content + end + after + "{% endif %}"
+
+
+TEMPLATES = {
+    "plain": write_template(),
+    # An empty thought is put before an answer without one.
+    "thinking": write_template("{% if one.role == 'assistant' %}(){% endif %}{{ one.content }}"),
+    # Thoughts, up to an "e", are stripped from earlier answers; the prompt opens a thought.
+    "reasoning": write_template("{{ one.content.split('e')[-1] }}", after="a:("),
+    "tools": write_template("{{ one.content | trim }}", "{% if tools %}{{ tools[0].name }} {% endif %}"),
+}
+ROWS: list[dict[str, Any]] = [
+    *({"prompt": f"question {number}"} for number in range(8)),
+    *({"turns": [f"{number}", "and?", "why?"]} for number in range(8)),
+    chat(("user", "a"), ("assistant", " b "), ("user", "c")),
+]
+
+
+@pytest.fixture(scope="module")
+def distilled(save_model: Callable[..., Path]) -> Path:
+    """A model that often ends its answers, and writes special tokens in them."""
+    folder = save_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["x", "y", "[", "]"]})  # as of tool calls
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("temperature", ["0", "1.2"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_distilled_answers_are_trained_token_for_token(
+    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, temperature: str
+) -> None:
+    (distilled / "chat_template.jinja").write_text(TEMPLATES[name])
+    written: list[tuple[list[int], list[int]]] = []
+    real = Job.take
+
+    def take(job: Job, answer: Answer, renderer: Renderer) -> Any:
+        if answer.finish != "criterion":
+            written.append((answer.prompt, answer.tokens))
+        return real(job, answer, renderer)
+
+    monkeypatch.setattr(Job, "take", take)
+    out = tmp_path / "answers.jsonl"
+    rows = [row | {"tools": [{"name": "f"}]} for row in ROWS] if name == "tools" else ROWS
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    options = ["--dtype", "float64", "--max-new-tokens", "24", "--batch-size", "8", "--temperature", temperature]
+    distill.main([prompts, "--out", str(out), "--model", str(distilled), *options])
+    monkeypatch.setattr("training.data.MIN_PROMPTS", 100)
+    monkeypatch.setattr("training.data.VALIDATION_SHARE", 1 << 40)
+    dataset = load_dataset([out], Renderer(AutoTokenizer.from_pretrained(distilled)), 256, 9)
+    trained = [
+        (list(one.tokens[:begin]), list(one.tokens[begin:end])) for one in dataset.examples for begin, end in one.spans
+    ]
+    assert sorted(trained) == sorted(written) and len(written) > len(ROWS) and not dataset.bad
+    counted = re.findall(r'"response_tokens":(\d+)', out.read_text())
+    assert sum(map(int, counted)) == dataset.answer_tokens
