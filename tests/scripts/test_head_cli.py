@@ -1,4 +1,4 @@
-"""Heads on the command line: generate and bench with heads, and calibrate."""
+"""Heads on the command line: generate, bench and the demo with heads, and calibrate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 from decode import Target
 from heads.checkpoint import save_head
-from proposers import AnswerStore, MergedProposer, NGramProposer
+from proposers import AnswerStore, MergedProposer, NGramProposer, load
 from proposers.calibration import FILE, load_calibration
-from scripts import bench, calibrate, generate
+from scripts import bench, calibrate, demo, generate
+from scripts.shared.options import ModelOptions, load_target
 from tests.support.commands import Call, Run, write_rows
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -136,6 +137,22 @@ def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
     assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "hydra"}
     call(bench, *ask, "--methods", "medusa").refused("medusa needs head, the folder")
     call(bench, *ask, "--methods", "medusa:head=hydra").refused("is of kind hydra, not medusa")
+
+
+def test_the_demos_table_has_a_line_for_each_method(
+    monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
+    monkeypatch.setattr(demo, "PROMPTS", ("ab ab ab", "one two"))
+    monkeypatch.setattr(load, "PRETRAINED", tmp_path)
+    model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
+    target = load_target(model)
+    save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")
+    head, _, *lines = demo.compare(target, model).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[0], row[-2]) for row in rows] == [(name, "100%") for name in ("none", *demo.METHODS.split(","))]
+    assert [float(row[1]) for row in rows[:2]] == [1.0, 1.0] and min(float(row[1]) for row in rows) >= 1.0
+    assert "identical" in head
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
