@@ -18,7 +18,7 @@ from decode.cpu import build_cache, compiled_layers
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from tests.support.commands import Call, Run
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, limit_threads, tiny
 
 END = 2
 PROGRAMS: dict[str, Any] = {}  # exported layers, by the name of the kernel's file
@@ -31,11 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread: more slow tiny models down, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if request.node.get_closest_marker("slow") else 1)
-    yield
-    torch.set_num_threads(before)
+    with limit_threads(torch.get_num_threads() if request.node.get_closest_marker("slow") else 1):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

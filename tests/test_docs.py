@@ -55,14 +55,11 @@ def read_prose(page: str) -> str:
     return FENCE.sub("", PAGES[page])
 
 
-def anchor(heading: str) -> str:
-    """GitHub's anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
 def list_anchors(page: str) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", read_prose(page), re.M)
-    return {anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)) for title in titles}
+    """GitHub's anchors of the headings."""
+    headings = re.findall(r"^#+ (.*)$", read_prose(page), re.M)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 
 from decode import Target, generate
 from decode.models import timed_model
@@ -26,6 +25,7 @@ from scripts.benchmark.methods import parse_methods
 from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.prompts import ask
 from tests.support.commands import Call, Run, write_rows
+from tests.support.models import limit_threads
 from training.data import count_before_loop
 from training.rendering import Renderer
 
@@ -58,11 +58,9 @@ def run(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True, scope="module")
 def hurry() -> Iterator[None]:
     """One thread is fastest for tiny models, and no cost is measured."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
+    with limit_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(timed_model, "measure_cost_curve", lambda *_: FIXED["cpu"])
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +346,6 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("\n \n", "is empty; it needs one JSON object a line"),
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id is a number or a name"),
         ('{"question_id": 1, "turns": ["?"]}', "line 1: category is a name"),

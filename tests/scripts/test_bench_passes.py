@@ -28,7 +28,7 @@ from scripts.benchmark.passes import (
     format_passes,
 )
 from tests.support.commands import Call
-from tests.support.models import tiny
+from tests.support.models import limit_threads, tiny
 
 # Answers like llama-bench: 2 ms for each token. Writes its options to a file, a line for each run.
 FAKE = """#!{python}
@@ -59,9 +59,8 @@ def folder(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     model = save_model(max_position_embeddings=4096)
     options = ["--passes", "--model", model, "--device", "cpu", "--accelerate", "off", "--threads", "1"]
     options += ["--repeats", "2", "--json", folder / "passes.json", "--llama-bench", program]
-    threads = torch.get_num_threads()
-    bench.main([*map(str, options), "--gguf", "float32=model.gguf", "--gguf", "bfloat16=model.gguf"])
-    torch.set_num_threads(threads)
+    with limit_threads(1):
+        bench.main([*map(str, options), "--gguf", "float32=model.gguf", "--gguf", "bfloat16=model.gguf"])
     return folder
 
 

@@ -198,24 +198,17 @@ def test_prompts_without_room_in_the_context_are_dropped(call: Call) -> None:
     assert rows[2]["response_tokens"] <= 256 - 230 and "dropped" not in rows[2]
 
 
-SHORT = ["--max-new-tokens", "12"]
-
-
-def many(count: int = 24) -> str:
-    """Prompts of all kinds and lengths."""
-    texts = [f"{'long ' * (place % 7)}{place}" for place in range(count)]
-    kinds = [{"prompt": text} if place % 5 else {"turns": [text, "and?"]} for place, text in enumerate(texts)]
-    return write_rows("in.jsonl", [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)])
-
-
 def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
-    prompts, file = many(), Path("out.jsonl")
-    call(prompts, *SHORT)
+    texts = [f"{'long ' * (place % 7)}{place}" for place in range(24)]
+    kinds = [{"prompt": text} if place % 5 else {"turns": [text, "and?"]} for place, text in enumerate(texts)]
+    rows = [row | {"temperature": 0.8 * (place % 2)} for place, row in enumerate(kinds)]
+    asked, file = [write_rows("in.jsonl", rows), "--max-new-tokens", "12"], Path("out.jsonl")
+    call(*asked)
     expected, raw = read(), file.read_bytes()
     dice = random.Random(0)
     for cut in (0, 1, len(raw) - 1, *(dice.randrange(len(raw)) for _ in range(4))):
         file.write_bytes(raw[:cut])
-        assert call(prompts, *SHORT).status == 0
+        assert call(*asked).status == 0
         assert read() == expected
         assert file.read_bytes().startswith(raw[: raw.rfind(b"\n", 0, cut) + 1])
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -148,6 +150,17 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
     _draw_weights(model, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+@contextmanager
+def limit_threads(most: int) -> Iterator[None]:
+    """Use so many threads inside. One is best for tiny models, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(most)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:

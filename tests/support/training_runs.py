@@ -13,8 +13,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ import training.feature_cache
 import training.trainer
 from heads.atomic_write import write_aside
 from scripts.head_training import measurements
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, limit_threads, tiny
 from training.checkpoint import Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -85,7 +84,7 @@ def write_answers(file: Path, rows: int, seed: int = 0) -> Path:
 
 def save_predictable(folder: Path, rows: int) -> Path:
     """Turn a folder of `save_model` into the predictable target without a chat template, with some of its answers."""
-    with one_thread():
+    with limit_threads(1):
         train_predictable().save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
@@ -108,22 +107,11 @@ def train(place: Path, out: Path, *options: str) -> int:
         patch.setattr(training.feature_cache, "SHARD_TOKENS", SHARD_TOKENS)
         patch.setattr(training.feature_cache, "PASS_TOKENS", PASS_TOKENS)
         try:
-            with one_thread():
+            with limit_threads(1):  # more round sums differently
                 scripts.train.main(given)
         except SystemExit as end:
             return int(end.code or 0)
     return 0
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """More threads round sums differently. Module fixtures run before the tests' own thread limit is set."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def losses(out: Path) -> list[dict[str, Any]]:

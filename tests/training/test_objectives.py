@@ -61,10 +61,7 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
 
     torch.testing.assert_close(value, expected)
     assert right.tolist() == (logits.argmax(dim=-1) == labels[:, 0]).tolist()
-    for got, wanted in zip(
-        torch.autograd.grad(value * 3, inputs), torch.autograd.grad(expected * 3, inputs), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(each * 3, inputs) for each in (value, expected)))
 
 
 def make_batch(kind: str) -> Batch:
@@ -142,8 +139,8 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     assert result.anchors.tolist() == anchors and anchors[-1] > 0
     torch.testing.assert_close(result.total.double(), expected, rtol=1e-6, atol=1e-6)
     expected.backward()
-    for parameter, gradient in zip(head.parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-5)  # sums are made in float32
+    expected_gradients = [parameter.grad for parameter in head.parameters()]
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # sums are made in float32
 
 
 def test_noise_is_for_training_only() -> None:
