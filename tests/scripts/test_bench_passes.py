@@ -221,4 +221,4 @@ def test_a_file_that_is_no_report_or_a_damaged_one_is_refused(
     """content: the file's text, or a change of the report."""
     text = content if isinstance(content, str) else json.dumps({**report, **content})
     (tmp_path / "out.json").write_text(text)
-    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not")
+    run_main(bench.main, "--from", tmp_path / "out.json").refused("out.json is not a report of draftless bench")

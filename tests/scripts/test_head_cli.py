@@ -77,8 +77,7 @@ def test_typical_acceptance_says_that_it_is_lossy(call: Call) -> None:
 
 DRAFTING = ["--prompt", "x", "--proposer", "medusa"]
 CALIBRATING = ["--prompt-file", "prompts.jsonl"]
-# They are found before the model is loaded.
-NO_MODEL = ["--model", "no-such-model", "--head", "nowhere"]
+NO_MODEL = ["--model", "no-such-model", "--head", "nowhere"]  # the head is looked for first
 NO_FOLDER = "'nowhere': there is no such local folder"
 
 
