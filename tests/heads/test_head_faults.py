@@ -34,6 +34,7 @@ PREFIX_NORM = {"prefix_embeding_layer.norm.weight": drawn(8)}
 OTHER_LAYER = {f"layers.1.mlp.{name}_proj.weight": drawn(10, 8) for name in ("gate", "up")}
 NO_MAP = {"d2t": None, "t2d": None}
 NO_ATTENTION = "seems to be an EAGLE head without attention"
+UNKNOWN_ROTARY = "has rotary positions .*; supported"
 UNSCALED = {"max_position_embeddings": None, "rope_scaling": {"type": "yarn", "factor": 2.0}}
 TURBO = {**published.SPECULATORS, "turbo": True}
 INDEX = "model.safetensors.index.json"
@@ -90,13 +91,8 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle", {}, UNSCALED, "'yarn' needs original_max_position_embeddings"),
         ("eagle", {}, {"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ("eagle", {}, {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "'mscale': 1"),
-        (
-            "eagle",
-            {},
-            {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
-            "has rotary positions .*; supported",
-        ),
-        ("eagle", {}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has rotary positions .*; supported"),
+        ("eagle", {}, {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, UNKNOWN_ROTARY),
+        ("eagle", {}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, UNKNOWN_ROTARY),
         ("eagle", {}, {"speculators_model_type": "dflash"}, "it is speculators' dflash head; only their eagle3"),
         ("eagle3", {}, {"speculators_model_type": "peagle"}, "it is speculators' peagle head; only their eagle3"),
         ("eagle3", NO_MAP, {}, "missing: token_map or d2t, which must map its 5 output rows to 13"),

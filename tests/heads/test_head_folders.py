@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from heads import load_head, save_head
 from tests.support.models import tiny
 from tests.support.published_heads import MEDUSA, READ, name_medusa, write
-from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, made
+from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, assert_same, made
 
 ORIGIN = {"target_layers": 30, "target_name": "little"}
 FILES = ["config.json", "model.safetensors"]
@@ -47,14 +47,6 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def assert_equal(loaded: Any, head: Any) -> None:
-    assert type(loaded) is type(head) and loaded.config == head.config
-    states, expected = loaded.state_dict(), head.state_dict()
-    assert states.keys() == expected.keys()
-    assert all(states[name].dtype == state.dtype for name, state in expected.items())
-    assert all(torch.equal(states[name], state) for name, state in expected.items())
-
-
 @pytest.mark.parametrize(("kind", "settings"), HEADS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
 def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
@@ -64,7 +56,7 @@ def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
     for _ in range(2):  # the second time, a loaded head is saved in its own folder
         assert sorted(os.listdir(folder)) == FILES
         loaded = load_head(folder)
-        assert_equal(loaded, head)
+        assert_same(loaded, head)
         save_head(loaded, folder)
 
 
@@ -207,7 +199,7 @@ def test_an_interrupted_save_leaves_a_whole_head(tmp_path, name, is_full, calls)
             with pytest.raises(ValueError, match="it holds none of"):
                 load_head(folder)
         else:
-            assert_equal(load_head(folder), old if calls == 1 else new)
+            assert_same(load_head(folder), old if calls == 1 else new)
         assert not is_full or {*os.listdir(folder)} <= {*FILES}
         save_head(new, folder)
         assert sorted(os.listdir(folder)) == FILES and read(folder)[0]["model_type"] == "hydra"

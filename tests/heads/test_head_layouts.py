@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import HydraHead, LayerConfig, MedusaHead, load_head
+from heads import LayerConfig, load_head
 from tests.support.models import tiny
 from tests.support.published_heads import (
     EAGLE,
@@ -30,7 +30,7 @@ from tests.support.published_heads import (
     name_medusa,
     write,
 )
-from tests.support.small_heads import HIDDEN, VOCABULARY, drawn, made
+from tests.support.small_heads import HIDDEN, VOCABULARY, assert_same, drawn, made
 
 EAGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 FIVE = {"output": "own", "heads": 5}
@@ -67,32 +67,6 @@ def without(*dropped: str) -> Callable[[Any], Tensors]:
         return {name: tensor for name, tensor in tensors.items() if name not in dropped}
 
     return name
-
-
-def outputs(head: Any) -> list[Any]:
-    """The logits of all its heads, or after a state was fed back, and all tokens."""
-    features, embedded = drawn(2, 6, head.target_hidden_size * len(head.features)), drawn(2, 6, HIDDEN, seed=2)
-    dtype = next(head.parameters()).dtype
-    features, embedded = features.to(dtype), embedded.to(dtype)
-    if isinstance(head, MedusaHead):
-        states = [*head(features).unbind(dim=-2)]
-    elif isinstance(head, HydraHead):
-        features = head.contextualize(features)
-        states = [head(features, embedded[:, :, None].repeat(1, 1, i + 1, 1), i) for i in range(head.depth)]
-    else:
-        first = head(embedded, head.fuse(features), torch.arange(6)[None])
-        states = [head(embedded, first, torch.arange(1, 7)[None])]
-    logits = [head.logits(state, index) for index, state in enumerate(states)]
-    return [*logits, head.tokens(torch.arange(head.draft_size))]
-
-
-def assert_same(loaded: Any, head: Any) -> None:
-    """The config and every output are equal, to the bit."""
-    assert type(loaded) is type(head) and loaded.config == head.config
-    assert all(parameter.requires_grad for parameter in loaded.parameters())
-    if head.output == "target":
-        loaded.borrow(drawn(VOCABULARY, HIDDEN, seed=7))
-    assert all(torch.equal(found, expected) for found, expected in zip(outputs(loaded), outputs(head), strict=True))
 
 
 QWEN2 = {"qkv_bias": True, "num_key_value_heads": 6, "rope_theta": 10_000.0}
