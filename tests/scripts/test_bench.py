@@ -248,20 +248,22 @@ def test_differences_are_reported_with_their_gap(
     assert "0% (gap " in capsys.readouterr().out
 
 
+def make_record(number: int, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
+    """The record of a question. turns: what was measured in each, by method."""
+    entries = [{"questions": [number], "methods": turn} for turn in turns]
+    return {"category": category, "questions": [number], "turns": entries}
+
+
 def test_rows_take_medians_over_repeats() -> None:
     def entry(tokens: int, steps: int, seconds: list[float], loop: bool) -> dict[str, Any]:
         parts = {"proposer": 1.0, "target": 6.0, "accept": 2.0, "rest": 1.0}
         measured = {"tokens": [tokens], "steps": [steps], "nodes": [8], "loops": [loop], "seconds": seconds}
         trimmed = (8, 6) if loop else (tokens, steps)
-        return {**measured, "same": [not loop], "parts": parts, "trimmed": [trimmed]}
-
-    def record(number: int, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
-        entries = [{"questions": [number], "methods": {"none": turn}} for turn in turns]
-        return {"category": category, "questions": [number], "turns": entries}
+        return {"none": {**measured, "same": [not loop], "parts": parts, "trimmed": [trimmed]}}
 
     records = [
-        record(1, "stem", entry(10, 5, [1.0, 9.0, 2.0], False), entry(20, 10, [3.0, 3.0, 3.0], True)),
-        record(2, "rag", entry(30, 5, [1.0, 1.0, 7.0], False)),
+        make_record(1, "stem", entry(10, 5, [1.0, 9.0, 2.0], False), entry(20, 10, [3.0, 3.0, 3.0], True)),
+        make_record(2, "rag", entry(30, 5, [1.0, 1.0, 7.0], False)),
     ]
     gap = {"question_id": 1, "turn": 1, "method": "none", "position": 4, "gap": 0.25}
     rows = {row["category"]: row for row in make_rows(records, [gap], ["none"])}
@@ -276,20 +278,14 @@ def test_rows_take_medians_over_repeats() -> None:
     assert (row["speedup_vs_none"], row["speedup_vs_hf"]) == (1.0, None)
 
 
-def make_records(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A record for each question: 10 tokens in the seconds of each method."""
-    entry = {"tokens": [10], "steps": [10], "nodes": None, "loops": [False], "same": [True], "parts": None}
-    records = []
-    for number, row in enumerate(zip(*seconds.values(), strict=True)):
-        methods = {name: entry | {"seconds": [value]} for name, value in zip(seconds, row, strict=True)}
-        turns = [{"questions": [number], "methods": methods}]
-        records.append({"category": "qa", "questions": [number], "turns": turns})
-    return records
-
-
 def test_intervals_are_bootstrapped_over_questions() -> None:
-    records = make_records({"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20})
-    made = make_rows(records, [], ["none", "steady", "mixed"])
+    seconds = {"none": [1.0] * 40, "steady": [0.5] * 40, "mixed": [0.25, 1.0] * 20}
+    entry = {"tokens": [10], "steps": [10], "nodes": None, "loops": [False], "same": [True], "parts": None}
+    records = [
+        make_record(number, "qa", {name: entry | {"seconds": [values[number]]} for name, values in seconds.items()})
+        for number in range(40)
+    ]
+    made = make_rows(records, [], [*seconds])
     rows = {row["method"]: row for row in made if row["category"] == "qa"}
     assert rows["none"]["speedup_vs_none_interval"] == [1.0, 1.0]
     assert rows["steady"]["speedup_vs_none_interval"] == [2.0, 2.0]

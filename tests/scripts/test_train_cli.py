@@ -214,23 +214,17 @@ def test_another_model_at_the_same_path_is_refused(
     assert call(*SHORT, "--resume", "--changed-model", out=out).status == 0
 
 
-def test_bad_rows_are_skipped_and_named_after_the_others(call: Call, place: Path, tmp_path: Path) -> None:
+def test_bad_rows_and_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
     file = tmp_path / "more.jsonl"
     file.write_text((place / "answers.jsonl").read_text() + '{"prompt": "a", "response": null}\n')
+    settings = tmp_path / "more.jsonl.settings.json"
+    settings.write_text('{"weights": "x", "seed": 0}')
     run = call(*SHORT, "--plan", "--data", str(file))
     assert run.status == 0
     assert f"skipped: 1 of 201 rows cannot be trained on: {file}, line 201: an answer is text, not null" in run.err
+    assert "more.jsonl has answers of another model: its weights changed; heads are" in run.err
+    settings.unlink()
     refuse(call(*SHORT, "--plan", "--data", str(file), "--max-bad", "0"), "more than --max-bad 0")
-
-
-def test_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
-    settings = place / "answers.jsonl.settings.json"
-    settings.write_text('{"weights": "x", "seed": 0}')
-    try:
-        run = call(*SHORT, "--plan")
-    finally:
-        settings.unlink()
-    assert run.status == 0 and "answers.jsonl has answers of another model: its weights changed; heads are" in run.err
 
 
 @pytest.mark.parametrize("content", ["", "half", "other", "metrics"])

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,34 +17,10 @@ Prefix = tuple[int, ...]
 EXACT, WRONG = 1e-12, 1e-3
 
 
-class Randomness(Protocol):
-    """The random decisions of a program."""
-
-    def accept(self, probability: float) -> bool:
-        """True with this probability."""
-        ...
-
-    def draw(self, weights: Tensor) -> int:
-        """A token, sampled by weights [V] >= 0 that need not sum to one."""
-        ...
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A sampled chain with the probabilities of target and draft after each node, [V] each."""
-
-    tokens: list[int]  # root first
-    p: list[Tensor]
-    q: list[Tensor]
-
-
-# A rule for one chain: how many draft tokens are accepted, and the token after them.
-RowRule = Callable[[Chain, Randomness], tuple[int, int]]
-
-
 @dataclass
-class Enumerator:
-    """Replays a script of choices, extends it by the first possible one, and records the alternatives."""
+class Randomness:
+    """The random decisions of a program: replays a script of choices, extends it by the first possible one, and
+    records the alternatives."""
 
     script: list[int]
     alternatives: list[list[int]] = field(default_factory=list)
@@ -52,10 +28,12 @@ class Enumerator:
     turn: int = 0
 
     def accept(self, probability: float) -> bool:
+        """True with this probability."""
         assert 0 <= probability <= 1  # NaN fails too
         return self._choose([1 - probability, probability]) == 1
 
     def draw(self, weights: Tensor) -> int:
+        """A token, sampled by weights [V] >= 0 that need not sum to one."""
         values = weights.tolist()
         total = sum(values)
         assert 0 < total < float("inf") and min(values) >= 0
@@ -72,11 +50,24 @@ class Enumerator:
         return choice
 
 
+@dataclass(frozen=True)
+class Chain:
+    """A sampled chain with the probabilities of target and draft after each node, [V] each."""
+
+    tokens: list[int]  # root first
+    p: list[Tensor]
+    q: list[Tensor]
+
+
+# A rule for one chain: how many draft tokens are accepted, and the token after them.
+RowRule = Callable[[Chain, Randomness], tuple[int, int]]
+
+
 def enumerate_outcomes(program: Callable[[Randomness], T]) -> Iterator[tuple[T, float]]:
     """Every result of a random program with its probability; a result may come more than once."""
     scripts: list[list[int]] = [[]]
     while scripts:
-        randomness = Enumerator(scripts.pop())
+        randomness = Randomness(scripts.pop())
         result = program(randomness)
         scripts += randomness.alternatives
         yield result, randomness.probability
