@@ -133,25 +133,20 @@ def test_the_files_have_no_fault_before(tmp_path, file):
     load_head(published.write(tmp_path, "model.safetensors", *FILES[file]))
 
 
-@pytest.fixture(params=["medusa_lm_head.safetensors", "medusa_lm_head.pt", "old.pt", "pytorch_model.bin"])
-def intact_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """An intact file of each format, including that of PyTorch before 1.6."""
-    path = tmp_path / request.param.replace("old", "medusa_lm_head")
-    tensors, config = FILES["medusa"]
-    published.write(tmp_path, path.name, tensors, config)
-    if request.param == "old.pt":
-        torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    return path
-
-
-def test_truncated_files_and_files_of_another_format(intact_file):
-    load_head(intact_file.parent)
-    intact = intact_file.read_bytes()
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "old.pt", "pytorch_model.bin"])
+def test_truncated_files_and_files_of_another_format(tmp_path, name):
+    """Of each format, including that of PyTorch before 1.6."""
+    file, (tensors, config) = tmp_path / name.replace("old", "medusa_lm_head"), FILES["medusa"]
+    published.write(tmp_path, file.name, tensors, config)
+    if name == "old.pt":
+        torch.save(tensors, file, _use_new_zipfile_serialization=False)
+    load_head(tmp_path)
+    intact = file.read_bytes()
     sizes = (0, 1, 7, 100, len(intact) // 2, len(intact) - 100, len(intact) - 1)
     for content in (*(intact[:size] for size in sizes), b"<html>404: not found</html>" * 100):
-        intact_file.write_bytes(content)
-        with pytest.raises(ValueError, match=f"{intact_file.name} is damaged") as error:
-            load_head(intact_file.parent)
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{file.name} is damaged") as error:
+            load_head(tmp_path)
         assert "\n" not in str(error.value) and "weights_only" not in str(error.value)
 
 

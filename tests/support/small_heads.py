@@ -37,10 +37,7 @@ def made(kind: str, *, layer: Mapping[str, Any] = {}, **settings: Any) -> Any:
 def assert_same(loaded: Any, head: Any) -> None:
     """Config, weights and token map are equal, to the bit, and the loaded weights can be trained."""
     assert type(loaded) is type(head) and loaded.config == head.config
-    states, expected = loaded.state_dict(), head.state_dict()
-    assert states.keys() == expected.keys()
-    assert all(states[name].dtype == state.dtype for name, state in expected.items())
-    assert all(torch.equal(states[name], state) for name, state in expected.items())
+    torch.testing.assert_close(loaded.state_dict(), head.state_dict(), rtol=0, atol=0)
     assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
