@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from inspect import signature
@@ -276,6 +276,15 @@ def test_examples_are_short(file: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) < 60
 
 
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the number format of a process's first training; other tests train in another one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_examples_run(
     save_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +293,6 @@ def test_examples_run(
     for name, text, count in (("generate_dropin", SAME, 1), ("own_proposer", SAME, 2), ("streaming_chat", "[tau ", 2)):
         import_module(f"examples.{name}").main(model)
         assert capsys.readouterr().out.count(text) == count
-    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the number format of other tests' trainings
     import_module("examples.train_tiny_head").main(model, str(tmp_path))
     files = {path.name for path in (tmp_path / "my-head").iterdir()}
     assert files >= {"config.json", "model.safetensors", "calibration.json"}

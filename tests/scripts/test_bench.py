@@ -56,9 +56,11 @@ def run(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(autouse=True, scope="module")
-def hurry() -> Iterator[None]:
-    """One thread is fastest for tiny models, and no cost is measured."""
+def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread is fastest for tiny models. No cost is measured, nor taken from other tests, nor left to them."""
+    curves = tmp_path_factory.mktemp("curves")
     with limit_threads(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timed_model, "user_cache", lambda: curves)
         patch.setattr(timed_model, "measure_cost_curve", lambda *_: FIXED["cpu"])
         yield
 
@@ -342,6 +344,7 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ("\n \n", "is empty; it needs one JSON object a line"),
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"turns": ["?"]}', "line 1: question_id is a number or a name"),
         ('{"question_id": 1, "turns": ["?"]}', "line 1: category is a name"),

@@ -15,7 +15,7 @@ from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses
 from training.losses import LOSSES, vocabulary_loss
-from training.objectives import EagleObjective, MedusaObjective, Objective
+from training.objectives import EagleObjective, MedusaObjective, Objective, gather_anchors
 from training.teacher import Batch
 from training.trainer import MUON_SCALE, make_optimizers
 
@@ -157,6 +157,13 @@ def test_a_batch_without_answers_has_no_loss() -> None:
     loss.total.backward()
     assert loss.total == 0 and loss.anchors.tolist() == [0, 0, 0]
     assert all(not parameter.grad.any() for parameter in head.parameters())
+
+
+def test_anchors_are_gathered_in_order() -> None:
+    answers = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
+    columns, chosen = gather_anchors(answers)
+    assert columns[0].tolist() == [1, 3, 4] and columns[1, 0] == 2
+    assert chosen.tolist() == [[True, True, True], [True, False, False]]
 
 
 @pytest.mark.parametrize(
