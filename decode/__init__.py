@@ -1,21 +1,25 @@
 """Lossless speculative decoding: one loop and one tree verifier for every proposer."""
 
-from decode.answer import Answer, Chunk
+from decode.engine import Engine
 from decode.hf.speculate import speculate
-from decode.loop import generate, stream
 from decode.models.default_model import default_model
 from decode.proposer import PlainProposer, Proposer, Step
+from decode.requests.answer import Answer, Chunk
+from decode.requests.request import Request
 from decode.sampling import Sampling
 from decode.session import Session, Verdict
 from decode.stats import Stats
+from decode.stream import generate, stream
 from decode.target import Target
 from decode.tree import Tree
 
 __all__ = [
     "Answer",
     "Chunk",
+    "Engine",
     "PlainProposer",
     "Proposer",
+    "Request",
     "Sampling",
     "Session",
     "Stats",

@@ -17,7 +17,7 @@ from decode.gpu.fusion import fused
 from decode.gpu.transfer import Upload, copy_packed, read
 from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.rejection import judge_chains
-from decode.sampling import NO_TOKEN, Sampling
+from decode.sampling import NO_TOKEN, Sampling, group_rows
 from decode.tree import Tree
 
 
@@ -39,10 +39,27 @@ WRONG_TREE = -2  # instead of a bonus token
 EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults
 
 Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
-AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Upload | None], Accepted]
+Noise: TypeAlias = Upload | dict[str, Tensor]  # may have the keys of streams of noise, by `KEY_NAMES`
+AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Noise | None], Accepted]
 
 
-def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
+def accept_rows(
+    rule: AcceptanceRule, tree: Tree, logits: Tensor, samplings: Sequence[Sampling], texts: Texts, noise: Noise
+) -> Accepted:
+    """Accept the trees of rows that each have a sampling of their own. Other arguments as in `accept`."""
+    if len(groups := group_rows(samplings)) == 1:
+        return rule(tree, logits, samplings[0], texts, noise)
+    ids, parts = [*texts], dict[int, Accepted]()
+    for sampling, rows in groups:
+        some = {ids[row]: texts[ids[row]] for row in rows}
+        keys = {name: noise[name][rows] for name in KEY_NAMES.values() if name in noise}
+        accepted = rule(tree.select(rows), logits[rows], sampling, some, keys)
+        parts.update((row, accepted.select([index])) for index, row in enumerate(rows))
+    columns = zip(*(vars(parts[row]).values() for row in range(len(ids))), strict=True)
+    return Accepted(*([each for (each,) in column] for column in columns))
+
+
+def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None) -> Accepted:
     """Choose each row's path by the rule for this kind of draft. All these rules are lossless.
 
     logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
@@ -60,7 +77,7 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
 
 
 def find_keys(
-    stream: int, count: int, sampling: Sampling, texts: Texts, device: torch.device, upload: Upload | None
+    stream: int, count: int, sampling: Sampling, texts: Texts, device: torch.device, upload: Noise | None
 ) -> Tensor:
     """The keys [B, >= count] of a stream of noise after these texts: what the step has uploaded, or made now."""
     name = KEY_NAMES[stream]
@@ -70,7 +87,7 @@ def find_keys(
     return copy_packed({name: made}, device)[name]
 
 
-def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None) -> Accepted:
+def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None) -> Accepted:
     """Draw the target's token at each visited node, and descend while a child has it.
 
     No rule accepts more of a deterministic draft: a path is accepted with the target's own probability. The tokens are
@@ -148,7 +165,7 @@ def _probe(tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id:
 
 
 def accept_lossily(
-    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Upload | None = None
+    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None
 ) -> Accepted:
     """LOSSY: Medusa's typical acceptance (Cai et al. 2024, equation 1), the longest path of plausible tokens.
 

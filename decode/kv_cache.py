@@ -92,10 +92,6 @@ class TreeCache(Cache):
         layer = self.layers[number] if number < len(self.layers) else None
         return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
 
-    def crop(self, lengths: Sequence[int]) -> None:
-        """Forget each row's committed tokens beyond its length."""
-        self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
-
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in ascending order."""
         unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
@@ -108,16 +104,25 @@ class TreeCache(Cache):
             block.select(unmoved, on_device[device], max(self.lengths), self.round_rows(len(rows)))
         self.lengths = [self.lengths[row] for row in rows]
 
-    def replace(self, rows: Sequence[int], other: TreeCache) -> None:
-        """Replace these rows by the rows of another cache, in order."""
-        self.grow(max(other.lengths))
+    def add_rows(self, count: int) -> None:
+        """Add empty rows after the others."""
+        self.lengths += [0] * count
+        rows = self.round_rows(len(self.lengths))
+        for block in self.blocks:
+            block.resize(rows)
+
+    def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
+        """Replace these rows by rows of another cache: `sources`, or all of them, in order."""
+        sources = range(len(other.lengths)) if sources is None else sources
+        slots = max(other.lengths[source] for source in sources)
+        self.grow(slots)
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self._make_layer())
             if layer.is_initialized:
-                self.layers[number].replace(rows, layer)
-        for row, length in zip(rows, other.lengths, strict=True):
-            self.lengths[row] = length
+                self.layers[number].replace(rows, layer, sources, slots)
+        for row, source in zip(rows, sources, strict=True):
+            self.lengths[row] = other.lengths[source]
 
     def clear_free_slots(self) -> None:
         """Zero all slots beyond each row's length."""
@@ -150,10 +155,14 @@ class TreeCache(Cache):
 
 
 class Block:
-    """Keys and values of several layers, [L, B, H, S, D] each. Tokens and rows move in all these layers at once."""
+    """Keys and values of several layers, [L, R, H, S, D] each. Tokens and rows move in all these layers at once.
+
+    Layers see the first `rows` of the R rows; the others wait for requests that join.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.layers: list[TreeCacheLayer] = []
+        self.rows = keys.shape[1]
         self.hold(keys, values)
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
@@ -161,7 +170,7 @@ class Block:
         self.keys, self.values = keys, values
         with torch.enable_grad():  # torch refuses to write with gradients to views that were made without
             for place, layer in enumerate(self.layers):
-                layer.keys, layer.values = keys[place], values[place]
+                layer.keys, layer.values = keys[place, : self.rows], values[place, : self.rows]
 
     def has_room_for(self, keys: Tensor, values: Tensor) -> bool:
         """Whether another layer can be added whose keys and values are such as these [B, H, N, D]."""
@@ -183,16 +192,26 @@ class Block:
         self.hold(nn.functional.pad(self.keys, missing), self.values)  # one after the other takes less memory
         self.hold(self.keys, nn.functional.pad(self.values, missing))
 
+    def resize(self, rows: int) -> None:
+        """Let layers see so many rows. New ones are allocated for as many again, so that few joins allocate."""
+        missing = rows - self.keys.shape[1]
+        if missing > 0:
+            more = 0, 0, 0, 0, 0, 0, 0, max(missing, self.keys.shape[1])
+            self.keys, self.values = nn.functional.pad(self.keys, more), nn.functional.pad(self.values, more)
+        self.rows = rows
+        self.hold(self.keys, self.values)
+
     def clear(self) -> None:
         for states in (self.keys, self.values):
             states.zero_()
 
     def clear_beyond(self, lengths: Sequence[int]) -> None:
-        """Zero the slots of the first rows beyond their lengths."""
+        """Zero the slots of the first rows beyond their lengths, and all of other rows."""
         for states in (self.keys, self.values):
             slot = torch.arange(states.shape[3], device=states.device)
             free = slot >= torch.tensor(lengths, device=states.device)[:, None]  # [B, S]
             states[:, : len(lengths)].masked_fill_(free[:, None, :, None], 0)
+            states[:, len(lengths) :].zero_()
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
@@ -201,12 +220,12 @@ class Block:
     def select(self, unmoved: int, moved: Tensor, slots: int, rows: int) -> None:
         """Go on with the first `unmoved` rows and the rows `moved`, whose first slots are moved up in place.
 
-        Copying all rows would cost more than a forward pass. rows: how many are allocated from now on.
+        Copying all rows would cost more than a forward pass. rows: how many layers see from now on.
         """
         if len(moved):
             for states in (self.keys, self.values):
                 states[:, unmoved : unmoved + len(moved), :, :slots] = states[:, moved, :, :slots]
-        self.hold(self.keys[:, :rows], self.values[:, :rows])
+        self.resize(rows)
 
 
 @fused
@@ -250,13 +269,13 @@ class TreeCacheLayer(CacheLayerMixin):
         self._write(self.values, value_states)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
-    def replace(self, rows: Sequence[int], other: TreeCacheLayer) -> None:
-        """Copy the committed slots of another layer's rows to these rows, in order."""
+    def replace(self, rows: Sequence[int], other: TreeCacheLayer, sources: Sequence[int], count: int) -> None:
+        """Copy the first `count` slots of another layer's rows `sources` to these rows, in order."""
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
-        index, slots = torch.tensor(rows, device=self.device), slice(0, max(other.cache.lengths))
-        self.keys[index, :, slots] = other.keys[:, :, slots]
-        self.values[index, :, slots] = other.values[:, :, slots]
+        index, slots = torch.tensor([[*rows], [*sources]], device=self.device), slice(0, count)
+        self.keys[index[0], :, slots] = other.keys[index[1], :, slots]
+        self.values[index[0], :, slots] = other.values[index[1], :, slots]
 
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)

@@ -1,306 +1,268 @@
-"""The loop: propose, verify, accept, keep. Plain decoding is the same loop with a proposer that drafts nothing."""
+"""The loop: propose, verify, accept, keep, for the rows of a batch that requests join and leave.
+
+Plain decoding is the same loop with a proposer that drafts nothing.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from inspect import signature
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_lossily, unpack
-from decode.answer import Answer, Chunk, Limits, Request, make_requests, read_count
+from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.gpu.fusion import fusing
 from decode.gpu.transfer import Upload, list_numbers
-from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.noise import KEY_NAMES, row_keys
-from decode.proposer import PlainProposer, Proposer, Step, Use, as_proposer, check_proposer
-from decode.sampling import NO_TOKEN, RequestProcessors, Sampling
-from decode.session import Fuse, Session, Verdict
+from decode.proposer import Proposer, Step, Use
+from decode.reading import Prefixes, Text
+from decode.requests.answer import Chunk
+from decode.requests.request import Request
+from decode.sampling import Sampling, group_rows
+from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
-from decode.target import Target, check_target
-from decode.text import Prompt, as_list, as_whole_numbers, find_special
+from decode.target import Target
 from decode.tree import Tree
 
 
-def generate(
-    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
-) -> list[Answer]:
-    """The answers to the prompts, in order. Arguments and errors are those of `stream`.
+@dataclass
+class Verified:
+    """The last pass of some rows: their trees, and what was accepted of them.
 
-    Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
+    For requests that have just joined, the pass is the one that read their prompts: the tree is the prompt's last token
+    and the features are those of the whole prompts, as the proposer fuses them.
     """
-    chunks = stream(target, prompts, proposer, **{"text": False, **settings})
-    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
-    for answer in answers.values():
-        if answer.error is not None:
-            warnings.warn(answer.error, RuntimeWarning, stacklevel=2)
-    given = settings.get("request_ids")
-    return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
+
+    requests: list[Request]
+    tree: Tree
+    verdict: Verdict
+    accepted: Accepted
+    places: list[int]  # each row's index in this pass
+    is_new: bool = False  # it read the prompts
+
+    def without_ended(self) -> list[Verified]:
+        """The same without the rows of requests that have ended; nothing if all have."""
+        rows = [row for row, request in enumerate(self.requests) if request.finish is None]
+        if len(rows) in (0, len(self.requests)):
+            return [self] if rows else []
+        parts = self.tree.select(rows), self.verdict.select(rows), self.accepted.select(rows)
+        requests, places = [self.requests[row] for row in rows], [self.places[row] for row in rows]
+        return [Verified(requests, *parts, places, self.is_new)]
 
 
-def stream(
-    target: Target,
-    prompts: Prompt | Sequence[Prompt],
-    proposer: Proposer | str | Path | None = "auto",
-    *,
-    batch_size: int | None = None,
-    request_ids: Sequence[int] | None = None,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] | None = (),
-    stop_ids: Sequence[int] | int | None = None,
-    criterion: Callable[[int, list[int]], bool] | None = None,
-    chat: bool | None = None,
-    nodes: int = 64,
-    text: bool = True,
-    lossy_typical_acceptance: bool = False,
-) -> Iterator[Chunk]:
-    """What each step adds to each answer, as chunks.
+class Batch:
+    """The requests that are decoded together, a row each. It ends with its last request.
 
-    prompts: one prompt or a list of them. A prompt is text, a list of chat messages (content as text, or as parts of
-    type text, which are joined), token ids (a list, tensor or array), or a tokenizer's output: `input_ids`, whose
-    padding `attention_mask` hides. Each row of two-dimensional ids is a prompt; without a mask, padding counts as text.
-    proposer: what drafts; a name is loaded as `proposers.load_proposer` does. None: plain decoding.
-    batch_size: prompts decoded together (None: all). Plain decoding refills rows as they finish; with a proposer, one
-    batch follows another.
-    request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
-    the whole list.
-    An answer ends at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before a string of `stop`, where
-    `criterion(request_id, tokens)` is true, or at the end of the model's context.
-    chat: whether to use the tokenizer's chat template (None: if it has one).
-    nodes: the most nodes of a row's tree, root included. Near an answer's end, trees get shallower and not smaller.
-    text: whether chunks carry text in addition to tokens.
-    lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
-
-    Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
-    the distribution of answers. A request whose logits or processed scores are NaN or infinite, or forbid every token,
-    finishes with "error", its tokens so far and a line in `Answer.error`; the others go on. Raises ValueError for
-    settings out of range and prompts that do not fit, and TypeError for arguments of another kind, before any
-    work is done.
+    nodes: the most nodes of a tree, root included. rule: how trees are accepted. prefixes: gets the texts of requests
+    that have ended.
     """
-    check_target(target)
-    check_proposer(proposer)
-    _check_kinds(sampling, chat)
-    batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
-    if read_count(nodes, "nodes") > MAX_TREE_SLOTS:
-        raise ValueError(f"nodes is {nodes}; a tree has its root and at most {MAX_TREE_SLOTS} nodes")
-    special, stop = find_special(stop, target.tokenizer)
-    ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
-    limits = Limits(max_new_tokens, ends, stop, criterion)
-    waiting = deque(make_requests(target, as_list(prompts), request_ids, limits, chat, text or bool(stop)))
-    sampling = sampling or Sampling()
-    if sampling.processors:
-        lengths = {request.request_id: len(request.prompt) for request in waiting}
-        sampled = getattr(proposer, "sampled", False)
-        own = RequestProcessors(sampling.processors, lengths, ends, limits.max_new_tokens, sampled)
-        sampling = replace(sampling, processors=own)
-    if lossy_typical_acceptance and sampling.processors:
-        raise ValueError("typical acceptance supports no logits processors; leave them out or use lossless acceptance")
-    rule = accept_lossily if lossy_typical_acceptance else accept
-    run = _Run(target, as_proposer(proposer, target), sampling, int(nodes), rule)
-    return _decode_all(run, waiting, batch_size or len(waiting))
 
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        nodes: int,
+        rule: AcceptanceRule,
+        rows: int,
+        prefixes: Prefixes | None = None,
+    ) -> None:
+        self.target, self.nodes, self.rule, self.prefixes = target, nodes, rule, prefixes
+        self.layers, self.fuse = proposer.layers, getattr(proposer, "fuse", None)
+        self._finish = getattr(proposer, "finish", None)
+        self._use = Use(proposer)
+        if (begin := getattr(proposer, "begin", None)) is not None:
+            begin(target)
+        self.session: Session = target.open(rows, self.layers)
+        self._rows: list[Verified] = []  # in order: those of the last pass, and those that have joined since
+        self._verifying = 0.0  # seconds of the last pass
+        self._features: dict[int, list[Tensor]] = {}  # of each text, by request id, if they are kept for prefixes
 
-generate.__signature__ = signature(stream).replace(return_annotation=list[Answer])  # type: ignore[attr-defined]
+    @property
+    def requests(self) -> list[Request]:
+        """The requests of all rows, in their order."""
+        return [request for part in self._rows for request in part.requests]
 
-
-@dataclass(frozen=True)
-class _Run:
-    """What stays the same in all batches of a stream."""
-
-    target: Target
-    proposer: Proposer
-    sampling: Sampling
-    nodes: int
-    accept: AcceptanceRule
-
-
-def _decode_all(run: _Run, waiting: deque[Request], batch_size: int) -> Iterator[Chunk]:
-    """One batch after another. `waiting` is emptied, so finished requests can be freed."""
-    if getattr(run.proposer, "adaptive", False):
-        run.target.warm_up(min(batch_size, len(waiting)))
-    use = Use(run.proposer)
-    try:
-        while waiting:
-            requests = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-            # A proposer sees the prompts of all rows in one prefill, so only plain decoding can refill rows.
-            refills = waiting if type(run.proposer) is PlainProposer else deque[Request]()
-            yield from _decode(run, use, requests, refills)
-    finally:
-        use.end()
-
-
-@torch.inference_mode()  # a step makes hundreds of small calls, which cost less in this mode
-def _decode(run: _Run, use: Use, requests: list[Request], waiting: deque[Request]) -> Iterator[Chunk]:
-    """The loop itself, for one batch. Waiting requests take the rows of finished ones."""
-    at_once = run.sampling if run.accept is accept and not run.sampling.processors else None
-    session = run.target.open(len(requests), run.proposer.layers, at_once)
-    fuse = getattr(run.proposer, "fuse", None)
-    seconds, is_prefill, upload = Seconds.begin(), True, None
-    with seconds.measure("target"):
-        tree, verdict = _prefill(session, requests, fuse and partial(fuse, run.target))
-        drafted = tree
-    while True:
-        with seconds.measure("accept"), fusing(run.target.fuses_steps):
-            texts = {request.request_id: request.sequence for request in requests}
-            if verdict.packed is None:
-                accepted = run.accept(tree, verdict.logits, run.sampling, texts, upload)
-            else:
-                accepted = unpack(verdict.packed)
-        _refuse_wrong_trees(run, accepted, requests, drafted)
-        has_failed = NO_TOKEN in accepted.bonus
-        session.keep(accepted.path)
-        yield from _extend(requests, accepted, seconds, run)
+    def step(self) -> list[Chunk]:
+        """Propose, verify, accept and keep. Returns what that added to each answer."""
+        seconds, requests = Seconds.begin(), self.requests
+        step, upload = self._make_step(requests)
+        with seconds.measure("proposer"), fusing(self.target.fuses_steps):
+            most = max(min(request.nodes, self.nodes) for request in requests)
+            drafted = self._use.propose(step, most if max(step.room) > 1 else 1)
+        with seconds.measure("target"), fusing(self.target.fuses_steps):
+            limits = [min(request.nodes, self.nodes) for request in requests]
+            tree = self.session.place(self._prepare(drafted, step, upload, limits))
+            verdict = self.session.verify(tree, sampling=self._find_sampling(requests))
+        with seconds.measure("accept"), fusing(self.target.fuses_steps):
+            accepted = self._accept(requests, tree, verdict, upload)
+        if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
+            drafted.to(torch.device("cpu")).check(len(requests), most, self.target.vocabulary)
+            wrong = requests[accepted.bonus.index(WRONG_TREE)].request_id
+            raise ValueError(f"request {wrong}: the draft tree is not valid")
+        self.session.keep(accepted.path)
         # On a GPU the time of the target shows up in `accept`, which synchronizes.
-        verify_seconds, seconds = seconds.target + seconds.accept, Seconds.begin()
-        if waiting:
-            with seconds.measure("target"):
-                _refill(session, requests, waiting)
+        self._verifying = seconds.target + seconds.accept
+        self._rows = [Verified(requests, tree, verdict, accepted, [*range(len(requests))])]
+        return self._deliver(self._rows[0], seconds)
+
+    def join(self, requests: list[Request], logits: Tensor, features: Tensor | None, seconds: Seconds) -> list[Chunk]:
+        """Choose the first tokens of requests whose prompts are read; they are the last rows of the session.
+
+        logits [B, V] after the prompts; features [B, T, F] of these, fused. seconds: that reading took.
+        """
+        tree = Tree.chain([request.prompt[-1:] for request in requests])
+        verdict = Verdict(logits[:, None], features)
+        with seconds.measure("accept"), fusing(self.target.fuses_steps):
+            noise = Upload(self.target.device)
+            noise.add(_list_keys(requests, 1))
+            accepted = self._accept(requests, tree, verdict, noise)
+        self._rows.append(Verified(requests, tree, verdict, accepted, [*range(len(requests))], is_new=True))
+        return self._deliver(self._rows[-1], seconds)
+
+    def release(self) -> bool:
+        """Free the rows of requests that have ended. Returns whether others are left; if not, the batch ends."""
+        requests = self.requests
         kept = [row for row, request in enumerate(requests) if request.finish is None]
+        if self.prefixes is not None and len(kept) < len(requests):
+            for text, request in zip(self.list_texts(), requests, strict=True):
+                if request.finish not in (None, "error"):
+                    self.prefixes.add(text)
+                if request.finish:
+                    self._features.pop(request.request_id, None)
         if not kept:
+            self.close()
+        elif len(kept) < len(requests):
+            self.session.select(kept)
+            self._rows = [running for part in self._rows for running in part.without_ended()]
+            if any(request.finish == "error" for request in requests):
+                self.session.clear_free_slots()
+        return bool(kept)
+
+    def list_texts(self) -> list[Text]:
+        """The text of each row, as far as its keys, values and features are known."""
+        texts = []
+        for row, request in enumerate(self.requests):
+            features = self._features.get(request.request_id, [])
+            length = sum(map(len, features)) if self.layers else self.session.lengths[row]
+            texts.append(Text(tuple(request.sequence[:length]), self.session, row, features))
+        return texts
+
+    def close(self) -> None:
+        """End the batch. Its proposer may serve another one then."""
+        self.session.close()
+        self._use.end()
+
+    def _make_step(self, requests: list[Request]) -> tuple[Step, Upload]:
+        """What the proposer sees of the last pass, and all that the next one needs on the device, copied at once."""
+        parts = self._rows
+        committed = [
+            each.prompt if part.is_new else tokens
+            for part in parts
+            for each, tokens in zip(part.requests, part.accepted.tokens, strict=True)
+        ]
+        path = [nodes for part in parts for nodes in part.accepted.path]
+        upload, bonus = self.session.begin_upload(), [request.sequence[-1] for request in requests]
+        if self.layers:
+            upload.add(list_numbers(committed, bonus, path))
+        if upload.device.type != "cpu":
+            upload.add({"roots": torch.tensor(bonus), "limits": torch.tensor([each.room - 1 for each in requests])})
+        upload.add(_list_keys(requests, self.nodes))
+        features = [found for part in parts if (found := self._find_features(part, upload)) is not None]
+        self._keep_features(features)
+        width = max(part.tree.width for part in parts)
+        step = Step(
+            request_ids=[request.request_id for request in requests],
+            kept=[None if part.is_new else place for part in parts for place in part.places],
+            sequences=[request.sequence for request in requests],
+            room=[request.room for request in requests],
+            committed=committed,
+            path=path,
+            tree=parts[0].tree if len(parts) == 1 else Tree.join([part.tree for part in parts]),
+            logits=_join([part.verdict.logits for part in parts], width),
+            features=_join(features, max(part.shape[1] for part in features)) if features else None,
+            seconds=self._verifying,
+            samplings=[request.sampling for request in requests],
+            stop_ids=[request.limits.stop_ids for request in requests],
+            target=self.target,
+            upload=upload,
+        )
+        return step, upload
+
+    def _find_features(self, part: Verified, upload: Upload) -> Tensor | None:
+        """The features [B, T, F] of the tokens that some rows have committed, as the proposer fuses them."""
+        features = part.verdict.features
+        if features is None or part.is_new:
+            return features
+        path = upload["path"][: len(features), :, None]
+        features = features.gather(1, path.expand(-1, -1, features.shape[2]))
+        return features if self.fuse is None else self.fuse(features)
+
+    def _keep_features(self, features: Sequence[Tensor]) -> None:
+        """Keep the features of each row's committed tokens, if texts are kept."""
+        if self.prefixes is None:
             return
-        if len(kept) < len(requests):
-            session.select(kept)
-            tree, verdict, accepted = tree.select(kept), verdict.select(kept), accepted.select(kept)
-            requests = [requests[row] for row in kept]
-        if has_failed:
-            session.clear_free_slots()
-        upload = _begin_upload(run, session, requests, accepted, is_prefill)
-        step = _make_step(run, is_prefill, requests, kept, tree, verdict, accepted, verify_seconds, upload)
-        with seconds.measure("proposer"), fusing(run.target.fuses_steps):
-            drafted = use.propose(step, run.nodes if max(step.room) > 1 else 1)
-        is_prefill = False
-        with seconds.measure("target"), fusing(run.target.fuses_steps):
-            tree = session.place(_prepare(run, session, drafted, step, upload))
-            verdict = session.verify(tree)
+        for part, found in zip(self._rows, features, strict=False):
+            for row, (request, tokens) in enumerate(zip(part.requests, part.accepted.tokens, strict=True)):
+                count = len(request.prompt) if part.is_new else len(tokens)
+                self._features.setdefault(request.request_id, []).append(found[row, :count].clone())
+
+    def _prepare(self, tree: Tree, step: Step, upload: Upload, limits: Sequence[int]) -> Tree:
+        """The tree, checked and without draft tokens that a row has no room for.
+
+        They would cost time, and the model may have no positions for them. The bonus token needs room as well.
+        """
+        depths, most = [room - 1 for room in step.room], max(limits)
+        if "cpu" in (tree.tokens.device.type, upload.device.type):
+            tree = tree.to(torch.device("cpu"))
+            tree.check(len(step.room), most, self.target.vocabulary, step.bonus)
+            tree = tree.cut(depths)
+        else:
+            tree = tree.to(upload.device)
+            tree.check_shapes(len(step.room))
+            tree = self.session.check(tree, upload["roots"], most).cut(depths, upload["limits"])
+        return tree if min(limits) >= tree.width else tree.limit(limits)
+
+    def _find_sampling(self, requests: Sequence[Request]) -> Sampling | None:
+        """How all rows choose tokens, if a graph can do it; None otherwise."""
+        if not self.target.has_graphs or self.rule is not accept or requests[0].sampling.processors:
+            return None
+        groups = group_rows([request.sampling for request in requests])
+        return groups[0][0] if len(groups) == 1 else None
+
+    def _accept(self, requests: list[Request], tree: Tree, verdict: Verdict, noise: Upload) -> Accepted:
+        """What is accepted of each row's tree."""
+        if verdict.packed is not None:
+            return unpack(verdict.packed)
+        texts = {request.request_id: request.sequence for request in requests}
+        samplings = [request.sampling for request in requests]
+        return accept_rows(self.rule, tree, verdict.logits, samplings, texts, noise)
+
+    def _deliver(self, part: Verified, seconds: Seconds) -> list[Chunk]:
+        """Add a pass's tokens to the answers. Returns a chunk per row."""
+        rows = zip(part.requests, part.accepted.tokens, part.accepted.bonus, part.accepted.sizes, strict=True)
+        found = [(request, request.extend(path[1:], bonus), size) for request, path, bonus, size in rows]
+        seconds.finish()
+        chunks = []
+        for request, chunk, size in found:
+            stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
+            chunks.append(request.deliver(replace(chunk, stats=stats), self.target.tokenizer))
+            if request.finish and size > 1 and self._finish is not None:
+                self._finish(request.request_id, chunk.tokens, chunk.drafted)
+        return chunks
 
 
-def _prefill(session: Session, requests: list[Request], fuse: Fuse | None) -> tuple[Tree, Verdict]:
-    """Read the prompts. The first tree is each prompt's last token alone; the features are of the whole prompts."""
-    prompts = [request.prompt for request in requests]
-    logits, features = session.extend(prompts, fuse)
-    session.crop([len(prompt) - 1 for prompt in prompts])  # accepting the tree commits the last token again
-    return Tree.chain([prompt[-1:] for prompt in prompts]), Verdict(logits[:, None], features)
+def _list_keys(requests: Sequence[Request], levels: int) -> dict[str, Tensor]:
+    """The keys [B, levels] of each row's noise after its text; none if all are greedy."""
+    if all(request.sampling.greedy for request in requests):
+        return {}
+    seeds = [request.sampling.seed for request in requests]
+    ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
+    return {name: row_keys(seeds, ids, lengths, levels, stream) for stream, name in KEY_NAMES.items()}
 
 
-def _refill(session: Session, requests: list[Request], waiting: deque[Request]) -> None:
-    """Give the rows of finished requests to waiting ones, whose first root is their prompt's last token."""
-    finished = [row for row, request in enumerate(requests) if request.finish][: len(waiting)]
-    for row in finished:
-        requests[row] = waiting.popleft()
-    if finished:
-        session.renew(finished, [requests[row].prompt for row in finished])
-        session.crop([len(request.sequence) - 1 for request in requests])
-
-
-def _begin_upload(run: _Run, session: Session, requests: list[Request], accepted: Accepted, is_prefill: bool) -> Upload:
-    """All that the next step needs on the device, so that it is copied at once."""
-    upload = session.begin_upload()
-    bonus = [request.sequence[-1] for request in requests]
-    if run.proposer.layers:
-        committed = [request.prompt for request in requests] if is_prefill else accepted.tokens
-        upload.add(list_numbers(committed, bonus, accepted.path))
-    if upload.device.type != "cpu":
-        upload.add({"roots": torch.tensor(bonus), "limits": torch.tensor([request.room - 1 for request in requests])})
-        if not run.sampling.greedy:
-            ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
-            for stream, name in KEY_NAMES.items():
-                upload.add({name: row_keys(run.sampling.seed, ids, lengths, run.nodes, stream)})
-    return upload
-
-
-def _prepare(run: _Run, session: Session, tree: Tree, step: Step, upload: Upload) -> Tree:
-    """The tree, checked and without draft tokens that a row has no room for.
-
-    They would cost time, and the model may have no positions for them. The bonus token needs room as well.
-    """
-    depths = [room - 1 for room in step.room]
-    if "cpu" in (tree.tokens.device.type, upload.device.type):
-        tree = tree.to(torch.device("cpu"))
-        tree.check(len(step.room), run.nodes, run.target.vocabulary, step.bonus)
-        return tree.cut(depths)
-    tree = tree.to(upload.device)
-    tree.check_shapes(len(step.room))
-    return session.check(tree, upload["roots"], run.nodes).cut(depths, upload["limits"])
-
-
-def _refuse_wrong_trees(run: _Run, accepted: Accepted, requests: list[Request], drafted: Tree) -> None:
-    """Raise ValueError for a tree that was found invalid on a GPU. No text has changed then."""
-    if WRONG_TREE in accepted.bonus:
-        drafted.to(torch.device("cpu")).check(len(requests), run.nodes, run.target.vocabulary)
-        wrong = requests[accepted.bonus.index(WRONG_TREE)].request_id
-        raise ValueError(f"request {wrong}: the draft tree is not valid")
-
-
-def _make_step(
-    run: _Run,
-    is_prefill: bool,
-    requests: list[Request],
-    kept: list[int],
-    tree: Tree,
-    verdict: Verdict,
-    accepted: Accepted,
-    seconds: float,
-    upload: Upload,
-) -> Step:
-    """What the proposer sees of a verified tree, for the rows that go on."""
-    features = verdict.features
-    if features is not None and not is_prefill:
-        features = features.gather(1, upload["path"][:, :, None].expand(-1, -1, features.shape[2]))
-    return Step(
-        is_prefill=is_prefill,
-        request_ids=[request.request_id for request in requests],
-        kept=kept,
-        sequences=[request.sequence for request in requests],
-        room=[request.room for request in requests],
-        committed=[request.prompt for request in requests] if is_prefill else accepted.tokens,
-        path=accepted.path,
-        tree=tree,
-        logits=verdict.logits,
-        features=features,
-        seconds=seconds,
-        sampling=run.sampling,
-        stop_ids=requests[0].limits.stop_ids,
-        target=run.target,
-        upload=upload,
-        is_fused=is_prefill and getattr(run.proposer, "fuse", None) is not None,
-    )
-
-
-def _extend(requests: list[Request], accepted: Accepted, seconds: Seconds, run: _Run) -> Iterator[Chunk]:
-    """Add the step's tokens to each answer. Yields a chunk per row."""
-    chunks = [
-        request.extend(path[1:], bonus)
-        for request, path, bonus in zip(requests, accepted.tokens, accepted.bonus, strict=True)
-    ]
-    seconds.finish()
-    for request, chunk, size in zip(requests, chunks, accepted.sizes, strict=True):
-        stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
-        request.stats.add(stats)
-        if request.finish and size > 1 and (finish := getattr(run.proposer, "finish", None)) is not None:
-            finish(request.request_id, chunk.tokens, chunk.drafted)
-        if request.finish and isinstance(run.sampling.processors, RequestProcessors):
-            run.sampling.processors.release(request.request_id)
-        yield replace(chunk, stats=stats, answer=request.answer(run.target.tokenizer) if request.finish else None)
-
-
-def _check_kinds(sampling: Any, chat: Any) -> None:
-    if not isinstance(sampling, Sampling | None):
-        call = "Sampling(temperature=0.7)"
-        raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
-    if not isinstance(chat, bool | None):
-        raise TypeError(f"chat is {chat!r}; it is True, False or None")
-
-
-def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:
-    """One token id or several. Raises ValueError for those that no answer can have."""
-    ids = frozenset(as_whole_numbers(stop_ids, "stop_ids"))
-    if outside := sorted(each for each in ids if not 0 <= each < target.vocabulary):
-        raise ValueError(f"stop_ids have {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}")
-    return ids
+def _join(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Tensors [B, *, D] of several rows each, as one [B, width, D], padded with zeros."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([nn.functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts])

@@ -22,7 +22,7 @@ _MASK = (1 << 64) - 1
 _GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
 
 
-def key(seed: int, request_id: Any, position: Any, stream: int = TEXT, index: Any = 0) -> Any:
+def key(seed: Any, request_id: Any, position: Any, stream: int = TEXT, index: Any = 0) -> Any:
     """53 bits keyed by all arguments: SplitMix64's finaliser (Steele et al. 2014) applied to each in turn.
 
     Arguments are integers, or numpy arrays of uint64 that are broadcast.
@@ -36,14 +36,18 @@ def key(seed: int, request_id: Any, position: Any, stream: int = TEXT, index: An
     return state >> 11
 
 
-def row_keys(seed: int, request_ids: Sequence[int], positions: Sequence[int], levels: int, stream: int) -> Tensor:
-    """Keys of each row's next `levels` decisions, [B, levels] long, on the CPU.
+def row_keys(
+    seeds: int | Sequence[int], request_ids: Sequence[int], positions: Sequence[int], levels: int, stream: int
+) -> Tensor:
+    """Keys of each row's next `levels` decisions, [B, levels] long, on the CPU. seeds: one for each row, or for all.
 
     In the stream TEXT decision i is the token at position positions[b] + i, in others it is index i at positions[b].
     """
-    ids, places = (np.array(numbers, dtype=np.uint64)[:, None] for numbers in (request_ids, positions))
+    seeds = [seeds] * len(request_ids) if isinstance(seeds, int) else seeds
+    columns = [each & _MASK for each in seeds], request_ids, positions
+    own, ids, places = (np.array(numbers, dtype=np.uint64)[:, None] for numbers in columns)
     steps = np.arange(levels, dtype=np.uint64)
-    keyed = key(seed, ids, places + steps) if stream == TEXT else key(seed, ids, places, stream, steps)
+    keyed = key(own, ids, places + steps) if stream == TEXT else key(own, ids, places, stream, steps)
     return torch.from_numpy(keyed.astype(np.int64))
 
 

@@ -28,26 +28,40 @@ LOAD_CALL = "load_proposer(name, target)"
 class Step:
     """A verified tree and what was accepted of it, for the rows that go on.
 
-    The prefill is the first step of every batch: each row commits its whole prompt, and `tree` is the prompt's last
-    token alone. Rows leave the batch as they finish, so a request's row changes while its request id stays.
+    Requests join and leave at any step, so a request's row changes while its request id stays. Rows keep their order,
+    and requests join after the others. In a request's first step its row commits the whole prompt, and its `tree` is
+    the prompt's last token alone.
     """
 
-    is_prefill: bool  # a new batch begins: state of the last one is void
     request_ids: list[int]
-    kept: list[int]  # each row's index in the step before
+    kept: list[int | None]  # each row's index in the step before; None: its request has just joined
     sequences: list[list[int]]  # prompt and answer so far, bonus token included; read-only
     room: list[int]  # tokens each row may still get; deeper draft tokens are cut off
     committed: list[list[int]]  # tokens that entered the KV cache in this step
     path: list[list[int]]  # accepted nodes of the verified tree, root first
     tree: Tree
     logits: Tensor  # [B, N, V] of the tree
-    features: Tensor | None  # [B, T, F] of the committed tokens, if the proposer names layers
-    seconds: float  # spent on verifying and accepting the tree
-    sampling: Sampling
-    stop_ids: frozenset[int]  # tokens that end an answer
+    features: Tensor | None  # [B, T, F] of the committed tokens, as `fuse` reduces them; if the proposer names layers
+    seconds: float  # spent on verifying and accepting the trees of rows that were there before
+    samplings: list[Sampling]
+    stop_ids: list[frozenset[int]]  # tokens that end each answer
     target: Target
     upload: Upload | None = None  # holds `list_numbers` on the device, if the proposer names layers
-    is_fused: bool = False  # the features are what the proposer's `fuse` has made of them
+
+    @property
+    def joined(self) -> list[int]:
+        """The rows whose requests have just joined: the last ones."""
+        return [row for row, place in enumerate(self.kept) if place is None]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether all requests have just joined: what was known of other rows is void."""
+        return len(self.joined) == len(self.kept)
+
+    @property
+    def stayed(self) -> list[int]:
+        """The indices in the step before of the rows that have not just joined: the first ones."""
+        return [place for place in self.kept if place is not None]
 
     @property
     def bonus(self) -> list[int]:
@@ -59,11 +73,11 @@ class Proposer(Protocol):
     """Anything that drafts. The loop needs these two members only.
 
     A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
-    It may have three more members:
+    It may have four more members:
     adaptive: True lets the loop measure `Target.cost_curve` before the first token, for trees that are sized by it.
-    fuse(target, features): reduces a prompt's features from [B, T, F] to [B, T, *], to save memory: those of a long
-    prompt and several layers take gigabytes. It is called after each forward pass over a part of the prompt, and the
-    prefill's step has the results instead of the features.
+    begin(target): checks the target and prepares for it. It is called before the first prompts of a batch are read.
+    fuse(features): reduces features from [B, T, F] to [B, T, *]: those of a long prompt and several layers take
+    gigabytes. It is called after each forward pass, and steps have the results instead of the features.
     finish(request_id, tokens, accepted): lets the proposer learn from a request's last tree, which no later step has.
     It is called when a request ends after a draft. tokens: the new tokens of the last step; the first `accepted` of
     them are draft tokens.

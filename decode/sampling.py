@@ -5,7 +5,7 @@ Shapes: B rows, L tokens of a prefix, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -105,6 +105,7 @@ class AnswerProcessor(ProcessorGroup):
 
     They are called inside the answer only: draft tokens may go on after its end, where a grammar may raise. After
     sampled draft tokens that were rejected, `renew` makes new processors, which are called with the text once more.
+    error: what one of them raised. From then on all scores are NaN, so that the answer ends after the tokens before.
     """
 
     def __init__(
@@ -118,8 +119,17 @@ class AnswerProcessor(ProcessorGroup):
         self.processors, self.renew, self.prompt_length = processors, renew, prompt_length
         self.stop_ids, self.max_new_tokens = stop_ids, max_new_tokens
         self._called: list[int] | None = None  # the answer up to the last call
+        self.error: Exception | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        try:
+            if self.error is None:
+                return self._process(input_ids, scores)
+        except Exception as error:
+            self.error = error
+        return torch.full_like(scores, torch.nan)
+
+    def _process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         answer = input_ids[0, self.prompt_length :].tolist()
         if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
             return scores
@@ -140,45 +150,53 @@ class AnswerProcessor(ProcessorGroup):
 
 
 class RequestProcessors:
-    """The processors of each request of a stream, by its id. They are made at the first call.
+    """The processors of one request, made at the first call: deep copies, or what the user's callable makes.
 
-    A single request gets the user's own objects; several get deep copies, unless a callable makes their processors.
+    is_alone: no other request has these processors, so it gets the user's own objects.
     sampled: whether draft tokens are sampled, so that a processor may be called with tokens that are then rejected.
 
-    Raises ValueError for a processor that must be copied and cannot be.
+    Raises ValueError for a processor that must be copied now and cannot be.
     """
 
     def __init__(
         self,
         processors: Processors,
-        prompt_lengths: Mapping[int, int],
+        prompt_length: int,
         stop_ids: frozenset[int],
         max_new_tokens: int,
+        *,
+        is_alone: bool,
         sampled: bool,
     ) -> None:
-        self.prompt_lengths, self.limits = prompt_lengths, (stop_ids, max_new_tokens)
+        self.limits = prompt_length, stop_ids, max_new_tokens
         self._own: Sequence[LogitsProcessor] | None = None  # the user's, used as they are
-        self._made: dict[int, AnswerProcessor] = {}
+        self._made: AnswerProcessor | None = None
         if not isinstance(processors, Sequence):
             self._make = processors
             return
-        self._own = processors if len(prompt_lengths) == 1 else None
+        self._own = processors if is_alone else None
         # Of objects that are used, copies are made before.
-        copies = [*map(copy_processor, processors)] if sampled or self._own is None else None
-        self._make = partial(_copy_all, processors if self._own is None else copies)
+        copies = [*map(copy_processor, processors)] if sampled and is_alone else None
+        self._make = partial(_copy_all, copies if is_alone else processors)
 
     def __call__(self, request_id: int) -> list[LogitsProcessor]:
-        if request_id not in self._made:
+        if self._made is None:
             renew = partial(self._make, request_id)
-            first = renew() if self._own is None else self._own
-            if not isinstance(first, Sequence):
-                raise TypeError(f"processors(request_id) returned {type(first).__name__}; it must return a list")
-            self._made[request_id] = AnswerProcessor(first, renew, self.prompt_lengths[request_id], *self.limits)
-        return [self._made[request_id]]
+            self._made = AnswerProcessor(self._own or (), renew, *self.limits)
+            try:
+                if self._own is None:
+                    self._made.processors = renew()
+                if not isinstance(self._made.processors, Sequence):
+                    kind = type(self._made.processors).__name__
+                    raise TypeError(f"processors(request_id) returned {kind}; it must return a list")
+            except Exception as error:
+                self._made.error = error
+        return [self._made]
 
-    def release(self, request_id: int) -> None:
-        """Forget what a finished request used."""
-        self._made.pop(request_id, None)
+    @property
+    def error(self) -> Exception | None:
+        """What a processor raised, or what could not be made."""
+        return self._made and self._made.error
 
 
 def _copy_all(processors: Sequence[LogitsProcessor] | None, request_id: int) -> list[LogitsProcessor]:
@@ -272,6 +290,11 @@ class Sampling:
         return self.temperature == 0
 
     @cached_property
+    def kind(self) -> Sampling:
+        """Temperature, top-k, top-p and min-p alone: trees of rows of one kind are accepted together."""
+        return Sampling(seed=0) if self.greedy else replace(self, processors=(), seed=0)
+
+    @cached_property
     def warpers(self) -> LogitsProcessorList:
         """Temperature, top-k, top-p and min-p in transformers' order. They need no prefix."""
         warpers = LogitsProcessorList()
@@ -322,3 +345,27 @@ class Sampling:
     def _process(self, prefix: Tensor, scores: Tensor, request_id: int) -> Tensor:
         # Processors may write into their input.
         return apply_processors(self._find_processors(request_id), prefix[None], scores[None].clone())[0]
+
+
+def group_rows(samplings: Sequence[Sampling]) -> list[tuple[Sampling, list[int]]]:
+    """The rows whose tokens are chosen in the same way, and that way; the seeds may differ.
+
+    A row with logits processors is a group of its own.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        groups.setdefault(row if sampling.processors else sampling.kind, []).append(row)
+    return [(samplings[rows[0]], rows) for rows in groups.values()]
+
+
+def for_groups(samplings: Sequence[Sampling], compute: Callable[[Sampling, Any], Tensor]) -> Tensor:
+    """What `compute` makes of each group of rows, as one tensor with all rows in order.
+
+    It gets the group's sampling, and its rows as an index: a list, or a slice of all rows.
+    """
+    groups = group_rows(samplings)
+    if len(groups) == 1:
+        return compute(samplings[0], slice(None))
+    order = [row for _, rows in groups for row in rows]
+    parts = torch.cat([compute(*group) for group in groups])
+    return parts[torch.tensor([order.index(row) for row in range(len(order))]).to(parts.device)]

@@ -5,7 +5,7 @@ Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from decode.gpu.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
 from decode.models.stock_model import StockModel, capture_features
+from decode.sampling import Sampling
 from decode.tree import Tree
 
 CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)
@@ -26,6 +27,9 @@ MASK_BYTES = 1 << 28  # of a mask in it
 GROUP = 16  # rows of a prefill at most ...
 ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
 Fuse: TypeAlias = Callable[[Tensor], Tensor]  # from features [B, T, F] to what a proposer needs of them, [B, T, *]
+Read: TypeAlias = tuple[
+    Tensor, Tensor | None
+]  # the logits after each prompt [B, V], and its tokens' features [B, T, *]
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,15 @@ class Session:
         return check_on_device(tree, roots, nodes, self.target.vocabulary)
 
     @torch.no_grad()
-    def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
+    def verify(
+        self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
+    ) -> Verdict:
         """One forward pass over a tree, after the committed tokens.
 
         start: compute only the nodes from this one on; those before it were verified by the last call and are still in
         the cache (a tree that grows level by level). only: the nodes to compute logits for, which then are [B, n, V].
+        sampling: what all rows sample by, without logits processors; a session may then accept the tree in the same
+        pass.
         """
         target, count = self.target, tree.width - start
         upload = self._upload or self.begin_upload()
@@ -137,15 +145,16 @@ class Session:
         begins = tree.is_chain and tree.width > 1 and start == 0 and not any(self.lengths)
         return begins and not self.target.needs_masks
 
-    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
+    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Commit tokens at the end of each row, at least one each.
 
         Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
         `fuse` makes of them, one forward pass after another.
         """
-        groups = _group_by_length(tokens)
-        if len(groups) == 1 or any(self.lengths):  # only empty rows can be filled in groups
-            return self._extend_together(tokens, fuse)
+        groups = group_by_length([*map(len, tokens)])
+        is_simple = len(groups) == 1 and len({*map(tuple, tokens)}) == len(tokens)
+        if is_simple or any(self.lengths):  # only empty rows can be filled in groups, and equal texts be read once
+            return run_through(self.read(tokens, fuse))
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         features: list[Tensor] = [torch.empty(0)] * len(tokens)
         for rows in groups:
@@ -156,24 +165,47 @@ class Session:
                     features[row] = group_features[index, : len(tokens[row])]
         return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
 
-    def renew(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
+        unique, sources = find_unique(tokens)
+        session = Session(self.target, len(unique), self.layers)
+        logits, features = session.extend(unique, fuse)
         self._move_now()
-        session = Session(self.target, len(rows), self.layers)
-        result = session.extend(tokens, fuse)
-        self.cache.replace(rows, session.cache)
-        return result
+        self.cache.replace(rows, session.cache, sources)
+        return logits[sources], None if features is None else features[sources]
 
-    def _extend_together(
-        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """`extend` for all rows at once, some tokens of each in a forward pass."""
+    def add_rows(self, count: int) -> None:
+        """Add empty rows after the others."""
+        self._move_now()
+        self.cache.add_rows(count)
+
+    def join(self, other: Session, sources: Sequence[int]) -> None:
+        """Add rows after the others, with what is committed in the rows `sources` of another session."""
+        begin = len(self.lengths)
+        other._move_now()
+        self.add_rows(len(sources))
+        self.cache.replace(range(begin, begin + len(sources)), other.cache, sources)
+
+    def copy_from(self, other: Session, row: int, source: int, length: int) -> None:
+        """Replace an empty row by the first `length` tokens of another session's row `source`."""
+        other._move_now()
+        self.cache.replace([row], other.cache, [source])
+        self.cache.lengths[row] = length
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
+    ) -> Generator[None, None, Read]:
+        """`extend` for all rows at once, some tokens of each in a forward pass. Yields between passes.
+
+        most: tokens of all rows in a pass; None takes as many as are fastest.
+        """
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         longest, features = max(map(len, tokens)), torch.empty(0)
         chunk = choose_chunk(self.target.device, len(tokens), longest + max(self.lengths), self.target.dtype)
+        chunk = chunk if most is None else min(chunk, max(most // len(tokens), 1))
         for begin in range(0, longest, chunk):
+            if begin:
+                yield
             parts = [each[begin : begin + chunk] for each in tokens]
             ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
             last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
@@ -186,6 +218,7 @@ class Session:
                 if begin == 0:  # all at once: joining parts would need twice the memory
                     features = part.new_empty(len(tokens), longest, part.shape[2])
                 features[:, begin : begin + chunk] = part
+            del verdict
         return torch.stack(logits), features if self.layers else None
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
@@ -197,15 +230,13 @@ class Session:
         self._upload = None
         self.cache.commit([len(row) for row in path])
 
-    def crop(self, lengths: Sequence[int]) -> None:
-        """Forget each row's committed tokens beyond its length."""
-        self._upload = None
-        self.cache.crop(lengths)
-
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in ascending order. Nodes that were not kept are lost."""
         self._move_now()
         self.cache.select(rows)
+
+    def close(self) -> None:
+        """The rows that are left have ended."""
 
     @torch.inference_mode()  # the cache may have been made in it
     def clear_free_slots(self) -> None:
@@ -230,11 +261,28 @@ def choose_chunk(device: torch.device, rows: int, longest: int, dtype: torch.dty
     return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * dtype.itemsize)) // rows)
 
 
-def _group_by_length(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows, those of similar length together."""
+def run_through(reading: Generator[None, None, Read]) -> Read:
+    """The result of a reading, without a pause."""
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            result: Read = end.value
+            return result
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """The indices of texts of these lengths, those of similar length together."""
     groups: list[list[int]] = []
-    for row in sorted(range(len(tokens)), key=lambda row: len(tokens[row])):
-        if not groups or len(groups[-1]) == GROUP or len(tokens[row]) - len(tokens[groups[-1][0]]) >= ALIKE:
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or len(groups[-1]) == GROUP or lengths[row] - lengths[groups[-1][0]] >= ALIKE:
             groups.append([])
         groups[-1].append(row)
     return groups
+
+
+def find_unique(texts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """The texts without repetitions, and for each text its index among these."""
+    unique: dict[tuple[int, ...], int] = {}
+    sources = [unique.setdefault(tuple(text), len(unique)) for text in texts]
+    return [*map(list, unique)], sources

@@ -27,6 +27,10 @@ class Seconds:
         """Start the clock of a step."""
         return cls(started=perf_counter())
 
+    def resume(self) -> None:
+        """Start the clock again after a break."""
+        self.started = perf_counter() - self.total
+
     def finish(self) -> None:
         """Stop the clock: time that was not measured as another part is `rest`."""
         self.rest = perf_counter() - self.started - self.proposer - self.target - self.accept
@@ -56,6 +60,7 @@ class Stats:
     nodes: int = 0  # draft tokens that were verified
     accepted_by_depth: list[int] = field(default_factory=list)  # [d]: steps that accepted a draft token at depth d + 1
     seconds: Seconds = field(default_factory=Seconds)  # of the whole batch while this answer was in it
+    reused: int = 0  # tokens of the prompt that were computed for another request
 
     @property
     def tau(self) -> float:
@@ -71,6 +76,7 @@ class Stats:
         self.steps += other.steps
         self.tokens += other.tokens
         self.nodes += other.nodes
+        self.reused += other.reused
         pairs = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
         self.accepted_by_depth = [ours + theirs for ours, theirs in pairs]
         self.seconds.add(other.seconds)

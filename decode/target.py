@@ -19,9 +19,8 @@ from decode.models.grouped_attention import ATTENTION
 from decode.models.loading import load_model
 from decode.models.self_test import self_test
 from decode.models.timed_model import TimedModel
-from decode.sampling import Sampling
+from decode.requests.text import Tokenizer
 from decode.session import Session
-from decode.text import Tokenizer
 
 
 class Target(TimedModel):
@@ -85,14 +84,9 @@ class Target(TimedModel):
         curve = super().cost_curve(batch_size, context)
         return curve.padded if self.has_graphs else curve
 
-    def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> Session:
-        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features.
-
-        sampling: how trees are accepted, if `decode.accept.accept` does it without logits processors.
-        """
-        if sampling is not None and self.has_graphs:
-            return self._fixed_sessions.open(self, batch_size, layers, sampling)
-        return Session(self, batch_size, layers)
+    def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
+        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
+        return (self._fixed_sessions.open if self.has_graphs else Session)(self, batch_size, layers)
 
 
 def check_target(target: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.gpu.transfer import copy_packed
 
@@ -115,6 +115,26 @@ class Tree:
             q=None if self.q is None else self.q[:, :nodes],
             scores=None if self.scores is None else self.scores[:, :nodes],
         )
+
+    @classmethod
+    def join(cls, trees: Sequence[Tree]) -> Tree:
+        """The trees of several batches as one, without `q` and scores."""
+        width, first = max(tree.width for tree in trees), trees[0]
+        parts = [tree.to(first.tokens.device) for tree in trees]
+        tokens, parents = (
+            torch.cat([nn.functional.pad(getattr(tree, name), (0, width - tree.width), value=value) for tree in parts])
+            for name, value in (("tokens", 0), ("parents", -1))
+        )
+        sizes, height = torch.cat([tree.sizes for tree in parts]), max(tree.height for tree in trees)
+        return cls(tokens, parents, sizes, height, is_chain=all(tree.is_chain for tree in trees))
+
+    def limit(self, nodes: Sequence[int]) -> Tree:
+        """Only the first `nodes[b]` nodes of row b."""
+        limits = torch.tensor(nodes).to(self.tokens.device)
+        tree = self.first(max(nodes))
+        sizes = tree.sizes.minimum(limits)
+        real = torch.arange(tree.width, device=sizes.device) < sizes[:, None]
+        return replace(tree, sizes=sizes, parents=torch.where(real, tree.parents, -1))
 
     def cut(self, depths: Sequence[int], limits: Tensor | None = None) -> Tree:
         """Only the nodes at most `depths[b]` deep in row b, in their order. limits: the depths on the tree's device."""

@@ -105,6 +105,20 @@ class LayerCache:
         self._lengths = None
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
+    def append(self, other: LayerCache) -> None:
+        """Add the rows of another cache after these."""
+        self._lengths = None
+        if other.keys is not None:
+            new = other.allocated()
+            if self.keys is None:
+                self.keys, self.values = (held.new_zeros(len(self.lengths), *held.shape[1:]) for held in new)
+            slots = max(held.shape[2] for held in (*self.allocated(), *new))
+            pairs = zip(self.allocated(), new, strict=True)
+            self.keys, self.values = (torch.cat([_grow(held, slots) for held in pair]) for pair in pairs)
+        elif self.keys is not None:
+            self.keys, self.values = (_add_rows(held, len(other.lengths)) for held in self.allocated())
+        self.lengths += other.lengths
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         self._lengths = None
@@ -140,6 +154,10 @@ def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
         held[:, :, slots] = new
     else:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)
+
+
+def _add_rows(held: Tensor, count: int) -> Tensor:
+    return nn.functional.pad(held, (0, 0, 0, 0, 0, 0, 0, count))
 
 
 def _grow(held: Tensor, used: int) -> Tensor:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from decode import Session, Step, Target, Tree
+from decode import Sampling, Session, Step, Target, Tree
 from decode.noise import DRAFT, inverse_cdf, to_uniforms
-from decode.sampling import upcast_half
+from decode.sampling import for_groups, upcast_half
 from proposers.draft_budget import DraftBudget
-from proposers.trees.coupled import Coupling, find_noise
+from proposers.trees.coupled import find_coupling, find_noise
 
 LONGEST = 16
 MEMORY = 0.95  # weight of the acceptance before, per step
@@ -47,10 +48,11 @@ class DraftProposer:
         self.draft, self.width, self.sampled, self.length = draft, width, sampled, length
         self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.draft_budget = DraftBudget()
+        self._last_levels = 0
         self._accepted, self._tried = 2.4, 4.0  # decayed counts of draft tokens; a token counts if its parent was right
         self._session = DraftSession(draft)
 
-    def check(self, target: Target) -> None:
+    def begin(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary. Either may pad its output to more rows."""
         ours, theirs = self.draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:
@@ -65,6 +67,7 @@ class DraftProposer:
         shared = min(self.draft.vocabulary, target.vocabulary)
         if self.width > shared:
             raise ValueError(f"width is {self.width}, more than the {shared} tokens of the vocabulary")
+        self._level_time = count_weights(self.draft.config) / count_weights(target.config)
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
@@ -81,15 +84,10 @@ class DraftProposer:
 
     def _observe(self, step: Step) -> None:
         """Learn from the last draft, and bring the draft model's cache to the accepted tokens."""
-        if step.is_prefill:
-            self.check(step.target)
         if self.adaptive:
             self.draft_budget.observe(step)
         self._session.observe(step)
-        if step.is_prefill:
-            self._level_time = count_weights(self.draft.config) / count_weights(step.target.config)
-            return
-        for path in step.path if self._last_levels else ():
+        for path in step.path[: len(step.stayed)] if self._last_levels else ():
             self._accepted = MEMORY * self._accepted + len(path) - 1
             self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
 
@@ -109,11 +107,12 @@ class DraftProposer:
         """The most likely paths at each depth: a beam search that keeps all nodes it visited."""
         tokens, parents, scores = roots, torch.full_like(roots, -1), torch.zeros_like(roots, dtype=torch.float32)
         beam, logits, sizes = scores, logits[:, None], torch.ones_like(roots[:, 0])
-        coupling = None if step.sampling.greedy else Coupling(step.sampling, find_noise(step, levels).to(roots.device))
+        is_greedy = all(sampling.greedy for sampling in step.samplings)
+        coupling = find_coupling(step.samplings, None if is_greedy else find_noise(step, levels).to(roots.device))
         tree = Tree(tokens, parents, sizes, height=0)
         for level in range(levels):
             first = tokens.shape[1] - beam.shape[1]  # node of the level before
-            if step.sampling.processors:
+            if any(sampling.processors for sampling in step.samplings):
                 logits = _process(step, tree, logits)
             if coupling is not None:
                 logits = coupling.perturb(logits, level, None)
@@ -130,14 +129,13 @@ class DraftProposer:
 
     def _sample(self, step: Step, roots: Tensor, logits: Tensor, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier."""
-        sampling = step.sampling.for_drafts  # q may be any distribution that the tokens are sampled from
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
         noise = to_uniforms(find_noise(step, levels, DRAFT).to(roots.device))
         tokens, qs, sizes = roots, [], torch.ones_like(roots[:, 0])
         for level in range(levels):
             prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
-            qs.append(sampling.probabilities(logits, prefixes, step.request_ids).nan_to_num(nan=0.0))
+            qs.append(find_q(step, logits, prefixes))
             sampled = inverse_cdf(qs[-1], noise[:, level]).clamp(max=logits.shape[1] - 1)  # all are 0 after NaN
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)
             if level + 1 < levels:
@@ -146,14 +144,27 @@ class DraftProposer:
         return Tree.chain_of(tokens, sizes * tokens.shape[1], q=torch.stack(qs, dim=1))
 
 
+def find_q(step: Step, logits: Tensor, prefixes: Sequence[Tensor]) -> Tensor:
+    """The probabilities [B, V] that draft tokens are sampled from, by logits [B, V]: q may be any distribution."""
+
+    def find(sampling: Sampling, rows: Any) -> Tensor:
+        places = range(len(prefixes))[rows] if isinstance(rows, slice) else rows
+        some, ids = [prefixes[row] for row in places], [step.request_ids[row] for row in places]
+        return sampling.for_drafts.probabilities(logits[rows], some, ids).nan_to_num(nan=0.0)
+
+    return for_groups(step.samplings, find)
+
+
 def _process(step: Step, tree: Tree, logits: Tensor) -> Tensor:
     """The logits [B, W, V] after the tree's last W nodes, each processed with its own prefix."""
     count = logits.shape[1]
     rows = []
-    for row, (request_id, sequence) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
-        text = torch.tensor(sequence[:-1], device=logits.device)
-        prefixes = [torch.cat([text, tree.tokens[row, path]]) for path in tree.ancestors[row, -count:]]
-        rows.append(step.sampling.for_drafts.process(upcast_half(logits[row]), prefixes, [request_id] * count))
+    for row, sampling in enumerate(step.samplings):
+        text, scores = torch.tensor(step.sequences[row][:-1], device=logits.device), upcast_half(logits[row])
+        if sampling.processors:
+            prefixes = [torch.cat([text, tree.tokens[row, path]]) for path in tree.ancestors[row, -count:]]
+            scores = sampling.for_drafts.process(scores, prefixes, [step.request_ids[row]] * count)
+        rows.append(scores)
     return torch.stack(rows)
 
 
@@ -170,15 +181,18 @@ class DraftSession:
 
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
-        if step.is_prefill:
-            self._session, self._vocabulary = self.draft.open(len(step.request_ids)), step.target.vocabulary
+        stayed = step.stayed
+        if step.is_first:
+            self._session, self._vocabulary = Session(self.draft, len(step.request_ids)), step.target.vocabulary
         else:
-            paths, rows = zip(step.kept, step.path, strict=True), range(len(self._session.lengths))
+            paths, rows = zip(stayed, step.path, strict=False), range(len(self._session.lengths))
             # The tokens read are the first nodes of the verified tree after its root.
             accepted = {row: [node - 1 for node in path if 0 < node <= self._read] for row, path in paths}
             self._session.keep([accepted.get(row, []) for row in rows])  # before rows move
-            if len(step.kept) < len(rows):
-                self._session.select(step.kept)
+            if len(stayed) < len(rows):
+                self._session.select(stayed)
+            if step.joined:
+                self._session.add_rows(len(step.joined))
         self._read = 0
 
     def start(self, step: Step) -> Tensor:
@@ -186,9 +200,12 @@ class DraftSession:
 
         Another token stands for those that the draft model does not have.
         """
-        last = self.draft.vocabulary - 1
-        rows = zip(step.sequences, self._session.lengths, strict=True)
-        unread = [[min(token, last) for token in sequence[length:]] for sequence, length in rows]
+        last, lengths = self.draft.vocabulary - 1, self._session.lengths
+        new = [row for row, text in enumerate(step.sequences) if lengths[row] == 0 and len(text) > 1]
+        texts = [[min(token, last) for token in sequence] for sequence in step.sequences]
+        if 0 < len(new) < len(texts):  # whole texts apart, so that the others need not be padded
+            self._session.renew(new, [texts[row][:-1] for row in new])
+        unread = [text[length:] for text, length in zip(texts, self._session.lengths, strict=True)]
         return self._fit(self._session.extend(unread)[0])
 
     def extend(self, tree: Tree) -> Tensor:

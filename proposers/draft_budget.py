@@ -92,12 +92,12 @@ class DraftBudget:
 
     def observe(self, step: Step) -> None:
         """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
-        if not step.is_prefill:
-            self.learn(sum(len(path) - 1 for path in step.path) / len(step.path), step.seconds)
+        if count := len(step.stayed):
+            self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
         cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
-        if step.is_prefill or cost is not self.cost:
-            self.begin(cost, new_texts=step.is_prefill)
+        if step.is_first or cost is not self.cost:
+            self.begin(cost, new_texts=step.is_first)
 
     def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
         """Start with another batch size or context, at which a pass over n nodes takes `cost(n)`.

@@ -19,7 +19,7 @@ from decode.models.grouped_attention import attend_stacked
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
 from proposers.fast_heads import Inputs, pad_tokens
-from proposers.feature_history import CHUNK, expand_last, pick_last
+from proposers.feature_history import CHUNK, Counts, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
@@ -36,7 +36,7 @@ class EagleProposer(HeadProposer):
     levels, width, ranks = DEPTH, WIDTH, WIDTH
 
     @torch.no_grad()
-    def combine(self, features: Tensor) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
         return self.head.fuse(features.to(self.dtype))
 
     def read_step(self, step: Step) -> Inputs:
@@ -44,7 +44,7 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
-        cache, embed, device = self._history.cache, self.embedding(step.target), step.target.device
+        cache, device = self._history.cache, step.target.device
         if device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)
             cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
@@ -52,13 +52,21 @@ class EagleProposer(HeadProposer):
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
 
-        def read(fused: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
-            positions = cache.positions(fused.shape[1], fused.device)
-            states: Tensor = self.head(embed(tokens), fused, positions, cache.attend)
-            cache.keep(counts, on_device)
-            return states
+        return {"states": self._history.read_all(partial(self.read, step.target))}
 
-        return {"states": self._history.read(self.dtype, read)}
+    def read(
+        self,
+        target: Target,
+        cache: LayerCache,
+        features: Tensor,
+        tokens: Tensor,
+        counts: Counts,
+        on_device: Tensor | None,
+    ) -> Tensor:
+        positions, embed = cache.positions(features.shape[1], features.device), self.embedding(target)
+        states: Tensor = self.head(embed(tokens), features.to(self.dtype), positions, cache.attend)
+        cache.keep(counts, on_device)
+        return states
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return "features" in inputs

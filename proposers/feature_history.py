@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
@@ -19,6 +21,10 @@ from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
+Counts: TypeAlias = list[int]  # of features, by row
+# A head reads features [B, T, F], padded at the right, and the tokens [B, T] after them, and adds both to its cache. It
+# also gets each row's number of features: as a list, and as a tensor [B] if it is there. Returns its states [B, T, H].
+ReadFeatures: TypeAlias = Callable[[LayerCache, Tensor, Tensor, Counts, Tensor | None], Tensor]
 
 
 class FeatureHistory:
@@ -40,16 +46,29 @@ class FeatureHistory:
         else:
             self.cache = LayerCache(rows, attend_like_target)
 
-    def add(self, step: Step, features: Tensor) -> None:
-        """Take in a step's features as the head attends to them."""
-        if step.is_prefill:
-            self._begin(len(step.request_ids), features.device)
-        elif len(step.kept) < len(self.cache.lengths):
-            self.cache.select(step.kept)
-            self._unread = [part.select(step.kept) for part in self._unread]
-        numbers, counts = numbers_of(step), [len(tokens) for tokens in step.committed]
-        features = features[:, : max(counts)]  # a row with a longer prompt may have ended
-        self._unread.append(FeaturePart(features, numbers["following"], numbers["counts"], counts))
+    def add(self, step: Step, read: ReadFeatures) -> None:
+        """Take in a step's features.
+
+        Requests that join others are read at once, up to the last token, so that the others need not be padded.
+        """
+        assert step.features is not None
+        numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
+        features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
+        part = FeaturePart(features, numbers["following"], numbers["counts"], counts)
+        if step.is_first:
+            self._begin(len(counts), features.device)
+        elif len(stayed) < len(self.cache.lengths):
+            self.cache.select(stayed)
+            self._unread = [each.select(stayed) for each in self._unread]
+        if stayed and step.joined:
+            prompts = part.select(step.joined).without_last()
+            cache = LayerCache(len(step.joined), attend_like_target)
+            if max(prompts.counts):
+                read_part(prompts, cache, read)
+            self.cache.append(cache)
+            self._unread = [each.add_rows(len(step.joined)) for each in self._unread]
+            part = part.after([0] * len(stayed) + prompts.counts)
+        self._unread.append(part)
 
     @property
     def unread_counts(self) -> list[int]:
@@ -61,23 +80,10 @@ class FeatureHistory:
         unread, self._unread = join_parts(self._unread), []
         return unread
 
-    def read(self, dtype: torch.dtype, read: Callable[[Tensor, Tensor, list[int], Tensor | None], Tensor]) -> Tensor:
-        """Let a head read the features that it has not read; returns each row's last state [B, H].
-
-        read: maps features [B, T, F], padded at the right, and the tokens [B, T] after them, the root last, to states
-        [B, T, H], and adds these to the cache. It also gets each row's number of features: as a list, and as a tensor
-        [B] if all are read at once.
-        """
+    def read_all(self, read: ReadFeatures) -> Tensor:
+        """Let a head read the features that it has not read; returns each row's last state [B, H]."""
         unread = self.take()
-        counts, features = unread.counts, unread.features.to(dtype)
-        if max(counts) <= CHUNK:
-            return pick_last(read(features, unread.following, counts, unread.counts_tensor), unread.counts_tensor)
-        states = []
-        for begin in range(0, max(counts), CHUNK):
-            part = slice(begin, begin + CHUNK)
-            sizes = [min(max(count - begin, 0), CHUNK) for count in counts]
-            states.append(read(features[:, part], unread.following[:, part], sizes, None))
-        return pick_last(torch.cat(states, dim=1), unread.counts_tensor)
+        return pick_last(read_part(unread, self.cache, read), unread.counts_tensor)
 
 
 @dataclass(frozen=True)
@@ -87,13 +93,44 @@ class FeaturePart:
     features: Tensor  # [B, T, F]
     following: Tensor  # [B, T]: the token after each
     counts_tensor: Tensor  # [B]
-    counts: list[int]  # the same: features of each row
+    counts: Counts  # the same: features of each row
 
     def select(self, rows: Sequence[int]) -> FeaturePart:
         """The same for some rows only."""
         index = copy_packed({"rows": torch.tensor(rows)}, self.features.device)["rows"]
         counts = [self.counts[row] for row in rows]
         return FeaturePart(self.features[index], self.following[index], self.counts_tensor[index], counts)
+
+    def without_last(self) -> FeaturePart:
+        """The same without each row's last feature."""
+        counts = [count - 1 for count in self.counts]
+        return FeaturePart(self.features[:, :-1], self.following[:, :-1], self.counts_tensor - 1, counts)
+
+    def after(self, starts: Counts) -> FeaturePart:
+        """The same without the first `starts[b]` features of each row."""
+        counts = [count - start for count, start in zip(self.counts, starts, strict=True)]
+        first = torch.tensor(starts).to(self.features.device)
+        column = first[:, None] + torch.arange(max(counts), device=first.device)  # [B, T]
+        column = column.clamp(max=self.features.shape[1] - 1)
+        features = self.features.gather(1, expand_last(column, self.features))
+        return FeaturePart(features, self.following.gather(1, column), self.counts_tensor - first, counts)
+
+    def add_rows(self, count: int) -> FeaturePart:
+        """The same with more rows, which have no features."""
+        features, following = pad(self.features, (0, 0, 0, 0, 0, count)), pad(self.following, (0, 0, 0, count))
+        return FeaturePart(features, following, pad(self.counts_tensor, (0, count)), [*self.counts, *[0] * count])
+
+
+def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tensor:
+    """Let a head read features into its cache, some in a pass. Returns the states [B, T, H]."""
+    if max(part.counts) <= CHUNK:
+        return read(cache, part.features, part.following, part.counts, part.counts_tensor)
+    states = []
+    for begin in range(0, max(part.counts), CHUNK):
+        columns = slice(begin, begin + CHUNK)
+        sizes = [min(max(count - begin, 0), CHUNK) for count in part.counts]
+        states.append(read(cache, part.features[:, columns], part.following[:, columns], sizes, None))
+    return torch.cat(states, dim=1)
 
 
 def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:

@@ -9,9 +9,9 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target, Tree
+from decode.sampling import group_rows
+from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
-from proposers.feature_history import FeatureHistory, numbers_of
-from proposers.trees.coupled import Coupling, find_noise
+from proposers.feature_history import Counts, FeatureHistory, numbers_of
+from proposers.trees.coupled import find_coupling, find_noise
 from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS, Drafter, ScoredDrafter, search
 
@@ -89,7 +91,7 @@ class HeadProposer(ABC):
 
     def prepare(self, target: Target) -> Self:
         """Draft with a faster copy of the head (`proposers.fast_heads`), bound to the target. Returns itself."""
-        self.bind(target)
+        self.begin(target)
         if not isinstance(self.head.logits, PackedOutput):
             self.head, self._graphs = pack_head(self.head), DraftGraphs()
         return self
@@ -99,7 +101,7 @@ class HeadProposer(ABC):
         self.head.check_target(target.config.hidden_size, target.vocabulary, target.config.num_hidden_layers)
 
     @torch.inference_mode(mode=False)  # the head may be trained later, with what it borrows here
-    def bind(self, target: Target) -> None:
+    def begin(self, target: Target) -> None:
         """Make the head ready: on the target's device, with the target's output matrix if it has none of its own.
 
         Raises ValueError as `check` does, and if it was prepared for another target or device.
@@ -119,20 +121,12 @@ class HeadProposer(ABC):
         self._borrowed_from = ref(target.model)
 
     def observe(self, step: Step) -> None:
-        """Take in a finished step: the head's output matrix before the first one, and the features that it reads."""
-        if step.is_prefill:
-            self.bind(step.target)
+        """Take in the features of a finished step."""
         if self.head.reads_all_features:
-            assert step.features is not None
-            self._history.add(step, step.features if step.is_fused else self.combine(step.features))
+            self._history.add(step, partial(self.read, step.target))
 
-    def fuse(self, target: Target, features: Tensor) -> Tensor:
-        """Reduces a prompt's features [B, T, F] to what the head attends to. See `decode.Proposer`."""
-        self.bind(target)
-        return self.combine(features)
-
-    def combine(self, features: Tensor) -> Tensor:
-        """The features [B, T, F] as the head attends to them."""
+    def fuse(self, features: Tensor) -> Tensor:
+        """The features [B, T, F] as the head attends to them. See `decode.Proposer`."""
         return features
 
     @torch.no_grad()
@@ -164,22 +158,25 @@ class HeadProposer(ABC):
             levels = budget.choose_depth(levels)
 
         def find(inputs: Mapping[str, Tensor]) -> Draft:
-            drafter = self.start_scored(inputs, target, step.sampling)
+            drafter = self.start_scored(inputs, target, step.samplings)
             return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive)
 
-        if not target.has_graphs or not self.is_fixed(inputs):
+        if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(step.samplings)) > 1:
             return find(inputs)
-        kind = levels, most, replace(step.sampling, processors=(), seed=0)
+        kind = levels, most, step.samplings[0].kind
         return self._graphs.run(target.model, self.written, kind, find, inputs)
 
     def read_inputs(self, step: Step, levels: int) -> Inputs:
         """`read_step`, with the roots and, where the target samples, the keys of its noise at so many levels."""
-        keys = {} if step.sampling.greedy else {"keys": find_noise(step, levels)}
+        is_greedy = all(sampling.greedy for sampling in step.samplings)
+        keys = {} if is_greedy else {"keys": find_noise(step, levels)}
         return self.read_step(step) | {"roots": numbers_of(step)["roots"]} | keys
 
-    def start_scored(self, inputs: Mapping[str, Tensor], target: Target, sampling: Sampling) -> ScoredDrafter:
+    def start_scored(
+        self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]
+    ) -> ScoredDrafter:
         """`start_drafter` for the tensors of `read_inputs`, with its tokens scored."""
-        coupling = None if sampling.greedy else Coupling(sampling, inputs["keys"])
+        coupling = find_coupling(samplings, inputs.get("keys"))
         return ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, coupling)
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
@@ -194,6 +191,21 @@ class HeadProposer(ABC):
     @abstractmethod
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         """The head's drafter for a step, from `read_step` and the "roots" [B]."""
+
+    def read(
+        self,
+        target: Target,
+        cache: LayerCache,
+        features: Tensor,
+        tokens: Tensor,
+        counts: Counts,
+        on_device: Tensor | None,
+    ) -> Tensor:
+        """Read features [B, T, *] and the tokens [B, T] after them into the head's cache. For heads that have one.
+
+        Returns the states [B, T, H]. counts: the features of each row; on_device [B]: the same, if they are there.
+        """
+        raise NotImplementedError
 
     def is_fixed(self, inputs: Inputs) -> bool:
         """Whether drafting from these inputs can be a CUDA graph: the same tensor operations in every step."""

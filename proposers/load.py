@@ -214,7 +214,7 @@ def _load_draft_proposer(
     if not isinstance(draft_model, Target):
         draft_model = Target.load(str(draft_model), dtype=target.dtype, device=str(target.device))
     proposer = DraftProposer(draft_model, length=depth, **options)
-    proposer.check(target)
+    proposer.begin(target)
     return proposer
 
 

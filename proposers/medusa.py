@@ -7,14 +7,16 @@ vocabulary, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from decode import Step, Target
+from heads import LayerCache
 from proposers.fast_heads import Inputs
-from proposers.feature_history import pick_last_features
+from proposers.feature_history import Counts, pick_last_features
 from proposers.head_proposer import HeadProposer
 
 
@@ -60,10 +62,18 @@ class HydraProposer(HeadProposer):
         if not self.head.reads_all_features:
             return {"last": pick_last_features(step)}
 
-        def read(features: Tensor, tokens: Tensor, counts: list[int], on_device: Tensor | None) -> Tensor:
-            return self.head.contextualize(features, self._history.cache, counts)
+        return {"last": self._history.read_all(partial(self.read, step.target))}
 
-        return {"last": self._history.read(self.dtype, read)}
+    def read(
+        self,
+        target: Target,
+        cache: LayerCache,
+        features: Tensor,
+        tokens: Tensor,
+        counts: Counts,
+        on_device: Tensor | None,
+    ) -> Tensor:
+        return self.head.contextualize(features.to(self.dtype), cache, counts)
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
         return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))

@@ -50,6 +50,7 @@ class MergedProposer:
         self.head, self.nodes, self.adaptive = head, nodes, nodes is None
         self.layers = () if head is None else head.layers
         self.fuse = None if head is None else head.fuse
+        self.begin = None if head is None else head.begin
         self.draft_budget = DraftBudget()
         self._names = [source.name for source in self.sources] + ([] if head is None else [head.head.kind])
         self.counts: list[Kinds] = [{} for _ in self._names]
@@ -75,10 +76,10 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(
-                root, request_id, self.sources, self.counts, least, room - 1, step.stop_ids, step.target.vocabulary
+            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target.vocabulary)
+            for root, request_id, room, stop_ids in zip(
+                step.bonus, step.request_ids, step.room, step.stop_ids, strict=True
             )
-            for root, request_id, room in zip(step.bonus, step.request_ids, step.room, strict=True)
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         self._grow(trees, most)
@@ -99,9 +100,9 @@ class MergedProposer:
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
-        if not step.is_prefill:
-            for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
-                self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)
+        stayed = zip(step.request_ids, step.sequences, step.path, step.stayed, strict=False)  # the first rows
+        for request_id, sequence, path, _ in stayed:
+            self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)
         for source in self.sources:
             source.observe(step)
         if self.head is not None:
@@ -129,7 +130,7 @@ class MergedProposer:
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
             if level == 0:
-                scored = head.start_scored(head.read_inputs(step, deepest), step.target, step.sampling)
+                scored = head.start_scored(head.read_inputs(step, deepest), step.target, step.samplings)
             found = continue_paths(scored, level, paths, head.ranks, step.target.device)
             for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):

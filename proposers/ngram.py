@@ -50,8 +50,8 @@ class NGramProposer:
         self._observe(step)
         longest = budget - 1 if self.length is None else min(self.length, budget - 1)
         texts = [self._texts[request_id] for request_id in step.request_ids]
-        rows = zip(texts, step.room, strict=True)
-        drafts = [text.draft(min(longest, room - 1), step.stop_ids) for text, room in rows]
+        rows = zip(texts, step.room, step.stop_ids, strict=True)
+        drafts = [text.draft(min(longest, room - 1), stops) for text, room, stops in rows]
         if self.adaptive and any(drafts):
             longest_text = max(map(len, step.sequences))
             drafts = _cut_drafts(texts, drafts, step.target.cost_curve(len(texts), longest_text))
@@ -60,12 +60,17 @@ class NGramProposer:
         return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])
 
     def _observe(self, step: Step) -> None:
-        if step.is_prefill:
-            self._texts = {row: Text(self.max_size, self.first, self.acceptance) for row in step.request_ids}
-        for request_id, sequence, path in zip(step.request_ids, step.sequences, step.path, strict=True):
-            if not step.is_prefill:
-                self._texts[request_id].learn(len(path) - 1)
-            self._texts[request_id].read(sequence)
+        before, self._texts = self._texts, {}
+        for request_id, place, sequence, path in zip(
+            step.request_ids, step.kept, step.sequences, step.path, strict=True
+        ):
+            if place is None:
+                text = Text(self.max_size, self.first, self.acceptance)
+            else:
+                text = before[request_id]
+                text.learn(len(path) - 1)
+            text.read(sequence)
+            self._texts[request_id] = text
 
 
 def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve) -> list[list[int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Answer, Chunk, Sampling, stream
-from decode.answer import NO_NUMBERS
+from decode.requests.answer import NO_NUMBERS
 from proposers import AnswerStore, check_options
 from proposers.load import OPTIONS
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from decode.models.fingerprint import fingerprint_vocabulary
-from decode.text import Tokenizer, encode
+from decode.requests.text import Tokenizer, encode
 from training.conversations import FLAGS, TEMPLATE_KEYS, Conversation, Message, list_answers
 
 Texts = list[list[list[int]]]

@@ -2,7 +2,7 @@
 
 A step reads its numbers from buffers, so that all steps of a bucket launch the same kernels on the same memory. Rows
 and nodes are padded to powers of two. Padding keeps values of earlier steps. Nothing attends to it, and it is never
-accepted.
+accepted. Where rows sample in different ways or by logits processors, a step is the forward pass alone.
 
 Shapes: B rows, N nodes, both padded; V vocabulary.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from decode.kv_cache import TreeCache
 from decode.models.stock_model import StockModel
 from decode.noise import KEY_NAMES
 from decode.sampling import Sampling
-from decode.session import Fuse, Session, Verdict
+from decode.session import Fuse, Read, Session, Verdict
 from decode.tree import Tree
 
 OPTIONAL = ("q", "wrong")  # tensors that only some trees have
@@ -36,9 +36,10 @@ class FixedCache(TreeCache):
     @torch.inference_mode()  # the cache was made in it
     def restart(self, batch: int) -> None:
         """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
-        self.lengths = [0] * batch
+        self.lengths = []
         for block in self.blocks:
             block.clear()
+        self.add_rows(batch)
 
     def round_rows(self, rows: int) -> int:
         return round_up(rows)
@@ -51,6 +52,11 @@ class FixedCache(TreeCache):
     def place(self, lengths: Tensor, nodes: int) -> None:
         """Reserve the slots of so many nodes after the committed tokens, `lengths` [B]."""
         self.slots = self.node_slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The keys and values of all blocks: others once they have moved in memory."""
+        return [states for block in self.blocks for states in (block.keys, block.values)]
 
     def compact(self, on_path: Tensor) -> None:
         """Move the nodes on each row's path, [B, N] bool, to the row's first node slots."""
@@ -71,62 +77,59 @@ class StepMemory:
         self.pool, self.check_pool = make_pool(target.device), make_pool(target.device)
         self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
         self._steps: dict[Hashable, Captured[Verdict]] = {}
-        self._allocated = (0, 0)  # rows and slots, for which the steps were made
+        self._states: list[ref[Tensor]] = []  # of the KV cache that the steps use
 
-    def steps_of(self, rows: int) -> dict[Hashable, Captured[Verdict]]:
-        """The graphs of steps on so many rows and the slots that are allocated now."""
-        if self._allocated != (rows, self.cache.capacity):
+    @property
+    def steps(self) -> dict[Hashable, Captured[Verdict]]:
+        """The graphs of steps on the KV cache where it is now."""
+        states = self.cache.states
+        if len(states) != len(self._states) or any(
+            known() is not now for known, now in zip(self._states, states, strict=True)
+        ):
             self._steps.clear()
-            self.checks.clear()  # of other numbers of rows
+            self.checks.clear()
             # torch refuses a pool whose graphs are all gone.
             self.pool, self.check_pool = make_pool(self._device), make_pool(self._device)
-            self._allocated = rows, self.cache.capacity
+            self._states = [*map(ref, states)]
         return self._steps
-
-    def has(self, rows: int) -> bool:
-        """Whether it is allocated for so many rows, and not for a text much longer than most."""
-        return self.cache.capacity <= MOST_KEPT and all(block.keys.shape[1] == rows for block in self.cache.blocks)
 
 
 class FixedSession(Session):
-    """A `Session` whose steps have a fixed shape and also accept their trees. For sampling without processors.
+    """A `Session` whose steps have a fixed shape and, where they are told how rows sample, also accept their trees.
 
     Prompts are read by sessions of their own, whose keys and values are copied. memory: of an earlier session for the
-    same sampling, layers and number of rows.
+    same layers.
     """
 
     cache: FixedCache
 
-    def __init__(
-        self,
-        target: StockModel,
-        batch: int,
-        layers: Sequence[int],
-        sampling: Sampling,
-        memory: StepMemory | None = None,
-    ) -> None:
+    def __init__(self, target: StockModel, batch: int, layers: Sequence[int], memory: StepMemory | None = None) -> None:
         super().__init__(target, batch, layers)
-        self.sampling, self.memory = sampling, memory or StepMemory(target, batch)
+        self.memory = memory or StepMemory(target, batch)
         self.cache = self.memory.cache
         self.cache.restart(batch)
+        self._has_moved = False  # the last step accepted its trees
 
-    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
+    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """`Session.extend` for empty rows."""
         return self.renew(range(len(tokens)), tokens, fuse)
 
     @torch.no_grad()
-    def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
-        """The result for whole trees, which are accepted in the same step."""
+    def verify(
+        self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
+    ) -> Verdict:
+        """The result for whole trees. With `sampling` they are accepted in the same step."""
         assert start == 0 and only is None
-        inputs = self._list_inputs(tree)
+        inputs = self._list_inputs(tree, sampling)
         rows, nodes = map(round_up, inputs["tokens"].shape)
         self.cache.make_room(nodes)
-        steps = self.memory.steps_of(rows)
-        key = nodes, *((name, tensor.dtype) for name, tensor in inputs.items())
+        steps, kind = self.memory.steps, sampling and sampling.kind
+        key = rows, nodes, kind, *((name, tensor.dtype) for name, tensor in inputs.items())
         if key not in steps:
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             steps[key] = Captured(self.memory.pool, buffers)
-        return steps[key].run(self.compute, inputs).first(*tree.tokens.shape)
+        self._has_moved = kind is not None
+        return steps[key].run(partial(self.compute, kind=kind), inputs).first(*tree.tokens.shape)
 
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}
@@ -144,34 +147,40 @@ class FixedSession(Session):
         given = Tree(buffers["tokens"], buffers["parents"], buffers["sizes"], height, is_chain=is_chain)
         return super().check(given, buffers["roots"], nodes).tensors()
 
-    def _list_inputs(self, tree: Tree) -> dict[str, Tensor]:
+    def _list_inputs(self, tree: Tree, sampling: Sampling | None) -> dict[str, Tensor]:
         """What differs from step to step, by name: the tree, the lengths and the noise."""
         upload = self._upload or self.begin_upload()
         tree = self.place(tree)
-        self._upload = None
+        if self._moves is not None:
+            self.cache.move(upload["moves"])
+        self._moves = self._upload = None
         names = ["tokens", "sizes", *([] if tree.is_chain else ["parents", "ancestors"])]
         names += [name for name in OPTIONAL if getattr(tree, name) is not None]
         inputs = {"lengths": upload["lengths"]} | {name: getattr(tree, name) for name in names}
-        stream = choose_stream(tree, self.sampling)
+        stream = None if sampling is None else choose_stream(tree, sampling)
         if stream is not None:
             inputs["keys"] = upload[KEY_NAMES[stream]][:, : tree.width]
         return inputs
 
-    def compute(self, buffers: Mapping[str, Tensor]) -> Verdict:
+    def compute(self, buffers: Mapping[str, Tensor], kind: Sampling | None) -> Verdict:
         """A step on the padded tensors of `_list_inputs`. Tensor operations only; all shapes are those of the buffers.
 
-        Accepted nodes are moved at once, to where `keep` counts them as committed.
+        kind: how trees are accepted. Accepted nodes are then moved at once, to where `keep` counts them as committed.
         """
         tree, lengths = make_tree(buffers), buffers["lengths"]
         self.cache.place(lengths, tree.width)
         verdict = self._run_model(tree, 0, lengths)
-        on_path, bonus = accept_at_once(tree, verdict.logits, self.sampling, buffers.get("keys"))
+        if kind is None:
+            return verdict
+        on_path, bonus = accept_at_once(tree, verdict.logits, kind, buffers.get("keys"))
         if not tree.is_chain:
             self.cache.compact(on_path)
         return replace(verdict, packed=pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
-        """Count the nodes of each row's path as committed. The step has moved them."""
+        """Count the nodes of each row's path as committed. A step that accepted them has moved them."""
+        if not self._has_moved:
+            return super().keep(path)
         self._upload = None
         self.cache.commit([len(row) for row in path])
 
@@ -200,16 +209,15 @@ class FixedSessions:
     def __init__(self) -> None:
         self._idle: list[tuple[Hashable, StepMemory]] = []  # one at most, but for threads that end at the same time
 
-    def open(self, target: StockModel, batch: int, layers: Sequence[int], sampling: Sampling) -> FixedSession:
-        kind = tuple(layers), replace(sampling, processors=(), seed=0)
+    def open(self, target: StockModel, batch: int, layers: Sequence[int]) -> FixedSession:
         try:
             known, memory = self._idle.pop()  # at once: other threads may use the same target
         except IndexError:
             known, memory = None, None
-        fits = memory is not None and known == kind and memory.has(round_up(batch))
-        session = FixedSession(target, batch, layers, sampling, memory if fits else None)
-        finalize(session, self._take_back, kind, session.memory).atexit = False
+        fits = memory is not None and known == tuple(layers) and memory.cache.capacity <= MOST_KEPT
+        session = FixedSession(target, batch, layers, memory if fits else None)
+        finalize(session, self._take_back, tuple(layers), session.memory).atexit = False
         return session
 
-    def _take_back(self, kind: Hashable, memory: StepMemory) -> None:
-        self._idle[:] = [(kind, memory)]
+    def _take_back(self, layers: Hashable, memory: StepMemory) -> None:
+        self._idle[:] = [(layers, memory)]

@@ -61,12 +61,6 @@ class Prompts:
         return int(self.unknown == self.columns)
 
     @property
-    def offsets(self) -> list[int]:
-        """How many more computed columns than tokens each row has."""
-        counts = (self.columns - self.first).tolist()
-        return [count - len(row) for count, row in zip(counts, self.tokens, strict=True)]
-
-    @property
     def extra_positions(self) -> int:
         """How much further the positions go than the tokens, in the worst row."""
         last = (self.positions[:, -1] + 1).tolist()

@@ -17,7 +17,7 @@ from decode.hf.kv_states import RowStates, load_rows, read_cache, read_rows
 from decode.hf.prompts import PLACEHOLDER, Prompts
 from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
-from decode.session import Fuse, Session, Verdict
+from decode.session import Fuse, Read, Session, Verdict, run_through
 from decode.target import Target
 from decode.tree import Tree
 
@@ -44,7 +44,7 @@ class PromptTarget(Target):
         """The context length, less the positions that the prompts have beyond their tokens."""
         return super().context - self._prompts.extra_positions
 
-    def open(self, batch_size: int, layers: Sequence[int] = (), sampling: Sampling | None = None) -> PromptSession:
+    def open(self, batch_size: int, layers: Sequence[int] = ()) -> PromptSession:
         self.session = PromptSession(self._target, layers, self._prompts, self._recording)
         return self.session
 
@@ -64,13 +64,14 @@ class PromptSession(Session):
         self.logits: dict[int, list[Tensor]] = {row: [] for row in self.rows}
         self._tree_logits: Tensor | None = None  # [B, N, V] of the last tree; None while the prompts are read
 
-    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> tuple[Tensor, Tensor | None]:
+    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Read the prompts. Returns the logits after each one [B, V] and its tokens' features, fused if asked for."""
         result = super().extend(tokens, fuse) if self.prompts.are_plain else self._read_prompts(fuse)
         self._tree_logits = result[0][:, None]
+        self._record_logits([[0]] * len(self.rows))
         return result
 
-    def _read_prompts(self, fuse: Fuse | None) -> tuple[Tensor, Tensor | None]:
+    def _read_prompts(self, fuse: Fuse | None) -> Read:
         prompts, past = self.prompts, self.prompts.past
         if self.layers and prompts.unknown == 0:
             past = 0  # a head drafts from the features of all tokens, so they are computed once more
@@ -83,7 +84,7 @@ class PromptSession(Session):
             ([PLACEHOLDER] * (prompts.columns - len(row)) + row)[begin:]
             for begin, row in zip(begins, prompts.tokens, strict=True)
         ]
-        logits, features = self._extend_together(rows, fuse)
+        logits, features = run_through(self.read(rows, fuse))
         if features is None:
             return logits, None
         ends = [
@@ -124,7 +125,9 @@ class PromptSession(Session):
         hidden = torch.nn.functional.pad(hidden, (0, max(missing, 0)))[:, : masks.shape[3]]
         return masks.masked_fill(hidden[:, None, None], torch.finfo(masks.dtype).min)
 
-    def verify(self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None) -> Verdict:
+    def verify(
+        self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
+    ) -> Verdict:
         verdict = super().verify(tree, start=start, only=only)
         if self._tree_logits is not None:
             self._tree_logits = verdict.logits
@@ -132,14 +135,12 @@ class PromptSession(Session):
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         super().keep(path)
+        self._record_logits(path)
+
+    def _record_logits(self, path: Sequence[Sequence[int]]) -> None:
         if self.recording.logits and self._tree_logits is not None:
             for row, nodes, logits in zip(self.rows, path, self._tree_logits, strict=True):
                 self.logits[row].append(logits[nodes].float())
-
-    def crop(self, lengths: Sequence[int]) -> None:
-        """Forget what is committed beyond the first `lengths[b]` tokens of a row, counted as the loop counts them."""
-        offsets = [self.prompts.offsets[row] for row in self.rows]
-        super().crop([length + offset for length, offset in zip(lengths, offsets, strict=True)])
 
     def select(self, rows: Sequence[int]) -> None:
         if self.recording.states:
@@ -149,7 +150,9 @@ class PromptSession(Session):
 
     def close(self) -> None:
         """Record the states of the rows that are left."""
-        self._record_states(range(len(self.rows)))
+        if self.recording.states:
+            self._record_states(range(len(self.rows)))
+        self.rows = []
 
     def _record_states(self, indices: Sequence[int]) -> None:
         self._move_now()

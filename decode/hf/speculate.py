@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from decode.answer import NO_NUMBERS, Chunk
 from decode.cpu.packed_linear import can_pack
 from decode.hf.arguments import (
     drop_ignored,
@@ -30,11 +29,12 @@ from decode.hf.outputs import make_output
 from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts
 from decode.hf.session import PromptTarget, Recording
-from decode.loop import stream
 from decode.models.compatibility import attention_windows, refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
+from decode.requests.answer import Chunk
 from decode.sampling import copy_processor
+from decode.stream import stream
 from decode.target import Target
 
 # The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
@@ -127,8 +127,8 @@ def _collect(
     """
     answers: list[list[int]] = [[] for _ in input_ids]
     for chunk in chunks:
-        if chunk.finish == "error":
-            raise FloatingPointError(f"row {chunk.request_id}: {NO_NUMBERS}")
+        if chunk.answer is not None and (error := chunk.answer.exception) is not None:
+            raise FloatingPointError(f"row {chunk.request_id}: {error}") if type(error) is FloatingPointError else error
         answers[chunk.request_id] += chunk.tokens
         if streamer is not None:
             streamer.put(torch.tensor(chunk.tokens))

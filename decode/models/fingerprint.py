@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.text import Tokenizer
+from decode.requests.text import Tokenizer
 
 SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
 

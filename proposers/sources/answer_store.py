@@ -147,7 +147,7 @@ class AnswerStore:
 class StoredSource(Source):
     """Continues each node as earlier answers continued, and keeps the answers of its own streams in the store.
 
-    An answer is kept when its request leaves the batch. The last answers of a stream are kept when the next stream
+    An answer is kept when its request has left the batch. The last answers of a stream are kept when the next stream
     begins or `keep_answers` is called, as far as they got if the stream was closed early.
     """
 
@@ -156,13 +156,11 @@ class StoredSource(Source):
         self._answers: dict[int, tuple[Sequence[int], int]] = {}  # texts, and the lengths of their prompts
 
     def observe(self, step: Step) -> None:
-        if step.is_prefill:
-            self.keep_answers()
-            lengths = map(len, step.committed)
-            texts = zip(step.sequences, lengths, strict=True)
-            self._answers = dict(zip(step.request_ids, texts, strict=True))
-        for request_id in self._answers.keys() - set(step.request_ids):
+        stayed = dict(zip(step.request_ids, step.kept, strict=True))
+        for request_id in [each for each in self._answers if stayed.get(each) is None]:
             self._keep(request_id)
+        for row in step.joined:
+            self._answers[step.request_ids[row]] = step.sequences[row], len(step.committed[row])
 
     def keep_answers(self) -> None:
         """Add the answers of a stream that has ended to the store."""

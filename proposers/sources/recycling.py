@@ -56,15 +56,16 @@ class RecyclingSource(Source):
     It learns from every verified node, the rejected ones too.
     """
 
+    def __init__(self) -> None:
+        self._roots: dict[int, Context] = {}  # by request id
+
     def observe(self, step: Step) -> None:
-        if step.is_prefill:
-            self._recycled = {request_id: Recycled() for request_id in step.request_ids}
-        self._roots: dict[int, Context] = {}
+        before, self._roots = self._roots, {}
         predicted = predict(step.logits)
         trees = zip(step.tree.tokens.tolist(), step.tree.parents.tolist(), predicted, step.path, strict=True)
-        for request_id, text, tree in zip(step.request_ids, step.sequences, trees, strict=True):
+        for request_id, place, text, tree in zip(step.request_ids, step.kept, step.sequences, trees, strict=True):
             tokens, parents, predictions, path = tree
-            recycled = self._recycled[request_id]
+            recycled = Recycled() if place is None else before[request_id].recycled
             recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], tokens, parents, predictions)
             self._roots[request_id] = Context(recycled, tuple(text[-ORDERS:]), predictions[path[-1]])
 

@@ -48,11 +48,14 @@ class Match(NamedTuple):
 class SuffixSource(Source):
     """Continues each node as the text continued where the node's last tokens occurred before."""
 
+    def __init__(self) -> None:
+        self._automata: dict[int, SuffixAutomaton] = {}  # by request id
+
     def observe(self, step: Step) -> None:
-        if step.is_prefill:
-            self._automata = {request_id: SuffixAutomaton() for request_id in step.request_ids}
-        for request_id, sequence in zip(step.request_ids, step.sequences, strict=True):
-            automaton = self._automata[request_id]
+        before, self._automata = self._automata, {}
+        for request_id, place, sequence in zip(step.request_ids, step.kept, step.sequences, strict=True):
+            automaton = SuffixAutomaton() if place is None else before[request_id]
+            self._automata[request_id] = automaton
             for token in islice(sequence, automaton.size, None):
                 automaton.extend(token)
 

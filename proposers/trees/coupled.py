@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,17 @@ from decode import Sampling, Step
 from decode.accept import find_keys
 from decode.gpu.fusion import fused
 from decode.noise import TEXT, make_exponential
-from decode.sampling import upcast_half
+from decode.sampling import for_groups, upcast_half
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """The target's noise at the positions of a draft. keys [B, >= L]: of each level, see `decode.noise.row_keys`."""
+    """The target's noise at the positions of a draft.
 
-    sampling: Sampling
+    samplings: of each row. keys [B, >= L]: of each level, see `decode.noise.row_keys`.
+    """
+
+    samplings: Sequence[Sampling]
     keys: Tensor
 
     def perturb(self, logits: Tensor, level: int, token_map: Tensor | None) -> Tensor:
@@ -37,8 +41,14 @@ class Coupling:
         They are the logits plus the noise times the temperature: as the temperature falls, the noise counts less.
         token_map [D]: the target's tokens of draft ids.
         """
-        sampling = self.sampling
-        return _perturb(logits, self.keys[:, level], token_map, sampling.temperature, [*sampling.warpers])
+        keys, logits = self.keys[:, level], logits.expand(len(self.keys), -1, -1)
+
+        def perturb(sampling: Sampling, rows: Any) -> Tensor:
+            if sampling.greedy:
+                return upcast_half(logits[rows])
+            return _perturb(logits[rows], keys[rows], token_map, sampling.temperature, [*sampling.warpers])
+
+        return for_groups(self.samplings, perturb)
 
 
 @fused
@@ -57,4 +67,9 @@ def _perturb(
 def find_noise(step: Step, levels: int, stream: int = TEXT) -> Tensor:
     """The keys [B, >= levels] of the tokens after each row's root, or of another stream's decisions there."""
     texts = dict(zip(step.request_ids, step.sequences, strict=True))
-    return find_keys(stream, levels, step.sampling, texts, step.target.device, step.upload)
+    return find_keys(stream, levels, step.samplings[0], texts, step.target.device, step.upload)
+
+
+def find_coupling(samplings: Sequence[Sampling], keys: Tensor | None) -> Coupling | None:
+    """The coupling to the keys of `find_noise`; None if the target samples no row."""
+    return None if keys is None else Coupling(samplings, keys)

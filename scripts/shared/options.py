@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode import Proposer, Target
 from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, load_model
-from decode.text import Tokenizer
+from decode.requests.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.eagle import DEPTH, WIDTH
 from proposers.load import OPTIONS

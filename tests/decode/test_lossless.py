@@ -308,9 +308,8 @@ class KnownAnswers:
         self.verified: list[tuple[int, int]] = []  # room and tree size of each row and step
 
     def propose(self, step: Step, budget: int) -> Tree:
-        if not step.is_prefill:
-            rooms = [self.room[row] for row in step.kept]
-            self.verified += zip(rooms, step.tree.sizes.tolist(), strict=True)
+        rooms = [self.room[row] for row in step.stayed]
+        self.verified += zip(rooms, step.tree.sizes.tolist(), strict=False)
         self.room = step.room
         self.calls.append((budget, max(step.room)))
         rows = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode import Target, generate
 from decode import session as session_module
-from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk
+from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk, run_through
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import VOCABULARY, tiny
@@ -37,7 +37,7 @@ def test_prompts_are_read_as_by_transformers(kind: str, chunk: int, monkeypatch:
     for needs_masks in (False, True):
         monkeypatch.setattr(Target, "needs_masks", needs_masks)
         with torch.inference_mode():
-            logits, features = target.open(len(prompts), [1, -1])._extend_together(prompts)
+            logits, features = run_through(target.open(len(prompts), [1, -1]).read(prompts))
         assert features is not None
         for row, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
             states = torch.cat([output.hidden_states[1], output.hidden_states[-1]], dim=2)[0]
@@ -78,16 +78,13 @@ def make_proposer(name: str, target: Target) -> Any:
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra prefix", "eagle", "eagle3", "merged"])
 def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees and texts, if features are fused pass by pass."""
-    monkeypatch.setattr(session_module, "CHUNK", 6)
+    """Trees and texts, if prompts are read in many passes, each of whose features is fused."""
     target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
     plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
     found = []
-    for is_fused in (True, False):
-        proposer = make_proposer(name, target)
-        recorder = Recorder(proposer)  # without `fuse`, it gets all layers' features
-        if is_fused and hasattr(proposer, "fuse"):
-            recorder.fuse = proposer.fuse  # type: ignore[attr-defined]
+    for chunk in (512, 6):
+        monkeypatch.setattr(session_module, "CHUNK", chunk)
+        recorder = Recorder(make_proposer(name, target))
         answers = generate(target, prompts, recorder, max_new_tokens=12, stop_ids=[])
         assert [answer.tokens for answer in answers] == plain
         found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in recorder.trees])
@@ -99,12 +96,13 @@ def test_a_long_prompt_holds_one_passs_features_of_all_layers(monkeypatch: pytes
     monkeypatch.setattr(session_module, "CHUNK", 32)
     target, length = Target(tiny("llama", num_hidden_layers=4)), 200
     proposer, width = make_proposer("eagle3", target), target.config.hidden_size
+    proposer.begin(target)
     parts: list[weakref.ref[Tensor]] = []
 
     def fuse(part: Tensor) -> Tensor:
         assert part.shape[2] == 3 * width and not any(earlier() is not None for earlier in parts)
         parts.append(weakref.ref(part))
-        return proposer.fuse(target, part)
+        return proposer.fuse(part)
 
     with torch.inference_mode():
         _, features = target.open(1, proposer.layers).extend(make_prompts((length,)), fuse)

@@ -65,7 +65,7 @@ class CountingProposer(PlainProposer):
         self.known: set[int] = set()
 
     def propose(self, step: Step, budget: int) -> Tree:
-        self.known |= {*step.request_ids} if step.is_prefill else set()
+        self.known |= {step.request_ids[row] for row in step.joined}
         assert self.known >= {*step.request_ids}
         return super().propose(step, budget)
 

@@ -46,7 +46,7 @@ def test_the_first_choice_is_what_the_target_draws_from_the_same_probabilities(
     tokens = torch.arange(96) if token_map is None else token_map
     logits = 2 * torch.randn(2, 6, size, generator=torch.Generator().manual_seed(1))
     for level in range(5):
-        perturbed = Coupling(sampling, keys).perturb(logits, level, token_map)
+        perturbed = Coupling([sampling] * 2, keys).perturb(logits, level, token_map)
         for path in range(6):
             p = sampling.probabilities(logits[:, path])
             drawn = gumbel_max(p, keys[:, level], tokens)
@@ -56,7 +56,7 @@ def test_the_first_choice_is_what_the_target_draws_from_the_same_probabilities(
 def test_a_low_temperature_leaves_the_logits_as_they_are() -> None:
     """So that the calibration of greedy drafts holds on."""
     logits = torch.randn(1, 2, 50)
-    perturbed = Coupling(Sampling(temperature=1e-6, seed=1), torch.tensor([[5]])).perturb(logits, 0, None)
+    perturbed = Coupling([Sampling(temperature=1e-6, seed=1)], torch.tensor([[5]])).perturb(logits, 0, None)
     assert torch.allclose(perturbed, logits, atol=1e-3)
 
 

@@ -176,4 +176,4 @@ def test_other_vocabularies_are_refused_for_what_differs() -> None:
         (Target(target.model, other), "the draft model's tokenizer is not the target's"),
     ):
         with pytest.raises(ValueError, match=message):
-            DraftProposer(smaller).check(target)
+            DraftProposer(smaller).begin(target)

@@ -145,7 +145,7 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
     assert len(found) > 20 and len({tree.batch for tree in recorder.trees}) > 1
     assert any(len({*accepted}) > 1 for accepted in recorder.accepted)
     for text in [*found[:4], *found[4::7]]:
-        coupling = Coupling(sampling, row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT))
+        coupling = Coupling([sampling], row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT))
         assert agree(recorder.drafted[text], Written(target, proposer.head, text, coupling).grow(proposer, 14)), text
 
 
@@ -314,7 +314,7 @@ def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
     torch.nn.init.normal_(model.lm_head.bias)
     target = Target(model)
     proposer = make("medusa, target's output", target)
-    proposer.prepare(target) if prepare else proposer.bind(target)
+    proposer.prepare(target) if prepare else proposer.begin(target)
     states = torch.randn(3, target.config.hidden_size)
     expected = model.lm_head(states)[:, proposer.head.token_map]
     assert torch.allclose(proposer.head.logits(states, 0), expected, atol=1e-5)
@@ -332,7 +332,7 @@ def test_a_borrowed_matrix_is_that_of_the_current_target(monkeypatch: pytest.Mon
     generate(Target(other.model, accelerate="auto"), [[5, 9, 5]], prepared, max_new_tokens=2)
     monkeypatch.setattr(other, "device", torch.device("meta"))
     with pytest.raises(ValueError, match="prepared for cpu, not meta; load it again"):
-        prepared.bind(other)
+        prepared.begin(other)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_repeated_text_is_drafted(target: Target) -> None:
 def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target) -> None:
     proposer = RecyclingProposer(nodes=1)  # no rejected nodes: they may be the last ones after the same tokens
     answer = generate(target, [[5, 6, 7, 5, 6]], proposer, max_new_tokens=30, stop_ids=())[0]
-    recycled, text = proposer.sources[0]._recycled[0], [5, 6, 7, 5, 6, *answer.tokens]
+    recycled, text = proposer.sources[0]._roots[0].recycled, [5, 6, 7, 5, 6, *answer.tokens]
     for end in range(5, 30):
         tail = tuple(text[end - 3 : end])
         if all(tuple(text[place - 3 : place]) != tail for place in range(end + 1, len(text) + 1)):

@@ -18,9 +18,8 @@ from tests.support.drafting import fix_cost
 
 def first_step(target: Target, *sequences: list[int]) -> Step:
     return Step(
-        is_prefill=True,
         request_ids=list(range(len(sequences))),
-        kept=list(range(len(sequences))),
+        kept=[None] * len(sequences),
         sequences=[list(sequence) for sequence in sequences],
         room=[100] * len(sequences),
         committed=[sequence[:-1] for sequence in sequences],
@@ -29,8 +28,8 @@ def first_step(target: Target, *sequences: list[int]) -> Step:
         logits=torch.empty(0),
         features=None,
         seconds=0.0,
-        sampling=Sampling(),
-        stop_ids=frozenset([2]),
+        samplings=[Sampling()] * len(sequences),
+        stop_ids=[frozenset([2])] * len(sequences),
         target=target,
     )
 
@@ -125,6 +124,6 @@ def test_failures_shorten_and_successes_lengthen_drafts(monkeypatch: pytest.Monk
         for _ in range(31):
             drafted = proposer.propose(step, 64).width - 1
             path = list(range(1 + (drafted if accepted is None else accepted)))
-            step = replace(step, is_prefill=False, path=[path])
+            step = replace(step, kept=[0], path=[path])
         lengths.append(1 + drafted)
     assert lengths[0] < lengths[1]

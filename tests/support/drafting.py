@@ -85,7 +85,9 @@ class Recorder:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.layers = proposer, proposer.layers
-        self.finish = getattr(proposer, "finish", lambda *last: None)
+        for name in ("begin", "fuse", "finish"):
+            if getattr(proposer, name, None) is not None:
+                setattr(self, name, getattr(proposer, name))
         self.trees: list[Tree] = []
         self.accepted: list[list[int]] = []  # draft tokens, of each row at each step
         self.drafted: dict[tuple[int, ...], Paths] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,43 +41,43 @@ def make_row(choose: random.Random, size: int) -> tuple[list[int], list[int]]:
     return tokens, parents
 
 
-def open_sessions(
-    kind: str, rows: int, sampling: Sampling, length: int = 5, **changes: Any
-) -> tuple[FixedSession, Session]:
+def open_sessions(kind: str, rows: int, length: int = 5, **changes: Any) -> tuple[FixedSession, Session]:
     """A session with steps of fixed shape and one without, which have read the same prompts."""
     target = Target(tiny(kind, vocab_size=VOCABULARY, max_position_embeddings=1024, **changes))
-    sessions = FixedSession(target, rows, LAYERS, sampling), target.open(rows, LAYERS)
+    sessions = FixedSession(target, rows, LAYERS), target.open(rows, LAYERS)
     for session in sessions:
         session.extend([[(7 * row + place) % VOCABULARY for place in range(length + row)] for row in range(rows)])
     return sessions
 
 
-def add_noise(session: FixedSession) -> dict[int, list[int]]:
+def add_noise(session: FixedSession, sampling: Sampling) -> dict[int, list[int]]:
     """Upload the noise of a step. Returns texts as long as the committed ones."""
     texts = {row: [0] * length for row, length in enumerate(session.lengths)}
-    if not session.sampling.greedy:
-        keys = row_keys(session.sampling.seed, [*texts], session.lengths, 64, TEXT)
+    if not sampling.greedy:
+        keys = row_keys(sampling.seed, [*texts], session.lengths, 64, TEXT)
         session.begin_upload().add({KEY_NAMES[TEXT]: keys})
     return texts
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])  # gpt2 looks positions up
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_results_are_those_of_a_session(kind: str, sampling: Sampling) -> None:
-    """While trees change in size, rows leave, and the cache grows past its first 256 slots."""
+@pytest.mark.parametrize("is_alike", [True, False])  # without it, graphs accept nothing
+def test_results_are_those_of_a_session(kind: str, sampling: Sampling, is_alike: bool) -> None:
+    """While trees change in size, rows leave and join, and the cache grows past its first 256 slots."""
     choose, rows = random.Random(1), 5
-    fixed, session = open_sessions(kind, rows, sampling, length=236)
+    fixed, session = open_sessions(kind, rows, length=236)
     capacities, longest = set(), 0
     for step in range(14):
         tree = make_trees(choose, rows, choose.choice([1, 5, 8]))
-        texts = add_noise(fixed)
-        found, expected = fixed.verify(tree), session.verify(tree)
-        assert found.packed is not None and found.features is not None and expected.features is not None
+        texts = add_noise(fixed, sampling)
+        found, expected = fixed.verify(tree, sampling=sampling if is_alike else None), session.verify(tree)
+        assert found.features is not None and expected.features is not None
         assert found.logits.shape == expected.logits.shape and found.features.shape == expected.features.shape
         torch.testing.assert_close(found.logits[tree.real], expected.logits[tree.real])
         torch.testing.assert_close(found.features[tree.real], expected.features[tree.real])
         accepted = accept(tree, expected.logits, sampling, texts)
-        assert unpack(found.packed) == accepted
+        assert (found.packed is not None) == is_alike
+        assert found.packed is None or unpack(found.packed) == accepted
         for each in (fixed, session):
             each.keep(accepted.path)
         longest = max(longest, *map(len, accepted.path))
@@ -86,18 +87,22 @@ def test_results_are_those_of_a_session(kind: str, sampling: Sampling) -> None:
             rows = rows - 1
             for each in (fixed, session):
                 each.select(sorted(kept))
+        if step == 9:
+            (joining, _), rows = open_sessions(kind, 2, length=7), rows + 2
+            for each in (fixed, session):
+                each.join(joining, [1, 0])
         assert fixed.lengths == session.lengths
-    assert fixed.cache.layers[0].keys.shape[0] == round_up(rows) == 2
+    assert fixed.cache.layers[0].keys.shape[0] == round_up(rows) == 4
     assert len(capacities) == 2 and longest > 1
 
 
 class Step(nn.Module):
     """A session's step as a function of its buffers and its cache."""
 
-    def __init__(self, session: FixedSession) -> None:
+    def __init__(self, session: FixedSession, kind: Sampling) -> None:
         super().__init__()
         self.model = session.target.model
-        self.compute = session.compute
+        self.compute = partial(session.compute, kind=kind)
         self.blocks = session.cache.blocks  # no modules
 
     def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:
@@ -115,14 +120,14 @@ def copy_cache(session: FixedSession) -> list[tuple[Tensor, Tensor]]:
 def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chain: bool) -> None:
     """Its shapes are numbers, and what it computes later, with more tokens committed, is what the session computes."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    session, _ = open_sessions("gemma3_text", rows, sampling, **kinds)
+    session, _ = open_sessions("gemma3_text", rows, **kinds)
 
     def begin_step(width: int) -> tuple[Tree, dict[str, Tensor]]:
         """A tree and what a step reads, padded to 8 nodes."""
         tokens = torch.randint(VOCABULARY, (rows, width))
         tree = Tree.chain(tokens.tolist()) if chain else make_trees(random.Random(width), rows, width)
-        add_noise(session)
-        inputs = session._list_inputs(tree)
+        add_noise(session, sampling)
+        inputs = session._list_inputs(tree, sampling)
         buffers = {name: make_buffer(name, tensor, rows, 8) for name, tensor in inputs.items()}
         for name, tensor in inputs.items():
             buffers[name][tuple(map(slice, tensor.shape))] = tensor
@@ -131,7 +136,7 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
 
     _, buffers = begin_step(8)
     cache = copy_cache(session)
-    exported = torch.export.export(Step(session), (buffers, copy_cache(session)), strict=False)
+    exported = torch.export.export(Step(session, sampling), (buffers, copy_cache(session)), strict=False)
     values = tree_leaves([node.meta.get("val") for node in exported.graph.nodes])
     sizes: list[Any] = [size for value in values if isinstance(value, Tensor) for size in value.shape]
     assert len(sizes) > 100 and all(type(size) is int for size in sizes)
@@ -140,8 +145,8 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
     for width in (3, 7):
         tree, buffers = begin_step(width)
         result = exported.module()(buffers, copy_cache(session))
-        add_noise(session)
-        expected = session.verify(tree)
+        add_noise(session, sampling)
+        expected = session.verify(tree, sampling=sampling)
         torch.testing.assert_close(result["logits"][:, :width][tree.real], expected.logits[tree.real])
         assert expected.packed is not None
         accepted = unpack(expected.packed)

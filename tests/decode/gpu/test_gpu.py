@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from decode import Proposer, Sampling, Target, generate
+from decode import Engine, Proposer, Request, Sampling, Target, generate
 from decode.gpu import graph
 from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer
 from tests.support.drafting import make_head
@@ -47,6 +47,31 @@ def test_the_same_tokens(kind: str, dtype: torch.dtype, temperature: float, acce
             answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert not graph._failed
+
+
+@pytest.mark.parametrize("accelerate", ["off", "graphs"])
+@pytest.mark.parametrize("kind", ["ngram", "eagle3"])
+def test_text_does_not_depend_on_company(kind: str, accelerate: str) -> None:
+    """Requests join at any step, with ways to sample of their own, and one is cancelled."""
+    target, plain = on_gpu("llama", torch.float64, accelerate), on_gpu("llama", torch.float64)
+    made = {"ngram": lambda: NGramProposer(length=4), "eagle3": lambda: make_eagle3(target)}[kind]()
+    engine, requests = Engine(target, made, rows=4, part=3), list[Request]()
+    for number in range(10):
+        sampling = Sampling(temperature=(0.0, 0.8)[number % 3 == 1], top_p=0.9, seed=number)
+        requests.append(engine.add(PROMPTS[number % 4], sampling=sampling, max_new_tokens=12 + number, stop_ids=[]))
+        engine.step()
+        engine.step()
+    engine.cancel(requests[-1])
+    assert all(engine) and requests[-1].answer is not None and requests[-1].answer.finish == "cancelled"
+    for request in requests[:-1]:
+        settings = {"sampling": request.sampling, "max_new_tokens": request.limits.max_new_tokens, "stop_ids": []}
+        (alone,) = generate(plain, [request.prompt], None, request_ids=[request.request_id], **settings)
+        assert request.answer is not None and request.answer.tokens == alone.tokens
+    assert not graph._failed
+
+
+def make_eagle3(target: Target) -> Proposer:
+    return HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,8 +10,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.answer import Chunk, Limits, Request
-from decode.text import BROKEN, TextStream, find_special
+from decode.requests.answer import Chunk, Limits
+from decode.requests.request import Request
+from decode.requests.text import BROKEN, TextStream, find_special
 
 TEXT = (
     "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "
@@ -227,7 +228,8 @@ def test_nothing_comes_after_the_end(name: str, width: int) -> None:
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [finish]
     assert [token for chunk in chunks for token in chunk.tokens] == ids[:count] == request.sequence[2:]
     assert "".join(chunk.text for chunk in chunks) == expected
-    answer = request.answer(TOKENIZER)
+    answer = request.deliver(chunks[-1], TOKENIZER).answer
+    assert answer is not None
     assert (answer.prompt, answer.tokens, answer.text, answer.finish) == ([7, 8], ids[:count], expected, finish)
     for chunk in chunks:
         assert len(chunk.pieces) == len(chunk.tokens) + (chunk.finish is not None)
@@ -262,6 +264,6 @@ def test_text_is_the_same_without_streaming(cut: int) -> None:
         with_stream, without = (make_request(kind, max_new_tokens=max(len(ids), 1)) for kind in (tokenizer, None))
         for request in (with_stream, without):
             extend(request, ids, 3)
-        assert with_stream.answer(tokenizer).text == without.answer(tokenizer).text
-        assert BROKEN not in without.answer(tokenizer).text
-        assert without.answer(None).text == ""
+        assert with_stream._make_answer(tokenizer).text == without._make_answer(tokenizer).text
+        assert BROKEN not in without._make_answer(tokenizer).text
+        assert without._make_answer(None).text == ""

@@ -18,9 +18,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerFast, StoppingCriteriaList
 
 from decode import Answer, PlainProposer, Sampling, Target, generate, speculate, stream
-from decode.text import as_list, encode
+from decode.requests.text import as_list, encode
 from proposers import NGramProposer, SuffixProposer, load_proposer
-from tests.decode.test_text import TEMPLATE, build_tokenizer, merge_of
+from tests.decode.requests.test_text import TEMPLATE, build_tokenizer, merge_of
 from tests.support.models import tiny
 
 TOKENIZER = build_tokenizer([*merge_of("abab", 0, 3)], TEMPLATE)
@@ -300,7 +300,7 @@ def test_a_model_in_the_wrong_place_gets_the_right_call(target: Target) -> None:
 
 def find_points(**chosen: str) -> EntryPoints:
     """The entry points of pyproject.toml, as where the package is installed."""
-    content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    content = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
     named = content["project"]["entry-points"]["draftless"].items()
     return EntryPoints(EntryPoint(name, value, "draftless") for name, value in named).select(**chosen)
 

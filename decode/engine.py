@@ -1,0 +1,296 @@
+"""The engine: requests come at any time, wait for a row, have their prompts read, and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from math import inf
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+from decode.accept import AcceptanceRule, accept, accept_lossily
+from decode.loop import Batch
+from decode.models.cost_curve import FIXED
+from decode.proposer import Proposer, as_proposer, check_proposer
+from decode.reading import Prefixes, Reading, Text
+from decode.requests.answer import Chunk, read_count
+from decode.requests.request import Request, read_nodes, read_requests
+from decode.requests.text import Prompt
+from decode.session import ALIKE, Read
+from decode.stats import Seconds
+from decode.target import Target, check_target
+
+PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one token
+LONGEST = 1 << 13  # tokens of a part, whatever it costs
+WHOLE = 1 << 30  # tokens of a part: whole prompts
+
+
+class Engine:
+    """Answers requests that join, leave and are cancelled at any time, from any thread.
+
+    target, proposer: as in `decode.stream`. Iterating the engine yields the chunks of all requests until none is left;
+    iterating a request yields its own. Whoever iterates drives: the engine has no thread.
+    rows: requests that are decoded together; others wait for their turn.
+    nodes: the most nodes of a tree, root included.
+    part: the most tokens of prompts that are read between two steps of the others; None: as many as take `PATIENCE`
+    times as long as a pass over one token. While nothing is decoded, prompts are read at once.
+    kept_bytes: of keys, values and features of texts that have ended. A prompt that begins like one of them, or like
+    the text of a request that runs, is read from there on. 0: nothing is kept, and prompts are read whole.
+
+    A request's answer does not depend on the others. Where it fails, it ends with "error" and they go on. Raises
+    ValueError and TypeError as `stream` does.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | str | Path | None = "auto",
+        *,
+        rows: int = 8,
+        nodes: int = 64,
+        part: int | None = None,
+        kept_bytes: int = 1 << 28,
+        lossy_typical_acceptance: bool = False,
+    ) -> None:
+        check_target(target)
+        check_proposer(proposer)
+        self.target, self.rows, self.nodes = target, read_count(rows, "rows"), read_nodes(nodes)
+        self._part = None if part is None else read_count(part, "part")
+        self.proposer = as_proposer(proposer, target)
+        self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
+        self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
+        self._ids, self._adding, self._stepping = count(), RLock(), RLock()
+        self._requests: dict[int, Request] = {}  # that have not ended, by id
+        self._waiting = deque[Request]()
+        self._reading: Reading | None = None
+        self._batch: Batch | None = None
+        self._is_closed = False
+        self._task: asyncio.Future[list[Chunk]] | None = None  # a step of `step_async`
+
+    def add(self, prompt: Prompt, *, request_id: int | None = None, **settings: Any) -> Request:
+        """Add a request. Its settings are those of `decode.stream` for one prompt.
+
+        request_id: keys the noise; None takes the next number. Raises ValueError and TypeError as `stream` does, and
+        RuntimeError for a closed engine.
+        """
+        with self._adding:
+            chosen = next(self._ids) if request_id is None else request_id
+        defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
+        (request,) = read_requests(self.target, [prompt], [chosen], **defaults | settings)
+        self.submit([request])
+        return request
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests that `read_requests` has made. Raises as `add` does, before any is added."""
+        with self._adding:
+            if self._is_closed:
+                raise RuntimeError("this engine is closed; make another")
+            for request in requests:
+                if request.request_id in self._requests:
+                    raise ValueError(f"request {request.request_id} is running; give each request an id of its own")
+                if self._rule is accept_lossily and request.sampling.processors:
+                    reason = "leave them out or use lossless acceptance"
+                    raise ValueError(f"typical acceptance supports no logits processors; {reason}")
+            for request in requests:
+                request.driver, self._requests[request.request_id] = self, request
+            self._waiting.extend(requests)
+
+    def cancel(self, request: Request) -> None:
+        """End a request with "cancelled" at the next step. One that has ended stays as it is."""
+        request.is_cancelled = True
+
+    def close(self) -> None:
+        """Cancel all requests and free what they used. No more can be added."""
+        with self._adding:
+            self._is_closed = True
+        with self._stepping:
+            self._end_all("cancelled")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is left."""
+        return bool(self._requests)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while self.is_busy:
+            yield from self.step()
+
+    def step(self) -> list[Chunk]:
+        """One pass over the trees of all rows, and one over a part of the next prompts. Returns what they added.
+
+        An error that is not of one request alone ends all requests, and is raised.
+        """
+        with self._stepping:
+            try:
+                with torch.inference_mode():  # a step makes hundreds of small calls, which cost less in this mode
+                    chunks = self._cancel()
+                    if self._batch is not None and self._batch.requests:
+                        chunks += self._batch.step()
+                        self._release()
+                    chunks += self._admit()
+            except BaseException as error:
+                self._end_all(*(("error", error) if isinstance(error, Exception) else ("cancelled",)))
+                raise
+            self._forget(chunks)
+            return chunks
+
+    def drive(self, request: Request) -> None:
+        """Make a step, unless another thread's step has given the request chunks meanwhile."""
+        with self._stepping:
+            if request.is_waited_for:
+                self.step()
+
+    async def step_async(self) -> None:
+        """A step in another thread. All that wait at the same time share one."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(asyncio.to_thread(self.step))
+        await asyncio.shield(self._task)
+
+    @property
+    def part(self) -> int:
+        """The most tokens of prompts that are read between two steps."""
+        if self._part is None:
+            is_known = self.target.deterministic or getattr(self.proposer, "adaptive", False)
+            kind = self.target.device.type
+            cost = self.target.cost_curve() if is_known else FIXED.get(kind, FIXED["cpu"])
+            size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
+            more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
+            self._part = int(min(max(size + more, size), LONGEST))
+        return self._part
+
+    def _admit(self) -> list[Chunk]:
+        """Read prompts: all that there are rows for if nothing is decoded, else a part of the next ones."""
+        if self._batch is None and self._reading is None:
+            requests = self._take_waiting(self.rows)
+            if not any(self._find(request.prompt) for request in requests):
+                return self._begin(requests) if requests else []
+            self._reading = self._begin_reading(requests)
+        chunks, left = list[Chunk](), self.part if self._batch is not None else WHOLE
+        while left > 0:
+            free = self.rows - len(self._batch.requests if self._batch else ())
+            if self._reading is None and free and (requests := self._take_alike(free, left)):
+                self._reading = self._begin_reading(requests)
+            if self._reading is None:
+                break
+            reading, before = self._reading, self._reading.tokens
+            chunks += self._read_on(reading)
+            left -= max(reading.tokens - before, 1)
+        return chunks
+
+    def _begin(self, requests: list[Request]) -> list[Chunk]:
+        """Start a batch with these requests, whose prompts are read at once."""
+        self._batch, seconds = self._make_batch(len(requests)), Seconds.begin()
+        with seconds.measure("target"):
+            try:
+                read = self._batch.session.extend([request.prompt for request in requests], self._batch.fuse)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                self._end_batch()
+                return self._refuse(requests, error)
+        return self._join(requests, read, seconds)
+
+    def _begin_reading(self, requests: list[Request]) -> Reading:
+        if self._batch is None:
+            self._batch = self._make_batch(0)
+        part = self.part if self._batch.requests else WHOLE
+        return Reading(self.target, requests, self._batch.layers, self._batch.fuse, part, self._find)
+
+    def _find(self, prompt: list[int]) -> Text | None:
+        """A beginning of the prompt that is computed already."""
+        if self._prefixes is None:
+            return None
+        return self._prefixes.find(prompt, self._batch.list_texts() if self._batch is not None else [])
+
+    def _read_on(self, reading: Reading) -> list[Chunk]:
+        """Read a part of prompts; their requests join once they are read."""
+        others = self._batch.requests if self._batch is not None else []
+        try:
+            read, seconds = reading.read_part()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            self._reading = None
+            return self._refuse(reading.requests, error)
+        for request in others:  # they have waited for it
+            request.stats.seconds.target += seconds
+        if read is None:
+            return []
+        self._reading = None
+        self._batch = self._batch or self._make_batch(0)
+        reading.seconds.resume()
+        with reading.seconds.measure("target"):
+            self._batch.session.join(reading.session, reading.rows)
+        return self._join(reading.requests, read, reading.seconds)
+
+    def _make_batch(self, rows: int) -> Batch:
+        if getattr(self.proposer, "adaptive", False):
+            self.target.warm_up(self.rows)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, rows, self._prefixes)
+
+    def _join(self, requests: list[Request], read: Read, seconds: Seconds) -> list[Chunk]:
+        assert self._batch is not None
+        chunks = self._batch.join(requests, *read, seconds)
+        self._release()
+        return chunks
+
+    def _take_waiting(self, most: int) -> list[Request]:
+        with self._adding:
+            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+    def _take_alike(self, free: int, tokens: int) -> list[Request]:
+        """The next waiting requests: as many as have prompts of similar length and so many tokens, one at least."""
+        with self._adding:
+            lengths, size = [len(request.prompt) for request in islice(self._waiting, free)], 1
+            while size < len(lengths) and (size + 1) * max(lengths[: size + 1]) <= tokens:
+                if max(lengths[: size + 1]) - min(lengths[: size + 1]) >= ALIKE:
+                    break
+                size += 1
+            return self._take_waiting(size)
+
+    def _cancel(self) -> list[Chunk]:
+        """End the requests that were cancelled."""
+        with self._adding:
+            cancelled = [request for request in self._requests.values() if request.is_cancelled]
+            self._waiting = deque(request for request in self._waiting if not request.is_cancelled)
+        chunks = [self._end(request, "cancelled") for request in cancelled]
+        if self._reading is not None and not self._reading.keep_running():
+            self._reading = None
+        self._release()
+        return chunks
+
+    def _release(self) -> None:
+        """Free the rows of requests that have ended."""
+        if self._batch is not None and not self._batch.release():
+            self._batch = None
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.close()
+        self._batch = None
+
+    def _refuse(self, requests: list[Request], error: Exception) -> list[Chunk]:
+        """End requests whose prompts take too much memory. Raises other errors."""
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+            raise error
+        return [self._end(request, "error", error) for request in requests]
+
+    def _end(self, request: Request, finish: str, error: Exception | None = None) -> Chunk:
+        return request.deliver(request.end(finish, error), self.target.tokenizer)
+
+    def _end_all(self, finish: str, error: Exception | None = None) -> None:
+        with self._adding:
+            ended = [request for request in self._requests.values() if request.finish is None]
+            self._requests.clear()
+            self._waiting.clear()
+        for request in ended:
+            self._end(request, finish, error)
+        self._reading = None
+        self._end_batch()
+
+    def _forget(self, chunks: Sequence[Chunk]) -> None:
+        with self._adding:
+            for chunk in chunks:
+                if chunk.finish is not None:
+                    del self._requests[chunk.request_id]

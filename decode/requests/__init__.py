@@ -1,0 +1,1 @@
+"""Requests: their prompts as tokens, their settings, and their answers as text."""

@@ -1,0 +1,250 @@
+"""Requests: a prompt, its settings, and its answer while it grows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from decode.models.stock_model import MAX_TREE_SLOTS
+from decode.requests.answer import NO_NUMBERS, Answer, Chunk, Limits, read_count
+from decode.requests.text import Prompt, TextStream, Tokenizer, as_whole_numbers, decode, encode, find_special
+from decode.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
+from decode.stats import Stats
+from decode.target import Target
+
+
+class Driver(Protocol):
+    """What makes the next steps of a request: the engine that it was added to."""
+
+    def drive(self, request: Request) -> None:
+        """Make a step, unless the request has chunks or has ended meanwhile."""
+        ...
+
+    async def step_async(self) -> None:
+        """Wait for a step that is made in another thread."""
+        ...
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, its settings and its answer so far. Iterating it yields the chunks of its answer, each once.
+
+    Whoever iterates it drives the engine that it was added to, with all other requests. `async for` does so in another
+    thread.
+    """
+
+    request_id: int
+    prompt: list[int]
+    limits: Limits
+    context: int
+    text: TextStream | None = None
+    sampling: Sampling = Sampling(seed=0)  # noqa: RUF009 - it is frozen
+    nodes: int = MAX_TREE_SLOTS  # of its trees at most, root included; 1: no draft tokens
+    sequence: list[int] = field(init=False)
+    stats: Stats = field(default_factory=Stats)
+    finish: str | None = None
+    exception: Exception | None = None
+    is_cancelled: bool = False  # it ends with the next step
+    answer: Answer | None = None  # once it is finished
+    driver: Driver | None = None  # the engine
+
+    def __post_init__(self) -> None:
+        self.sequence = list(self.prompt)
+        self._pieces: list[str] = []
+        self._chunks = deque[Chunk]()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while True:
+            is_finished = self.answer is not None  # before the chunks are taken: another thread may add the last one
+            while self._chunks:
+                yield self._chunks.popleft()
+            if is_finished:
+                return
+            assert self.driver is not None
+            self.driver.drive(self)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while True:
+            is_finished = self.answer is not None
+            while self._chunks:
+                yield self._chunks.popleft()
+            if is_finished:
+                return
+            assert self.driver is not None
+            await self.driver.step_async()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether whoever iterates it has all its chunks, and more are to come."""
+        return not self._chunks and self.answer is None
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it may get."""
+        answered = len(self.sequence) - len(self.prompt)
+        return min(self.limits.max_new_tokens - answered, self.context - len(self.sequence))
+
+    def extend(self, drafted: Sequence[int], bonus: int) -> Chunk:
+        """Add accepted draft tokens and the bonus token, up to the first one that ends the answer.
+
+        Without a bonus token (NO_TOKEN) the answer ends in an error, unless a draft token has ended it.
+        """
+        tokens: list[int] = []
+        pieces: list[str] = []
+        for token in (*drafted, bonus):
+            if token == NO_TOKEN:
+                failed = getattr(self.sampling.processors, "error", None)
+                self.finish, self.exception = "error", failed or FloatingPointError(NO_NUMBERS)
+            else:
+                self.sequence.append(token)
+                tokens.append(token)
+                if self.text is not None:
+                    pieces.append(self.text.push(token))
+                self.finish = self._end(token)
+            if self.finish:
+                break
+        return self._make_chunk(tokens, min(len(drafted), len(tokens)), pieces)
+
+    def end(self, finish: str, exception: Exception | None = None) -> Chunk:
+        """End the answer where it is."""
+        self.finish, self.exception = finish, exception
+        return self._make_chunk([], 0, [])
+
+    def _make_chunk(self, tokens: list[int], drafted: int, pieces: list[str]) -> Chunk:
+        if self.finish and self.text is not None:
+            pieces.append(self.text.finish())
+        self._pieces += pieces
+        return Chunk(self.request_id, tokens, drafted, pieces, self.finish)
+
+    def deliver(self, chunk: Chunk, tokenizer: Tokenizer | None) -> Chunk:
+        """The chunk, with the answer if it is the last one, for whoever iterates the request."""
+        self.stats.add(chunk.stats)
+        if not self.finish:
+            self._chunks.append(chunk)
+            return chunk
+        answer = self._make_answer(tokenizer)
+        chunk = replace(chunk, answer=answer)
+        self._chunks.append(chunk)
+        self.answer = answer
+        return chunk
+
+    def _make_answer(self, tokenizer: Tokenizer | None) -> Answer:
+        tokens = self.sequence[len(self.prompt) :]
+        text = "".join(self._pieces)
+        if self.text is None and tokenizer is not None:
+            text = decode(tokens, tokenizer)
+        error = None
+        if self.exception is not None:
+            kind = "" if isinstance(self.exception, FloatingPointError) else f"{type(self.exception).__name__}: "
+            error = f"request {self.request_id}: {kind}{self.exception}".splitlines()[0]
+        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, error, self.exception)
+
+    def _end(self, token: int) -> str | None:
+        if token in self.limits.stop_ids:
+            return "eos"
+        if self.text is not None and self.text.stopped:
+            return "stop"
+        try:
+            if self.limits.criterion is not None and self.limits.criterion(self.request_id, self.sequence):
+                return "criterion"
+        except Exception as error:
+            self.exception = error
+            return "error"
+        if len(self.sequence) - len(self.prompt) >= self.limits.max_new_tokens:
+            return "length"
+        return "context" if self.room <= 0 else None
+
+
+def read_requests(
+    target: Target,
+    prompts: Sequence[Prompt],
+    request_ids: Any = None,
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] | None = (),
+    stop_ids: Sequence[int] | int | None = None,
+    criterion: Callable[[int, list[int]], bool] | None = None,
+    chat: bool | None = None,
+    nodes: int = 64,
+    text: bool = True,
+    is_alone: bool = False,
+    sampled: bool = False,
+) -> list[Request]:
+    """One request per prompt, encoded. Settings are those of `decode.stream`.
+
+    is_alone, sampled: see `RequestProcessors`. Raises ValueError or TypeError for settings that are out of range,
+    request ids that do not match, and prompts that are invalid or do not fit the model.
+    """
+    _check_kinds(sampling, chat)
+    nodes = read_nodes(nodes)
+    special, stop = find_special(stop, target.tokenizer)
+    ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
+    limits = Limits(max_new_tokens, ends, stop, criterion)
+    if limits.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
+    ids = _read_ids(request_ids, len(prompts))
+    encoded = [_encode(target, number, prompt, chat) for number, prompt in zip(ids, prompts, strict=True)]
+    sampling, has_text = sampling or Sampling(), (text or bool(limits.stop)) and target.tokenizer is not None
+    processors = sampling.processors
+    if isinstance(processors, Sequence) and not is_alone:
+        [*map(copy_processor, processors)]  # refuses what cannot be copied
+    requests = []
+    for request_id, prompt in zip(ids, encoded, strict=True):
+        if processors:
+            numbers = len(prompt), ends, limits.max_new_tokens
+            own = RequestProcessors(processors, *numbers, is_alone=is_alone, sampled=sampled)
+            sampling = replace(sampling, processors=own)
+        stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
+        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes))
+    return requests
+
+
+def read_nodes(value: Any) -> int:
+    """The most nodes of a tree. Raises TypeError or ValueError unless it is a number that trees can have."""
+    nodes = read_count(value, "nodes")
+    if nodes > MAX_TREE_SLOTS:
+        raise ValueError(f"nodes is {nodes}; a tree has its root and at most {MAX_TREE_SLOTS} nodes")
+    return nodes
+
+
+def _read_ids(request_ids: Any, count: int) -> Sequence[int]:
+    ids = [*range(count)] if request_ids is None else as_whole_numbers(request_ids, "request_ids")
+    if not count == len(ids) == len(set(ids)) or isinstance(request_ids, Set):  # a set has no order
+        raise ValueError(f"{count} prompts need as many different request_ids, in a list; given are {ids}")
+    if not 0 <= min(ids) <= max(ids) < 1 << 63:
+        raise ValueError(f"request_ids are numbers from 0 to 2^63 - 1; given are {min(ids)} to {max(ids)}")
+    return ids
+
+
+def _encode(target: Target, request_id: int, prompt: Prompt, chat: bool | None) -> list[int]:
+    tokens = encode(prompt, target.tokenizer, chat)
+    if len(tokens) >= target.context:
+        raise ValueError(
+            f"prompt {request_id} has {len(tokens)} tokens; the model's context of {target.context} leaves no room "
+            "for an answer"
+        )
+    outside = [token for token in (min(tokens), max(tokens)) if not 0 <= token < target.vocabulary]
+    if outside:
+        raise ValueError(
+            f"prompt {request_id} has token {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}"
+        )
+    return tokens
+
+
+def _check_kinds(sampling: Any, chat: Any) -> None:
+    if not isinstance(sampling, Sampling | None):
+        call = "Sampling(temperature=0.7)"
+        raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
+    if not isinstance(chat, bool | None):
+        raise TypeError(f"chat is {chat!r}; it is True, False or None")
+
+
+def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:
+    """One token id or several. Raises ValueError for those that no answer can have."""
+    ids = frozenset(as_whole_numbers(stop_ids, "stop_ids"))
+    if outside := sorted(each for each in ids if not 0 <= each < target.vocabulary):
+        raise ValueError(f"stop_ids have {outside[0]}; the model's vocabulary is 0 to {target.vocabulary - 1}")
+    return ids

@@ -1,0 +1,111 @@
+"""Answers to a list of prompts: `stream` yields them step by step, `generate` returns them whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from decode.engine import WHOLE, Engine
+from decode.proposer import Proposer, check_proposer
+from decode.requests.answer import Answer, Chunk, read_count
+from decode.requests.request import read_requests
+from decode.requests.text import Prompt, as_list, as_whole_numbers
+from decode.sampling import Sampling
+from decode.target import Target, check_target
+
+
+def generate(
+    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
+) -> list[Answer]:
+    """The answers to the prompts, in order. Arguments and errors are those of `stream`.
+
+    Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
+    """
+    chunks = stream(target, prompts, proposer, **{"text": False, **settings})
+    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
+    for answer in answers.values():
+        if answer.error is not None:
+            warnings.warn(answer.error, RuntimeWarning, stacklevel=2)
+    given = settings.get("request_ids")
+    return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
+
+
+def stream(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    proposer: Proposer | str | Path | None = "auto",
+    *,
+    batch_size: int | None = None,
+    request_ids: Sequence[int] | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] | None = (),
+    stop_ids: Sequence[int] | int | None = None,
+    criterion: Callable[[int, list[int]], bool] | None = None,
+    chat: bool | None = None,
+    nodes: int = 64,
+    text: bool = True,
+    lossy_typical_acceptance: bool = False,
+) -> Iterator[Chunk]:
+    """What each step adds to each answer, as chunks.
+
+    prompts: one prompt or a list of them. A prompt is text, a list of chat messages (content as text, or as parts of
+    type text, which are joined), token ids (a list, tensor or array), or a tokenizer's output: `input_ids`, whose
+    padding `attention_mask` hides. Each row of two-dimensional ids is a prompt; without a mask, padding counts as text.
+    proposer: what drafts; a name is loaded as `proposers.load_proposer` does. None: plain decoding.
+    batch_size: prompts decoded together (None: all). The next prompt takes the place of an answer that ends.
+    request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
+    the whole list.
+    An answer ends at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before a string of `stop`, where
+    `criterion(request_id, tokens)` is true, or at the end of the model's context.
+    chat: whether to use the tokenizer's chat template (None: if it has one).
+    nodes: the most nodes of a row's tree, root included. Near an answer's end, trees get shallower and not smaller.
+    text: whether chunks carry text in addition to tokens.
+    lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
+
+    Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
+    the distribution of answers. A request ends with "error", its tokens so far and a line in `Answer.error`, and the
+    others go on, if its logits or processed scores are NaN or infinite or forbid every token, if its logits processor
+    or criterion raises an error, or if there is no memory for its prompt. Raises ValueError for settings out of range
+    and prompts that do not fit, and TypeError for arguments of another kind, before any work is done.
+    """
+    check_target(target)
+    check_proposer(proposer)
+    batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
+    listed = as_list(prompts)
+    requests = read_requests(
+        target,
+        listed,
+        request_ids,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        stop_ids=stop_ids,
+        criterion=criterion,
+        chat=chat,
+        nodes=nodes,
+        text=text,
+        is_alone=len(listed) == 1,
+        sampled=getattr(proposer, "sampled", False),
+    )
+    rows = min(batch_size or len(requests), len(requests))
+    lossy = lossy_typical_acceptance
+    # Prompts are read whole, so that no row is empty meanwhile.
+    whole = {"part": WHOLE, "kept_bytes": 0}
+    engine = Engine(target, proposer, rows=rows, nodes=nodes, **whole, lossy_typical_acceptance=lossy)
+    engine.submit(requests)
+    del requests  # those that are finished are freed
+    return _run(engine)
+
+
+def _run(engine: Engine) -> Iterator[Chunk]:
+    try:
+        yield from engine
+    finally:
+        engine.close()
+
+
+generate.__signature__ = signature(stream).replace(return_annotation=list[Answer])  # type: ignore[attr-defined]

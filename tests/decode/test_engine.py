@@ -1,0 +1,455 @@
+"""Requests that join, leave, fail and are cancelled: the text of each is that of the request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from threading import Thread
+from time import sleep
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate
+from decode.kv_cache import TreeCacheLayer
+from decode.session import Session
+from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
+from tests.decode.test_lossless import DETERMINISTIC, make_target
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+KINDS = ["llama", "gemma3_text", "gpt2"]
+
+
+class Failing(LogitsProcessor):
+    """Raises once a text is so long."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise LookupError("no more rules")
+        return scores
+
+
+def draw_settings(choose: random.Random, prompt: list[int]) -> dict[str, Any]:
+    processors: list[LogitsProcessor] = []
+    if choose.random() < 0.2:
+        processors = [choose.choice([RepetitionPenaltyLogitsProcessor(1.5), Failing(len(prompt) + 3)])]
+    temperature, top_k = choose.choice([0.0, 0.0, 0.7, 1.0]), choose.choice([0, 5])
+    fails = choose.randint(1, 9) if choose.random() < 0.1 else 0
+
+    def criterion(request_id: int, tokens: list[int]) -> bool:
+        if len(tokens) == len(prompt) + fails:
+            raise ArithmeticError("cannot judge")
+        return sum(tokens) % 23 == 0
+
+    return {
+        "sampling": Sampling(temperature, top_k, processors=processors, seed=choose.randint(0, 3)),
+        "max_new_tokens": choose.randint(1, 14),
+        "stop_ids": choose.choice([[], [2], list(range(0, VOCABULARY, 9))]),
+        "criterion": criterion if choose.random() < 0.3 else None,
+    }
+
+
+def run_schedule(target: Target, name: str, seed: int) -> int:
+    """Requests that join and are cancelled at random steps. Returns the number of draft tokens in their answers."""
+    choose = random.Random(seed)
+    begin = [choose.randrange(VOCABULARY) for _ in range(12)]
+    ends = [[choose.randrange(VOCABULARY) for _ in range(choose.choice([1, 2, 5, 9, 30]))] for _ in range(4)]
+    prompts = [*ends, *([*begin, *end] for end in ends)]
+    engine = Engine(target, DETERMINISTIC[name](target), rows=choose.randint(1, 4), part=choose.choice([1, 7, 40]))
+    asked: list[tuple[Request, dict[str, Any]]] = []
+    cancelled = set[int]()
+    for _ in range(200):
+        if len(asked) < 9 and choose.random() < 0.4:
+            prompt = choose.choice(prompts)
+            if asked and choose.random() < 0.3:  # the next turn of a conversation
+                prompt = [*choose.choice(asked)[0].sequence[-60:], *prompt]
+            settings = draw_settings(choose, prompt)
+            asked.append((engine.add(prompt, nodes=choose.choice([1, 3, 9]), **settings), settings))
+        if asked and choose.random() < 0.08:
+            request, _ = choose.choice(asked)
+            engine.cancel(request)
+            cancelled.add(request.request_id)
+        engine.step()
+        if len(asked) == 9 and not engine.is_busy:
+            break
+    assert not engine.is_busy and engine._batch is None and any(request.stats.reused for request, _ in asked)
+    for request, settings in asked:
+        answer = request.answer
+        assert answer is not None
+        (alone,) = generate(target, [request.prompt], None, request_ids=[request.request_id], **settings)
+        if answer.finish == "cancelled":
+            assert request.request_id in cancelled and answer.tokens == alone.tokens[: len(answer.tokens)]
+        else:
+            assert (answer.tokens, answer.finish, answer.error) == (alone.tokens, alone.finish, alone.error)
+        assert [token for chunk in request for token in chunk.tokens] == answer.tokens
+    return sum(sum(request.stats.accepted_by_depth) for request, _ in asked)
+
+
+@pytest.mark.filterwarnings("ignore:request .* (no more rules|cannot judge):RuntimeWarning")
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_text_does_not_depend_on_company(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever joins, fails, ends or is cancelled meanwhile, in whatever parts prompts are read, and whatever of them is
+    known already."""
+    monkeypatch.setattr("decode.reading.SHORTEST", 3)
+    cases = range(-(-request.config.getoption("--cases") // 200))
+    accepted = sum(run_schedule(make_target(KINDS[case % len(KINDS)]), name, case) for case in cases)
+    assert accepted or name in ("none", "medusa", "medusa large", "hydra", "hydra small", "hydra++") or len(cases) < 9
+
+
+def watch(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and nodes of each pass."""
+    passes, verify = list[tuple[int, int]](), Session.verify
+
+    def record(session: Session, tree: Tree, **options: Any) -> Any:
+        passes.append((tree.batch, tree.width))
+        return verify(session, tree, **options)
+
+    monkeypatch.setattr(Session, "verify", record)
+    return passes
+
+
+def test_prompts_are_read_in_parts_between_steps(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None, rows=3, part=10)
+    first = engine.add(PROMPTS[0], max_new_tokens=30, stop_ids=[])
+    engine.step()
+    passes = watch(target, monkeypatch)
+    second = engine.add([*range(3, 48)], max_new_tokens=3, stop_ids=[])
+    while second.answer is None:
+        before = len(first.sequence)
+        engine.step()
+        assert len(first.sequence) == before + 1  # the others go on in every step
+    assert passes == [(1, 1), (1, 10)] * 4 + [(1, 1), (1, 5)] + [(2, 1)] * 2
+
+
+def test_a_part_is_as_long_as_the_cost_curve_allows(target: Target) -> None:
+    assert 100 < Engine(Target(target.model, deterministic=True), None).part < 200  # ten passes of a CPU
+
+
+def test_equal_prompts_are_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = watch(target, monkeypatch)
+    sampling = Sampling(temperature=1.0, seed=4)
+    engine = Engine(target, None, rows=8, part=100)
+    early = [engine.add(PROMPTS[1], sampling=sampling, max_new_tokens=9, stop_ids=[]) for _ in range(3)]
+    engine.step()
+    assert passes == [(1, len(PROMPTS[1]))]
+    late = [engine.add(PROMPTS[3], sampling=sampling, max_new_tokens=9, stop_ids=[]) for _ in range(4)]
+    engine.step()
+    assert passes[1:] == [(3, 1), (1, len(PROMPTS[3]))]
+    list(engine)
+    texts = {tuple(request.sequence) for request in early + late}
+    assert len(texts) > 4  # each has noise of its own
+    for request in early + late:
+        settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 9, "stop_ids": []}
+        (alone,) = generate(target, [request.prompt], None, request_ids=[request.request_id], **settings)
+        assert request.answer is not None and request.answer.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "merged hydra", "draft"])
+def test_the_beginnings_of_prompts_are_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of texts that run or have ended: the next turn of a conversation, and the same system text."""
+    target = make_target()
+    engine, system = Engine(target, DETERMINISTIC[name](target), rows=2, part=100), [*range(3, 33)]
+    settings: dict[str, Any] = {"max_new_tokens": 20, "stop_ids": []}
+    first = engine.add([*system, 50, 51], **settings)
+    engine.step()
+    engine.step()
+    second = engine.add([*system, 60], **settings)
+    list(engine)
+    assert (first.stats.reused, second.stats.reused) == (0, 30)
+    passes = watch(target, monkeypatch)
+    turn = engine.add([*first.sequence, 70, 71, 72], **settings)
+    engine.step()
+    assert turn.stats.reused == len(first.sequence) - 1 or name in ("eagle3", "merged hydra")
+    assert turn.stats.reused > len(first.sequence) - 10
+    assert (1, len(turn.prompt) - turn.stats.reused) in passes
+    list(engine)
+    for request in (first, second, turn):
+        (alone,) = generate(target, [request.prompt], None, request_ids=[request.request_id], **settings)
+        assert request.answer is not None and request.answer.tokens == alone.tokens
+
+
+def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
+    engine = Engine(target, None, kept_bytes=400_000)
+    texts = engine._prefixes
+    assert texts is not None
+    kept = []
+    for number in range(12):
+        engine.add([number + 3] * 20, max_new_tokens=2, stop_ids=[])
+        list(engine)
+        kept.append(len(texts._texts))
+        assert 0 < texts.bytes <= 400_000
+    assert kept[0] == 1 and 1 < kept[-1] == kept[-2] < 12  # the oldest ones went
+    assert [engine.add([number] * 20, max_new_tokens=1).request_id for number in (3, 14)]
+    reused = [chunk.answer.stats.reused for chunk in engine if chunk.answer is not None]
+    assert reused == [0, 19]
+    engine = Engine(target, None, kept_bytes=0)
+    for _ in range(2):
+        request = engine.add([3] * 20, max_new_tokens=2, stop_ids=[])
+        list(engine)
+    assert engine._prefixes is None and request.stats.reused == 0
+
+
+class Calls(PlainProposer):
+    """Drafts the last token again, and records each budget."""
+
+    def __init__(self) -> None:
+        self.budgets: list[int] = []
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.budgets.append(budget)
+        return Tree.chain([[root] * budget for root in step.bonus])
+
+
+def test_each_request_has_its_own_limit_of_nodes(target: Target) -> None:
+    proposer = Calls()
+    engine = Engine(target, proposer, nodes=16)
+    limits = [1, 3, 7]
+    requests = [engine.add(PROMPTS[0], nodes=limit, max_new_tokens=20, stop_ids=[]) for limit in limits]
+    engine.step()
+    engine.step()
+    assert proposer.budgets == [7]
+    assert [request.stats.nodes for request in requests] == [0, 2, 6]
+    engine.cancel(requests[2])
+    engine.step()
+    assert proposer.budgets == [7, 3]
+
+
+# Errors
+
+
+def test_an_id_is_used_by_one_request_at_a_time(target: Target) -> None:
+    engine = Engine(target, None)
+    engine.add(PROMPTS[0], request_id=3, max_new_tokens=2)
+    with pytest.raises(ValueError, match="request 3 is running; give each request an id of its own"):
+        engine.add(PROMPTS[1], request_id=3)
+    list(engine)
+    engine.add(PROMPTS[1], request_id=3)
+
+
+def test_bad_requests_are_refused_at_once(target: Target) -> None:
+    engine = Engine(target, None)
+    for settings, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"nodes": 1000}, "nodes is 1000"),
+        ({"stop_ids": [200]}, "stop_ids have 200"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.add(PROMPTS[0], **settings)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        engine.add(PROMPTS[0], temperature=1.0)
+    assert not engine.is_busy
+    with pytest.raises(ValueError, match="rows is 0; it must be at least 1"):
+        Engine(target, None, rows=0)
+    engine = Engine(target, None, lossy_typical_acceptance=True)
+    with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
+        engine.add(PROMPTS[0], sampling=Sampling(processors=[Failing(3)]))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("not enough memory")])
+def test_a_prompt_without_memory_ends_its_request(
+    target: Target, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    verify = Session.verify
+
+    def fail(session: Session, tree: Tree, **options: Any) -> Any:
+        if tree.width == 50:
+            raise error
+        return verify(session, tree, **options)
+
+    monkeypatch.setattr(Session, "verify", fail)
+    engine = Engine(target, None, part=50)
+    large = engine.add([3] * 50)  # the first prompt
+    engine.step()
+    assert large.answer is not None and large.answer.finish == "error" and "memory" in (large.answer.error or "")
+    small = engine.add(PROMPTS[0], max_new_tokens=9, stop_ids=[])
+    engine.step()
+    large = engine.add([3] * 50)  # while another one is decoded
+    list(engine)
+    assert large.answer is not None and large.answer.exception is error
+    assert small.answer is not None and len(small.answer.tokens) == 9
+
+
+def test_other_errors_end_all_requests_and_are_raised(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, NGramProposer())
+    first, second = (engine.add(prompt) for prompt in PROMPTS[:2])
+    engine.step()
+    monkeypatch.setattr(NGramProposer, "propose", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    for request in (first, second):
+        assert request.answer is not None and request.answer.finish == "error"
+        assert [chunk.finish for chunk in request] == [None, "error"]
+    third = engine.add(PROMPTS[0], max_new_tokens=4)  # it goes on
+    list(engine)
+    assert third.answer is not None and third.answer.finish == "length"
+
+
+def test_ctrl_c_ends_all_requests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None)
+    request = engine.add(PROMPTS[0])
+    engine.step()
+    with monkeypatch.context() as patch:
+
+        def interrupt(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(Session, "verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(request)
+    assert request.answer is not None and request.answer.finish == "cancelled" and not engine.is_busy
+
+
+# Driving
+
+
+def test_a_closed_engine_ends_its_requests(target: Target) -> None:
+    engine = Engine(target, NGramProposer(), rows=1)
+    running, waiting = (engine.add(prompt) for prompt in PROMPTS[:2])
+    engine.step()
+    engine.close()
+    for request in (running, waiting):
+        assert request.answer is not None and request.answer.finish == "cancelled"
+        assert [chunk.finish for chunk in request][-1] == "cancelled"
+    assert not engine.is_busy and engine.step() == []
+    with pytest.raises(RuntimeError, match="this engine is closed; make another"):
+        engine.add(PROMPTS[0])
+
+
+def test_iterating_a_request_drives_the_others_too(target: Target) -> None:
+    engine = Engine(target, NGramProposer(length=3), rows=2)
+    requests = [engine.add(prompt, max_new_tokens=12, stop_ids=[]) for prompt in PROMPTS]
+    for request, answer in zip(
+        reversed(requests), reversed(generate(target, PROMPTS, None, max_new_tokens=12, stop_ids=[])), strict=True
+    ):
+        chunks = [*request]
+        assert [token for chunk in chunks for token in chunk.tokens] == answer.tokens
+        assert chunks[-1].answer is request.answer
+        assert [*request] == []
+
+
+def test_threads_add_and_cancel_while_one_iterates(target: Target) -> None:
+    engine, added, stop = Engine(target, NGramProposer(length=3), rows=4, part=20), list[Request](), [False]
+
+    def add(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(12):
+            added.append(engine.add(choose.choice(PROMPTS), max_new_tokens=choose.randint(1, 8), stop_ids=[]))
+            if choose.random() < 0.3:
+                engine.cancel(added[-1])
+            sleep(0.001)
+
+    def iterate() -> None:
+        while engine.is_busy or not stop[0]:
+            for _ in engine:
+                pass
+
+    driver, adders = Thread(target=iterate), [Thread(target=add, args=(seed,)) for seed in range(8)]
+    driver.start()
+    for thread in adders:
+        thread.start()
+    for thread in adders:
+        thread.join()
+    stop[0] = True
+    driver.join()
+    assert len(added) == 96 == len({request.request_id for request in added})
+    alone = {tuple(prompt): generate(target, [prompt], None, max_new_tokens=8, stop_ids=[])[0] for prompt in PROMPTS}
+    for request in added:
+        assert request.answer is not None and request.answer.finish in ("length", "cancelled")
+        tokens = request.answer.tokens
+        assert tokens == alone[tuple(request.prompt)].tokens[: len(tokens)]
+
+
+def test_several_threads_read_their_own_requests(target: Target) -> None:
+    """Each drives when it waits; one that stalls keeps nobody waiting."""
+    engine, found = Engine(target, None, rows=4), dict[int, list[int]]()
+    requests = [engine.add(prompt, max_new_tokens=20, stop_ids=[]) for prompt in PROMPTS]
+
+    def read(number: int) -> None:
+        tokens = []
+        for chunk in requests[number]:
+            tokens += chunk.tokens
+            sleep(0.2 if number == 0 and len(tokens) == 2 else 0)
+        found[number] = tokens
+
+    threads = [Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = generate(target, PROMPTS, None, max_new_tokens=20, stop_ids=[])
+    assert [found[number] for number in range(4)] == [answer.tokens for answer in expected]
+
+
+def test_requests_can_be_awaited(target: Target) -> None:
+    engine = Engine(target, NGramProposer(length=3), rows=2)
+
+    async def read(prompt: list[int]) -> list[int]:
+        request = engine.add(prompt, max_new_tokens=12, stop_ids=[])
+        return [token async for chunk in request for token in chunk.tokens]
+
+    async def read_all() -> list[list[int]]:
+        return await asyncio.gather(*map(read, PROMPTS))
+
+    expected = generate(target, PROMPTS, None, max_new_tokens=12, stop_ids=[])
+    assert asyncio.run(read_all()) == [answer.tokens for answer in expected]
+
+
+# What is left
+
+
+def count_kept(engine: Engine) -> int:
+    """Objects of the project that are alive, after all requests have ended."""
+    list(engine)
+    gc.collect()
+    return sum(str(type(each).__module__).startswith(("decode", "proposers")) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["ngram", "merged", "draft", "eagle3"])
+def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
+    target = make_target()
+    made: dict[str, Any] = {
+        "ngram": NGramProposer,
+        "merged": lambda: MergedProposer(nodes=6),
+        "draft": lambda: DraftProposer(target, length=2),
+        "eagle3": lambda: EagleProposer(make_head("eagle3", target), nodes=6),
+    }
+    engine, counts, choose = Engine(target, made[name](), rows=4, part=8), list[int](), random.Random(1)
+    layers = WeakSet[TreeCacheLayer]()
+    for count in (60, 60, 200):
+        for number in range(count):
+            request = engine.add(choose.choice(PROMPTS), max_new_tokens=choose.randint(1, 5), stop_ids=[])
+            if number % 9 == 0:
+                engine.cancel(request)
+            engine.step()
+            if engine._batch is not None and number % 20 == 0:
+                layers.update(engine._batch.session.cache.layers)  # type: ignore[arg-type]
+        counts.append(count_kept(engine))
+    assert counts[2] <= counts[1] + 20 and not layers
+
+
+def test_a_cache_grows_while_requests_join(target: Target) -> None:
+    """Longer texts and more rows than were allocated at first."""
+    small = Target(make_target("llama").model)
+    engine = Engine(small, NGramProposer(length=3), rows=4, part=64)
+    prompts = [[(7 * place + row) % 90 + 3 for place in range(length)] for row, length in enumerate((5, 200, 30, 220))]
+    requests = []
+    for prompt in prompts:
+        requests.append(engine.add(prompt, max_new_tokens=30, stop_ids=[]))
+        for _ in range(3):
+            engine.step()
+    list(engine)
+    expected = generate(small, prompts, None, max_new_tokens=30, stop_ids=[])
+    assert [request.answer and request.answer.tokens for request in requests] == [each.tokens for each in expected]
