@@ -1,24 +1,25 @@
-"""Jobs: what to ask the model, from files of prompts; their answers in large batches; the rows of training data."""
+"""Jobs: what to ask the model, from files of prompts; its answers; the rows of training data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode import Answer, Sampling, Target, stream
+from decode import Answer, Engine, Sampling
+from decode.requests.text import decode
 from decode.sampling import LOWEST_TEMPERATURE
-from decode.text import decode
 from scripts.shared.prompts import read_prompts
 from training.conversations import TEMPLATE_KEYS, Conversation
 from training.data import TOKENS, VOCABULARY, has_looped
 from training.rendering import Renderer, Texts, add_turn
 
-WINDOW = 8  # batches that are sorted by length: the KV cache is as wide as its longest row
-TURNS = 4  # batches of conversations in one group: a kill loses these
+AHEAD = 2  # batches of questions that the engine is given: one is answered, one waits
 
 
 @dataclass
@@ -95,59 +96,48 @@ def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
     return jobs
 
 
-def group_jobs(jobs: Sequence[Job], batch_size: int) -> Iterator[list[Job]]:
-    """The jobs in groups to be answered together: of one temperature, and not too many conversations."""
-    for temperature in sorted({job.temperature for job in jobs}):
-        same = [job for job in jobs if job.temperature == temperature]
-        single, several = ([job for job in same if bool(job.conversation.later) == later] for later in (False, True))
-        size = TURNS * batch_size
-        groups = [single, *(several[begin : begin + size] for begin in range(0, len(several), size))]
-        yield from (group for group in groups if group)
-
-
 def answer_jobs(
-    asked: list[Job], target: Target, renderer: Renderer, batch_size: int, max_new_tokens: int, seed: int
+    jobs: Sequence[Job], engine: Engine, renderer: Renderer, max_new_tokens: int, seed: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Answer a group of jobs. Yields numbers of new tokens, each with the row that they complete, if any."""
-    while asked:
-        prompts: dict[int, list[int]] = {}
-        for job in asked:
-            try:
-                prompts[job.number] = renderer.encode(job.conversation)
-            except ValueError:  # it may refuse what the model wrote, or a role
-                yield 0, job.drop("template", renderer)
+    """Answer all jobs. Yields numbers of new tokens, each with the row that they complete, if any.
+
+    The next question of a conversation is asked as soon as the one before is answered.
+    """
+    waiting, asked = deque(jobs), dict[int, Job]()
+    while waiting or asked:
+        while waiting and len(asked) < AHEAD * engine.rows:
+            job = waiting.popleft()
+            reason = _ask(job, engine, renderer, max_new_tokens, seed)
+            if reason is None:
+                asked[job.number] = job
             else:
-                if len(prompts[job.number]) >= target.context:
-                    yield 0, job.drop("context", renderer)
-                    del prompts[job.number]
-        waiting = {job.number: job for job in asked if job.number in prompts}
-        if not waiting:
-            return
-        numbers, window = [*waiting], WINDOW * batch_size
-        parts = [numbers[begin : begin + window] for begin in range(0, len(numbers), window)]
-        order = [number for part in parts for number in sorted(part, key=lambda number: len(prompts[number]))]
-
-        def ends_in_loop(number: int, tokens: list[int], prompts: dict[int, list[int]] = prompts) -> bool:
-            return has_looped(tokens[len(prompts[number]) :])
-
-        chunks = stream(
-            target,
-            [prompts[number] for number in order],
-            None,
-            batch_size=batch_size,
-            request_ids=order,
-            sampling=Sampling(temperature=asked[0].temperature, seed=seed),
-            max_new_tokens=max_new_tokens,
-            criterion=ends_in_loop,
-            text=False,
-        )
-        asked = []
-        for chunk in chunks:
-            job = waiting[chunk.request_id]
-            row = job.take(chunk.answer, renderer) if chunk.answer is not None else None
-            if chunk.answer is not None and row is None:
-                asked.append(job)
+                yield 0, job.drop(reason, renderer)
+        for chunk in engine.step():
+            row = None
+            if chunk.answer is not None:
+                job = asked.pop(chunk.request_id)
+                row = job.take(chunk.answer, renderer)
+                if row is None:
+                    waiting.appendleft(job)
             yield len(chunk.tokens), row
+
+
+def _ask(job: Job, engine: Engine, renderer: Renderer, max_new_tokens: int, seed: int) -> str | None:
+    """Add a job's next question to the engine. Returns the reason if that cannot be done."""
+    try:
+        prompt = renderer.encode(job.conversation)
+    except ValueError:  # it may refuse what the model wrote, or a role
+        return "template"
+    if len(prompt) >= engine.target.context:
+        return "context"
+    sampling = Sampling(temperature=job.temperature, seed=seed)
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "criterion": partial(_has_looped, len(prompt))}
+    engine.add(prompt, request_id=job.number, sampling=sampling, text=False, **limits)
+    return None
+
+
+def _has_looped(prompt_length: int, request_id: int, tokens: list[int]) -> bool:
+    return has_looped(tokens[prompt_length:])
 
 
 def check_temperature(value: Any, place: str) -> float:
