@@ -17,7 +17,7 @@ from decode.gpu.transfer import Upload, list_numbers
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import Proposer, Step, Use
 from decode.reading import Prefixes, Text
-from decode.requests.answer import Chunk
+from decode.requests.answer import Chunk, LogProbs
 from decode.requests.request import Request
 from decode.sampling import Sampling, group_rows
 from decode.session import Session, Verdict
@@ -244,12 +244,26 @@ class Batch:
         found = [(request, request.extend(path[1:], bonus), size) for request, path, bonus, size in rows]
         seconds.finish()
         chunks = []
-        for request, chunk, size in found:
+        for row, (request, chunk, size) in enumerate(found):
             stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
-            chunks.append(request.deliver(replace(chunk, stats=stats), self.target.tokenizer))
+            chunk = replace(chunk, stats=stats)
+            if request.log_probs is not None:
+                nodes = part.accepted.path[row][: len(chunk.tokens)]  # a token was chosen after each
+                told = find_log_probs(part.verdict.logits[row, nodes], chunk.tokens, request.log_probs)
+                chunk = replace(chunk, log_probs=told)
+            chunks.append(request.deliver(chunk, self.target.tokenizer))
             if request.finish and size > 1 and self._finish is not None:
                 self._finish(request.request_id, chunk.tokens, chunk.drafted)
         return chunks
+
+
+def find_log_probs(logits: Tensor, tokens: Sequence[int], count: int) -> list[LogProbs]:
+    """The log-probabilities of tokens and of the `count` most likely ones, by the logits [n, V] that chose them."""
+    log_p = logits.double().log_softmax(dim=-1)
+    chosen = log_p[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)].tolist()
+    best = log_p.topk(count, dim=-1)
+    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [LogProbs(p, dict(zip(ids, values, strict=True))) for p, ids, values in rows]
 
 
 def _list_keys(requests: Sequence[Request], levels: int) -> dict[str, Tensor]:

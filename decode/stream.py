@@ -48,6 +48,7 @@ def stream(
     chat: bool | None = None,
     nodes: int = 64,
     text: bool = True,
+    log_probs: int | None = None,
     lossy_typical_acceptance: bool = False,
 ) -> Iterator[Chunk]:
     """What each step adds to each answer, as chunks.
@@ -64,6 +65,8 @@ def stream(
     chat: whether to use the tokenizer's chat template (None: if it has one).
     nodes: the most nodes of a row's tree, root included. Near an answer's end, trees get shallower and not smaller.
     text: whether chunks carry text in addition to tokens.
+    log_probs: chunks and answers have the model's log-probability of each token, and of the `log_probs` most likely
+    ones there; None: none.
     lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
@@ -88,6 +91,7 @@ def stream(
         chat=chat,
         nodes=nodes,
         text=text,
+        log_probs=log_probs,
         is_alone=len(listed) == 1,
         sampled=getattr(proposer, "sampled", False),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -52,6 +52,13 @@ def read_count(value: Any, name: str) -> int:
     return number
 
 
+class LogProbs(NamedTuple):
+    """The model's log-probability of a token and of the most likely ones, best first, before all sampling settings."""
+
+    chosen: float
+    best: dict[int, float]
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What one step added to one answer.
@@ -66,6 +73,7 @@ class Chunk:
     pieces: list[str]  # the text that each token completed; at the end of an answer also the text held back
     finish: str | None
     stats: Stats = field(default_factory=Stats)  # of this step
+    log_probs: list[LogProbs] = field(default_factory=list)  # of each token, if asked for
     answer: Answer | None = None  # the whole answer, once it is finished
 
     @property
@@ -84,6 +92,7 @@ class Answer:
     stats: Stats
     error: str | None = None  # with "error": one line; the tokens are those before it
     exception: Exception | None = None  # the same as it was raised
+    log_probs: list[LogProbs] = field(default_factory=list)  # of each token, if asked for
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from decode.models.stock_model import MAX_TREE_SLOTS
-from decode.requests.answer import NO_NUMBERS, Answer, Chunk, Limits, read_count
+from decode.requests.answer import NO_NUMBERS, Answer, Chunk, Limits, LogProbs, read_count
 from decode.requests.text import Prompt, TextStream, Tokenizer, as_whole_numbers, decode, encode, find_special
 from decode.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
 from decode.stats import Stats
@@ -42,6 +42,7 @@ class Request:
     text: TextStream | None = None
     sampling: Sampling = Sampling(seed=0)  # noqa: RUF009 - it is frozen
     nodes: int = MAX_TREE_SLOTS  # of its trees at most, root included; 1: no draft tokens
+    log_probs: int | None = None  # how many of the most likely tokens are told with their log-probabilities
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
     finish: str | None = None
@@ -53,6 +54,7 @@ class Request:
     def __post_init__(self) -> None:
         self.sequence = list(self.prompt)
         self._pieces: list[str] = []
+        self._log_probs: list[LogProbs] = []
         self._chunks = deque[Chunk]()
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -121,6 +123,7 @@ class Request:
     def deliver(self, chunk: Chunk, tokenizer: Tokenizer | None) -> Chunk:
         """The chunk, with the answer if it is the last one, for whoever iterates the request."""
         self.stats.add(chunk.stats)
+        self._log_probs += chunk.log_probs
         if not self.finish:
             self._chunks.append(chunk)
             return chunk
@@ -139,7 +142,7 @@ class Request:
         if self.exception is not None:
             kind = "" if isinstance(self.exception, FloatingPointError) else f"{type(self.exception).__name__}: "
             error = f"request {self.request_id}: {kind}{self.exception}".splitlines()[0]
-        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, error, self.exception)
+        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, error, self.exception, self._log_probs)
 
     def _end(self, token: int) -> str | None:
         if token in self.limits.stop_ids:
@@ -170,6 +173,7 @@ def read_requests(
     chat: bool | None = None,
     nodes: int = 64,
     text: bool = True,
+    log_probs: int | None = None,
     is_alone: bool = False,
     sampled: bool = False,
 ) -> list[Request]:
@@ -180,6 +184,10 @@ def read_requests(
     """
     _check_kinds(sampling, chat)
     nodes = read_nodes(nodes)
+    if log_probs is not None and not (isinstance(log_probs, int) and 0 <= log_probs <= target.vocabulary):
+        raise ValueError(
+            f"log_probs is {log_probs!r}; it is None or how many of the {target.vocabulary} tokens to tell"
+        )
     special, stop = find_special(stop, target.tokenizer)
     ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
     limits = Limits(max_new_tokens, ends, stop, criterion)
@@ -198,7 +206,7 @@ def read_requests(
             own = RequestProcessors(processors, *numbers, is_alone=is_alone, sampled=sampled)
             sampling = replace(sampling, processors=own)
         stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
-        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes))
+        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes, log_probs))
     return requests
 
 

@@ -226,6 +226,33 @@ def test_each_request_has_its_own_limit_of_nodes(target: Target) -> None:
     assert proposer.budgets == [7, 3]
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "itself as a tree", "eagle3"])
+def test_log_probabilities_are_the_models(name: str) -> None:
+    """Of each token, whether it was drafted or not; sampling settings do not change them."""
+    target = make_target()
+    sampling = Sampling(temperature=0.7, top_k=3, seed=2)
+    engine = Engine(target, DETERMINISTIC[name](target))
+    asked = [
+        engine.add(prompt, log_probs=count, sampling=sampling, max_new_tokens=12, stop_ids=[11])
+        for prompt, count in zip(PROMPTS, (0, 1, 4, None), strict=True)
+    ]
+    list(engine)
+    for request in asked:
+        answer = request.answer
+        assert answer is not None and [told for chunk in request for told in chunk.log_probs] == answer.log_probs
+        if request.log_probs is None:
+            assert answer.log_probs == []
+            continue
+        logits = target.model(torch.tensor([request.sequence])).logits[0, len(request.prompt) - 1 : -1]
+        log_p = logits.log_softmax(dim=-1)
+        assert len(answer.log_probs) == len(answer.tokens)
+        for token, told, row in zip(answer.tokens, answer.log_probs, log_p, strict=True):
+            assert told.chosen == pytest.approx(float(row[token]), abs=1e-9)
+            best = row.topk(request.log_probs)
+            assert [*told.best] == best.indices.tolist()
+            assert [*told.best.values()] == pytest.approx(best.values.tolist(), abs=1e-9)
+
+
 # Errors
 
 
@@ -244,6 +271,7 @@ def test_bad_requests_are_refused_at_once(target: Target) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"nodes": 1000}, "nodes is 1000"),
         ({"stop_ids": [200]}, "stop_ids have 200"),
+        ({"log_probs": 97}, "log_probs is 97; it is None or how many of the 96 tokens to tell"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.add(PROMPTS[0], **settings)

@@ -1,0 +1,128 @@
+"""Requests that arrive at random: the time to the first token, the time a request takes, and tokens per second.
+
+    python -m docs.measure.time_requests --questions spec_bench_dev.jsonl [--methods none,auto] [--loads 25,50,100,150]
+
+Arrivals are a Poisson process. A load of 100 % is the rate at which plain decoding with all rows full answers the same
+questions. Each load has the same arrivals for every method; the methods take turns. `--turns` times the first token of
+second turns instead, with and without the beginning that the engine has kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+from decode import Engine, Request, Target
+from proposers import load_proposer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--methods", default="none,auto")
+    parser.add_argument("--loads", default="25,50,100,150")
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--turns", action="store_true")
+    options = parser.parse_args()
+    lines = options.questions.read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line)["turns"] for line in lines]
+    target = Target.load()
+    target.warm_up(options.rows)
+    if options.turns:
+        several = [turns for turns in questions if len(turns) > 1][: options.limit]
+        print(json.dumps(time_turns(target, several, options.max_new_tokens)))
+        return
+    chosen = [turns[0] for turns in questions[:: max(1, len(questions) // options.limit)][: options.limit]]
+    engines = {
+        name: Engine(target, load_proposer(name, target), rows=options.rows) for name in options.methods.split(",")
+    }
+    for engine in engines.values():  # the first passes are slow
+        ask(engine, chosen[: options.rows], [0.0] * options.rows, options.max_new_tokens)
+    full = ask(engines["none"], chosen, [0.0] * len(chosen), options.max_new_tokens)
+    rate = len(chosen) / full["seconds"]  # requests a second
+    print(json.dumps({"load": "all at once", "method": "none", **full}), flush=True)
+    for number, load in enumerate(map(float, options.loads.split(","))):
+        choose, now, arrivals = random.Random(number), 0.0, list[float]()
+        for _ in chosen:
+            now += choose.expovariate(rate * load / 100)
+            arrivals.append(now)
+        for name, engine in engines.items():
+            found = ask(engine, chosen, arrivals, options.max_new_tokens)
+            print(json.dumps({"load": load, "method": name, **found}), flush=True)
+
+
+def ask(engine: Engine, prompts: list[str], arrivals: list[float], max_new_tokens: int) -> dict[str, float]:
+    """Medians and 99th percentiles in seconds, and tokens per second from the first arrival to the last token."""
+    begun, running = perf_counter(), dict[int, tuple[Request, float]]()
+    first, whole, tokens, gaps = list[float](), list[float](), 0, list[float]()
+    last: dict[int, float] = {}
+    waiting = list(zip(arrivals, prompts, strict=True))
+    while waiting or running:
+        now = perf_counter() - begun
+        while waiting and waiting[0][0] <= now:
+            arrival, prompt = waiting.pop(0)
+            request = engine.add(prompt, max_new_tokens=max_new_tokens, text=False)
+            running[request.request_id] = request, arrival
+        if not running:
+            sleep(waiting[0][0] - now)
+            continue
+        for chunk in engine.step():
+            now, (request, arrival) = perf_counter() - begun, running[chunk.request_id]
+            if request.stats.steps == 1:
+                first.append(now - arrival)
+            else:
+                gaps.append(now - last[chunk.request_id])
+            last[chunk.request_id] = now
+            tokens += len(chunk.tokens)
+            if chunk.answer is not None:
+                whole.append(now - arrival)
+                del running[chunk.request_id]
+    seconds = perf_counter() - begun
+    figures: dict[str, float] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "longest_gap": max(gaps)}
+    for name, values in (("first", first), ("whole", whole)):
+        figures |= {f"{name}_median": statistics.median(values), f"{name}_99": statistics.quantiles(values, n=100)[98]}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def time_turns(target: Target, questions: list[list[str]], max_new_tokens: int) -> dict[str, Any]:
+    """Seconds to the first token of second turns: with the beginning that is kept, and read again."""
+    engines = [Engine(target, "auto", rows=1), Engine(target, "auto", rows=1, kept_bytes=0)]
+    times: list[tuple[float, float]] = []
+    reused = 0
+    for first, second, *_ in questions:
+        pair = []
+        for engine in engines:
+            chat = [{"role": "user", "content": first}]
+            request = engine.add(chat, max_new_tokens=max_new_tokens)
+            list(request)
+            assert request.answer is not None
+            chat += [{"role": "assistant", "content": request.answer.text}, {"role": "user", "content": second}]
+            begun = perf_counter()
+            request = engine.add(chat, max_new_tokens=2)
+            next(iter(request))
+            pair.append(perf_counter() - begun)
+            list(request)
+            reused += request.stats.reused
+        times.append((pair[0], pair[1]))
+    ratios = sorted(kept / again for kept, again in times)
+    choose = random.Random(0)
+    medians = sorted(statistics.median(choose.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "questions": len(times),
+        "kept": statistics.median(kept for kept, _ in times),
+        "again": statistics.median(again for _, again in times),
+        "ratio": statistics.median(ratios),
+        "interval": [medians[50], medians[-51]],
+        "reused_tokens": reused / len(times),
+    }
+
+
+if __name__ == "__main__":
+    main()
