@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.gpu.at_once import accept_at_once, can_accept_at_once, choose_stream
-from decode.gpu.fusion import fused
-from decode.gpu.transfer import Upload, copy_packed, read
+from decode.device.at_once import accept_at_once, can_accept_at_once, choose_stream
+from decode.device.fusion import fused
+from decode.device.transfer import Upload, copy_packed, read
 from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling, group_rows

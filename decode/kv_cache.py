@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.gpu.fusion import fused
-from decode.gpu.transfer import copy_packed
+from decode.device.fusion import fused
+from decode.device.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this

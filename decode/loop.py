@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
-from decode.gpu.fusion import fusing
-from decode.gpu.transfer import Upload, list_numbers
+from decode.device.fusion import fusing
+from decode.device.transfer import Upload, list_numbers
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import Proposer, Step, Use
 from decode.reading import Prefixes, Text

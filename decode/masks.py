@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.gpu.fusion import fused
+from decode.device.fusion import fused
 from decode.models.compatibility import AttentionWindow
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.gpu.transfer import Upload
+from decode.device.transfer import Upload
 from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
 from decode.target import Target

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.gpu.fusion import fused
+from decode.device.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN
 

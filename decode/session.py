@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.gpu.check import check_on_device
-from decode.gpu.transfer import Upload, copy_packed
+from decode.device.check import check_on_device
+from decode.device.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
 from decode.models.stock_model import StockModel, capture_features
@@ -88,7 +88,7 @@ class Session:
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         """Trees that were made on a GPU, at most `nodes` large, with their faults mended and marked.
 
-        roots [B]: the bonus tokens. See `decode.gpu.check`.
+        roots [B]: the bonus tokens. See `decode.device.check`.
         """
         return check_on_device(tree, roots, nodes, self.target.vocabulary)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from decode.gpu.transfer import copy_packed
+from decode.device.transfer import copy_packed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Tree:
     q: Tensor | None = None  # [B, N, V] draft probabilities after each node
     scores: Tensor | None = None  # [B, N] float
     is_chain: bool = False  # every row is known to be a chain
-    wrong: Tensor | None = None  # [B] bool: trees found invalid on a GPU; see `decode.gpu.check`
+    wrong: Tensor | None = None  # [B] bool: trees found invalid on a GPU; see `decode.device.check`
 
     @classmethod
     def chain(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tree:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode import Step, Target
-from decode.gpu.fusion import fused
+from decode.device.fusion import fused
 from decode.models.grouped_attention import attend_stacked
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable

@@ -45,6 +45,18 @@ def find_breaches(package: str, source: str) -> list[tuple[int, str]]:
     return [(line, name) for line, name in imports if name in forbidden]
 
 
+def test_the_core_knows_no_backend() -> None:
+    """Its one seam is the target. What all devices share is in `decode.device`."""
+    core = {path: source for path, source in FILES.items() if path.parent in (Path("decode"), Path("decode/device"))}
+    found = {
+        str(path)
+        for path, source in core.items()
+        for _, module, _ in list_imports(source)
+        if module.startswith(("decode.cpu", "decode.gpu"))
+    }
+    assert len(core) > 10 and found == {"decode/target.py"}
+
+
 def test_imports_keep_their_direction():
     breaches = {path: find_breaches(path.parts[0], source) for path, source in FILES.items()}
     assert {path: found for path, found in breaches.items() if found} == {}

@@ -27,7 +27,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
     On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
-    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.gpu.fusion`), and "graphs" makes
+    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.device.fusion`), and "graphs" makes
     CUDA graphs of these steps (`decode.gpu.fixed_session`).
     mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
     decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"

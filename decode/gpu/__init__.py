@@ -1,1 +1,1 @@
-"""Makes a decoding step fast on a GPU: packed copies, and rules that neither wait nor loop over levels."""
+"""Makes a decoding step fast on a GPU: steps of fixed shape, and CUDA graphs."""

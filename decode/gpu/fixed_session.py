@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decode.accept import pack
-from decode.gpu.at_once import accept_at_once, choose_stream
+from decode.device.at_once import accept_at_once, choose_stream
 from decode.gpu.graph import MOST_KEPT, Captured, make_pool, round_up
 from decode.kv_cache import TreeCache
 from decode.models.stock_model import StockModel

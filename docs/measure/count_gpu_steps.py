@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from decode import Proposer, Sampling, Target, stream
-from decode.gpu import fusion
+from decode.device import fusion
 from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.support.drafting import make_head

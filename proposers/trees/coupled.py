@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 
 from decode import Sampling, Step
 from decode.accept import find_keys
-from decode.gpu.fusion import fused
+from decode.device.fusion import fused
 from decode.noise import TEXT, make_exponential
 from decode.sampling import for_groups, upcast_half
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from decode import Tree
-from decode.gpu.fusion import fused
-from decode.gpu.transfer import read
+from decode.device.fusion import fused
+from decode.device.transfer import read
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch._inductor import config, ir, lowering, scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from decode.gpu.fusion import fusing
+from decode.device.fusion import fusing
 
 ROOT = str(Path(__file__).resolve().parents[2]) + "/"
 CUDA, META = 1, 14  # device types in c10

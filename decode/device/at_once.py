@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.gpu.fusion import fused
+from decode.device.fusion import fused
 from decode.noise import ACCEPTANCE, TEXT, make_exponential
 from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling, upcast_half

@@ -16,10 +16,10 @@ from torch import nn
 from decode import Target
 from decode.accept import pack
 from decode.cpu.packed_linear import MergedPart, merge_layers
-from decode.gpu import fusion
-from decode.gpu.at_once import choose_greedily, find_path
-from decode.gpu.check import _mend
-from decode.gpu.fusion import fused, fusing
+from decode.device import fusion
+from decode.device.at_once import choose_greedily, find_path
+from decode.device.check import _mend
+from decode.device.fusion import fused, fusing
 from decode.kv_cache import move_slots
 from heads import LayerCache
 from proposers.eagle import EagleDrafter, FixedEagleDrafter
