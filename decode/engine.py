@@ -240,9 +240,14 @@ class Engine:
             return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     def _take_alike(self, free: int, tokens: int) -> list[Request]:
-        """The next waiting requests: as many as have prompts of similar length and so many tokens, one at least."""
+        """The next waiting requests: as many as have prompts of similar length and so many tokens.
+
+        One at least, if a part's tokens are left.
+        """
         with self._adding:
             lengths, size = [len(request.prompt) for request in islice(self._waiting, free)], 1
+            if lengths and lengths[0] > tokens and tokens < self.part:
+                return []
             while size < len(lengths) and (size + 1) * max(lengths[: size + 1]) <= tokens:
                 if max(lengths[: size + 1]) - min(lengths[: size + 1]) >= ALIKE:
                     break

@@ -122,7 +122,8 @@ class Session:
         target = self.target
         with capture_features(target.model, self.layers) as captured:
             inputs = self._model_inputs(tree, start, lengths)
-            output = target.run(self.cache, **inputs, **extra)
+            counts = (tree.sizes - start).clamp(min=0) if target.skips_padding else None
+            output = target.run(self.cache, counts, **inputs, **extra)
         features = [captured[layer].to(target.device) for layer in self.layers]
         return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 

@@ -8,10 +8,15 @@ from os import PathLike
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
+from decode.cpu.native_ops import skipping_padding
+from decode.cpu.packed_linear import PackedLinear
 from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
@@ -75,6 +80,17 @@ class Target(TimedModel):
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return bool(compiled_layers(self.model))
+
+    @cached_property
+    def skips_padding(self) -> bool:
+        """Packed layers do: see `decode.cpu.native_ops.skipping_padding`."""
+        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+
+    def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
+        if counts is None or "input_ids" not in inputs:
+            return super().run(cache, **inputs)
+        with skipping_padding(counts, inputs["input_ids"].shape[1]):
+            return super().run(cache, **inputs)
 
     @property
     def needs_masks(self) -> bool:

@@ -114,9 +114,10 @@ class LayerCache:
                 self.keys, self.values = (held.new_zeros(len(self.lengths), *held.shape[1:]) for held in new)
             slots = max(held.shape[2] for held in (*self.allocated(), *new))
             pairs = zip(self.allocated(), new, strict=True)
-            self.keys, self.values = (torch.cat([_grow(held, slots) for held in pair]) for pair in pairs)
+            self.keys, self.values = (torch.cat([_pad(held, slots) for held in pair]) for pair in pairs)
         elif self.keys is not None:
-            self.keys, self.values = (_add_rows(held, len(other.lengths)) for held in self.allocated())
+            rows = len(other.lengths)
+            self.keys, self.values = (_pad(held, held.shape[2], rows) for held in self.allocated())
         self.lengths += other.lengths
 
     def select(self, rows: Sequence[int]) -> None:
@@ -156,14 +157,14 @@ def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)
 
 
-def _add_rows(held: Tensor, count: int) -> Tensor:
-    return nn.functional.pad(held, (0, 0, 0, 0, 0, 0, 0, count))
-
-
 def _grow(held: Tensor, used: int) -> Tensor:
     """Keys or values [B, G, S, D] with at least `used` slots."""
     size = held.shape[2]
     if size >= used:
         return held
-    capacity = -(-max(used, size * 3 // 2) // GROWTH) * GROWTH
-    return nn.functional.pad(held, (0, 0, 0, capacity - size))
+    return _pad(held, -(-max(used, size * 3 // 2) // GROWTH) * GROWTH)
+
+
+def _pad(held: Tensor, slots: int, rows: int = 0) -> Tensor:
+    """Keys or values [B, G, S, D] with so many slots, and with more rows."""
+    return nn.functional.pad(held, (0, 0, 0, slots - held.shape[2], 0, 0, 0, rows))

@@ -1,8 +1,11 @@
 """The draft budget: how many nodes to draft, and whether to draft at all.
 
 It weighs the tokens that a tree is expected to bring against the time that it takes, and learns from every step.
-Time is counted in target passes over a single node, so plain decoding makes one token per unit of time. Tokens are
-those of one row, on average over the batch.
+Time is counted in target passes over a single node, so plain decoding makes one token per unit of time. Tokens and
+nodes are those of one row, on average over the batch.
+
+Where the target skips padding, a pass takes as long as its tokens, however they are spread over the rows. Then the
+nodes of all rows have one budget: each goes where it is most likely to be accepted. Else all trees get the same size.
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ class DraftBudget:
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf)) -> None:
         self.expected_tau = expected_tau
-        self.cost: Callable[[int], float] = float  # until the first batch begins
+        self.cost: Callable[[float], float] = float  # until the first batch begins
         self.uses_clock = True  # the target is not deterministic
+        # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
+        self.unit: float = 1
         self._node_time = 0.0  # the least that each further node of any tree costs on average
-        self._least_slopes: dict[int, float] = {}  # by nodes: the least that each further node costs on average
-        self.nodes = 1  # of the last tree
+        self._least_slopes: dict[float, float] = {}  # by nodes: the least that each further node costs on average
+        self.nodes: float = 1  # of the last tree
         self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
         # Decayed sums over the steps with drafts.
         self._accepted = self._expected = 0.0
@@ -73,13 +78,13 @@ class DraftBudget:
         """The probability below which no node is worth its time, even where nodes cost least."""
         return self.rate * self._node_time / self.acceptance_ratio
 
-    def is_worth_more(self, nodes: int, p: float) -> bool:
+    def is_worth_more(self, nodes: float, p: float) -> bool:
         """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
         is right with probability `p` at most."""
         if nodes not in self._least_slopes:
-            sizes = range(nodes + 1, max(SIZES.stop, nodes + 2))
+            more = [self.unit, *range(1, max(2, int(SIZES.stop - nodes)))]
             base = self.cost(nodes)
-            self._least_slopes[nodes] = min((self.cost(size) - base) / (size - nodes) for size in sizes)
+            self._least_slopes[nodes] = min((self.cost(nodes + each) - base) / each for each in more)
         return self.acceptance_ratio * p > self.rate * self._least_slopes[nodes]
 
     @property
@@ -95,11 +100,14 @@ class DraftBudget:
         if count := len(step.stayed):
             self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
+        unit = 1 / len(step.sequences) if step.target.skips_padding else 1
+        if unit != self.unit:
+            self.unit, self._least_slopes = unit, {}
         cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
         if step.is_first or cost is not self.cost:
             self.begin(cost, new_texts=step.is_first)
 
-    def begin(self, cost: Callable[[int], float], new_texts: bool = True) -> None:
+    def begin(self, cost: Callable[[float], float], new_texts: bool = True) -> None:
         """Start with another batch size or context, at which a pass over n nodes takes `cost(n)`.
 
         Where `expected_tau` promises no gain, the first draft of a batch is made late, because it reads whole prompts.
@@ -161,15 +169,15 @@ class DraftBudget:
         """Take in how long it took to draft so many levels."""
         self._level_seconds = min(self._level_seconds, seconds / levels)
 
-    def choose_size(self, expected: Sequence[float], levels: int) -> int:
-        """The best number of nodes for a tree whose levels have been drafted.
+    def choose_growth(self, expected: Sequence[float], levels: int) -> int:
+        """How often to let trees grow from their roots, by `unit` nodes at a time, if their levels have been drafted.
 
-        expected[n - 1]: the tokens that n nodes should have accepted.
+        expected[n]: the tokens that they should have accepted after growing n times.
         """
-        costs = [self.cost(nodes) for nodes in range(1, len(expected) + 1)]
-        nodes = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
-        self._take(nodes, expected[nodes - 1], levels * self.level_time)
-        return nodes
+        costs = [self.cost(1 + self.unit * times) for times in range(len(expected))]
+        times = choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
+        self._take(1 + self.unit * times, expected[times], levels * self.level_time)
+        return times
 
     def choose_levels(self, expected: Sequence[float], width: int, level_time: float) -> int:
         """The best number of levels to draft, at least one, each of `width` nodes.
@@ -181,7 +189,7 @@ class DraftBudget:
         self._take(1 + width * levels, expected[levels - 1], levels * level_time)
         return levels
 
-    def _take(self, nodes: int, expected: float, drafting_time: float) -> None:
+    def _take(self, nodes: float, expected: float, drafting_time: float) -> None:
         self.nodes, self._expected_last = nodes, expected
         self._steps = MEMORY * self._steps + 1
         self._time = MEMORY * self._time + self.cost(nodes) + drafting_time

@@ -146,7 +146,7 @@ class HeadProposer(ABC):
         expected, right = draft.read_figures()
         self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
         self.draft_budget.take_levels(right)
-        return draft.tree(self.draft_budget.choose_size(expected, draft.levels))
+        return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
 
     def _draft(self, step: Step, most: int) -> Draft:
         """What trees of up to `most` nodes are chosen from."""
@@ -159,7 +159,8 @@ class HeadProposer(ABC):
 
         def find(inputs: Mapping[str, Tensor]) -> Draft:
             drafter = self.start_scored(inputs, target, step.samplings)
-            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive)
+            shares = self.adaptive and self.draft_budget.unit < 1
+            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive, shares)
 
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(step.samplings)) > 1:
             return find(inputs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +20,8 @@ from proposers.trees.search import ScoredDrafter
 
 NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
+# Trees that grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
+Growth: TypeAlias = tuple[float, list[GrowingTree]]
 PARTS = 10  # a head's probabilities are counted alike in so many parts
 
 
@@ -82,21 +86,35 @@ class MergedProposer:
             )
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
-        self._grow(trees, most)
-        levels = 0 if self.head is None or most == 1 else self._draft_levels(self.head, step, trees, most)
-        size = self.draft_budget.choose_size(expect_accepted(trees), levels) if self.adaptive else most
-        return make_tree(trees, size)
+        if self.head is None or most == 1:
+            grown, levels = self._grow(trees, most), 0
+        else:
+            grown, levels = self._draft_levels(self.head, step, trees, most)
+        if self.adaptive:
+            expected = list(accumulate((p for p, _ in grown), initial=0.0))
+            grown = grown[: self.draft_budget.choose_growth(expected, levels)]
+        taken = Counter(id(tree) for _, growing in grown for tree in growing)
+        return make_tree(trees, [1 + taken[id(tree)] for tree in trees])
 
-    def _grow(self, trees: Sequence[GrowingTree], most: int) -> None:
-        """Let the trees grow to at most `most` nodes each, as long as more may be worth their time."""
+    def _grow(self, trees: Sequence[GrowingTree], most: int) -> list[Growth]:
+        """Let the trees grow to at most `most` nodes each, as long as more may be worth their time.
+
+        Where they share a budget, the tree with the most likely node grows; else all of them do.
+        """
         for tree in trees:
             tree.restart()
-        for size in range(1, most):
-            p = sum(tree.next_p() for tree in trees) / len(trees)
-            if p == 0 or (self.adaptive and not self.draft_budget.is_worth_more(size, p)):
-                return
-            for tree in trees:
+        shares, grown = self.adaptive and self.draft_budget.unit < 1, list[Growth]()
+        while True:
+            growing = [tree for tree in trees if len(tree.nodes) < most]
+            if shares:
+                growing = [max(growing, key=GrowingTree.next_p)] if growing else []
+            p = sum(tree.next_p() for tree in growing) / len(trees)
+            nodes = 1 + self.draft_budget.unit * len(grown)
+            if p == 0 or (self.adaptive and not self.draft_budget.is_worth_more(nodes, p / self.draft_budget.unit)):
+                return grown
+            for tree in growing:
                 tree.take()
+            grown.append((p, growing))
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
@@ -124,9 +142,11 @@ class MergedProposer:
                 self._news = MEMORY * self._news + (1 - MEMORY) * (source == len(self.sources))
 
     @torch.no_grad()
-    def _draft_levels(self, head: HeadProposer, step: Step, trees: Sequence[GrowingTree], most: int) -> int:
-        """Let the head continue the trees as long as that is worth it. Returns the number of its levels."""
-        begun, paths, level = perf_counter(), [[tree.root] for tree in trees], 0
+    def _draft_levels(
+        self, head: HeadProposer, step: Step, trees: Sequence[GrowingTree], most: int
+    ) -> tuple[list[Growth], int]:
+        """Let the head continue the trees as long as that is worth it. Returns how they grew, and its levels."""
+        begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
         deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
             if level == 0:
@@ -136,12 +156,12 @@ class MergedProposer:
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
-            self._grow(trees, most)
+            grown = self._grow(trees, most)
             level += 1
             paths = [find_paths(tree, level, head.width) for tree in trees]
         if level:
             self.draft_budget.take_drafting_time(perf_counter() - begun, level)
-        return level
+        return grown, level
 
     def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
         """Whether to let the head continue these nodes, by how often it knows better than the other sources."""
@@ -195,16 +215,9 @@ def continue_paths(
     ]
 
 
-def expect_accepted(trees: Sequence[GrowingTree]) -> list[float]:
-    """The tokens that trees of 1, 2, ... nodes should have accepted, on average over the rows."""
-    sizes = range(1, max(len(tree.nodes) for tree in trees))
-    sums = [sum(tree.nodes[size].p for tree in trees if size < len(tree.nodes)) for size in sizes]
-    return list(accumulate((p / len(trees) for p in sums), initial=0.0))
-
-
-def make_tree(trees: Sequence[GrowingTree], size: int) -> Tree:
-    """The first `size` nodes of each row's tree."""
-    rows = [tree.nodes[:size] for tree in trees]
+def make_tree(trees: Sequence[GrowingTree], sizes: Sequence[int]) -> Tree:
+    """The first `sizes[b]` nodes of each row's tree."""
+    rows = [tree.nodes[:size] for tree, size in zip(trees, sizes, strict=True)]
     tokens = [[node.token for node in row] for row in rows]
     parents = [[-1 if node.parent is None else node.parent.number for node in row] for row in rows]
     return Tree.of_rows([*zip(tokens, parents, strict=True)])

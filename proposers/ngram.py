@@ -6,9 +6,10 @@ length of the text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
+from operator import itemgetter, mul
 
 from decode import Step, Tree
 from decode.models.cost_curve import CostCurve
@@ -54,7 +55,8 @@ class NGramProposer:
         drafts = [text.draft(min(longest, room - 1), stops) for text, room, stops in rows]
         if self.adaptive and any(drafts):
             longest_text = max(map(len, step.sequences))
-            drafts = _cut_drafts(texts, drafts, step.target.cost_curve(len(texts), longest_text))
+            cost = step.target.cost_curve(len(texts), longest_text)
+            drafts = _cut_drafts(texts, drafts, cost, shares=step.target.skips_padding)
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)
         return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])
@@ -73,14 +75,24 @@ class NGramProposer:
             self._texts[request_id] = text
 
 
-def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve) -> list[list[int]]:
-    """Cut the drafts to the length that yields most tokens per second; the rows share one forward pass."""
-    lengths = range(max(map(len, drafts)) + 1)
-    # By row: the tokens expected to be accepted of drafts of 0, 1, ... tokens.
-    expected = [[0.0, *accumulate(text.probabilities(len(draft)))] for text, draft in zip(texts, drafts, strict=True)]
-    tokens = [sum(1 + row[min(length, len(row) - 1)] for row in expected) for length in lengths]
-    best = choose_fastest(tokens, [cost(1 + length) for length in lengths])
-    return [draft[:best] for draft in drafts]
+def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, shares: bool) -> list[list[int]]:
+    """Cut the drafts to the lengths that yield most tokens per second; the rows share one forward pass.
+
+    shares: a pass takes as long as its tokens, so each token goes where it is most likely to be right. Else all drafts
+    get the same length.
+    """
+    found = [text.probabilities(len(draft)) for text, draft in zip(texts, drafts, strict=True)]
+    if shares:
+        steps = sorted(((p, [row]) for row, each in enumerate(found) for p in each), key=itemgetter(0), reverse=True)
+    else:
+        longest = max(map(len, found))
+        growing = [[row for row, each in enumerate(found) if len(each) > place] for place in range(longest)]
+        steps = [(sum(found[row][place] for row in rows), rows) for place, rows in enumerate(growing)]
+    tokens = [*accumulate((p for p, _ in steps), initial=float(len(texts)))]
+    unit = 1 / len(texts) if shares else 1
+    best = choose_fastest(tokens, [cost(1 + unit * times) for times in range(len(tokens))])
+    lengths = Counter(row for _, rows in steps[:best] for row in rows)
+    return [draft[: lengths[row]] for row, draft in enumerate(drafts)]
 
 
 class Text:

@@ -90,6 +90,9 @@ struct Attention {
   int64_t batch, heads, groups, nodes, slots, key_size, value_size;  // heads: of keys and values
   int64_t key_row, key_head, value_row, value_head, mask_row;        // strides
   float scale;
+  const int64_t* counts;  // of each row's nodes that are computed; null: all are
+
+  int64_t live(int64_t row) const { return counts ? counts[row] : nodes; }
 
   int64_t rows() const { return groups * nodes; }  // queries that share keys and values
   int64_t parts() const { return (slots + PART - 1) / PART; }
@@ -141,18 +144,21 @@ struct Attention {
       value_panel = value;
     }
     const Number* asked = queries + (row * heads + head) * rows() * key_size;
-    for (int64_t i = 0; i < rows() * key_size; ++i) query[i] = T::widen(asked[i]) * scale;
+    const int64_t used = live(row);  // nodes; those of each group lie together
+    for (int64_t group = 0; group < groups; ++group)
+      for (int64_t i = 0; i < used * key_size; ++i)
+        query[group * used * key_size + i] = T::widen(asked[group * nodes * key_size + i]) * scale;
     const Number* mask = masks + row * mask_row + begin;
-    for (int64_t first = 0; first < rows(); first += ROWS) {
-      const int64_t size = std::min<int64_t>(ROWS, rows() - first);
+    for (int64_t first = 0; first < groups * used; first += ROWS) {
+      const int64_t size = std::min<int64_t>(ROWS, groups * used - first);
       with_rows(size, [&]<int R>() {
-        run_block<R>(first, count, width, query, key, value_panel, mask, scratch.scores.get(), partial);
+        run_block<R>(first, used, count, width, query, key, value_panel, mask, scratch.scores.get(), partial);
       });
     }
   }
 
   template <int R>
-  void run_block(int64_t first, int64_t count, int64_t width, const float* query, const float* key, const float* value,
+  void run_block(int64_t first, int64_t used, int64_t count, int64_t width, const float* query, const float* key, const float* value,
                  const Number* mask, float* scores, float* partial) const {
     const float* inputs[R];
     for (int r = 0; r < R; ++r) inputs[r] = query + (first + r) * key_size;
@@ -164,7 +170,7 @@ struct Attention {
     float largest[R], totals[R] = {};
     for (int r = 0; r < R; ++r) {
       float* row = scores + r * width;
-      const Number* seen = mask + (first + r) % nodes * slots;
+      const Number* seen = mask + (first + r) % used * slots;
       for (int64_t s = 0; s < count; ++s) row[s] += T::widen(seen[s]);
       std::fill(row + count, row + width, LOWEST);
       float lanes[WIDTH];  // compilers find the maximum of vectors only lane by lane
@@ -190,10 +196,12 @@ struct Attention {
     }
   }
 
-  // Adds the parts of one query. partials: of its row and head.
+  // Adds the parts of one query; those of padding are zeros. partials: of its row and head.
   void merge(int64_t row, int64_t head, int64_t query, const float* partials, Number* outputs) const {
-    const int64_t step = rows() * partial_width();
-    const float* first = partials + query * partial_width();
+    const int64_t step = rows() * partial_width(), node = query % nodes, used = live(row);
+    Number* into = outputs + ((row * nodes + node) * heads * groups + head * groups + query / nodes) * value_size;
+    if (node >= used) return (void)std::fill(into, into + value_size, T::narrow(0.0f));
+    const float* first = partials + (query / nodes * used + node) * partial_width();
     float largest = LOWEST, total = 0;
     for (int64_t c = 0; c < parts(); ++c) largest = std::max(largest, first[c * step + value_width()]);
     std::vector<float> sums(value_size);
@@ -203,8 +211,6 @@ struct Attention {
       total += weight * part[value_width() + 1];
       for (int64_t d = 0; d < value_size; ++d) sums[d] += weight * part[d];
     }
-    const int64_t node = query % nodes, query_head = head * groups + query / nodes;
-    Number* into = outputs + ((row * nodes + node) * heads * groups + query_head) * value_size;
     for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(sums[d] / total);
   }
 
@@ -249,6 +255,7 @@ Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& valu
       .value_head = value.stride(1),
       .mask_row = mask.size(0) == 1 ? 0 : mask.stride(0),
       .scale = (float)scale,
+      .counts = selection.fits(query.size(0), query.size(2)) ? selection.counts.data() : nullptr,
   };
 }
 

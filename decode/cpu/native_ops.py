@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +39,19 @@ def load_native_ops() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
+
+
+@contextmanager
+def skipping_padding(counts: Tensor, nodes: int) -> Iterator[None]:
+    """Compute only the first `counts` [B] of each row's `nodes` nodes; the outputs of the others are zeros.
+
+    It holds for the ops on this thread, with inputs of B rows and so many nodes. Others are computed whole.
+    """
+    torch.ops.draftless.keep_nodes(counts.contiguous(), nodes)
+    try:
+        yield
+    finally:
+        torch.ops.draftless.keep_nodes(None, 0)
 
 
 def can_run(inputs: Tensor) -> bool:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from math import ceil
 from statistics import median
 from time import perf_counter
 
@@ -34,13 +35,13 @@ class CostCurve:
     processes disturbed the measurement. `seconds` are those of a pass of each of `sizes`.
     """
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.sizes = tuple(sizes)
         lowest = [*accumulate(reversed(seconds), min)][::-1]
         self.seconds = tuple(lowest)
         self.ratios = tuple(time / lowest[0] for time in lowest)
 
-    def __call__(self, nodes: int) -> float:
+    def __call__(self, nodes: float) -> float:
         right = min(max(bisect_left(self.sizes, nodes), 1), len(self.sizes) - 1)
         (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.ratios[right - 1 : right + 1]
         return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
@@ -58,8 +59,8 @@ class CostCurve:
 
 
 class _PaddedCurve(CostCurve):
-    def __call__(self, nodes: int) -> float:
-        return super().__call__(round_up(nodes))
+    def __call__(self, nodes: float) -> float:
+        return super().__call__(round_up(ceil(nodes)))
 
 
 # Fixed curves, for runs that must choose the same draft trees: a run that is repeated, or all ranks of a group.
@@ -84,9 +85,14 @@ def fixed_curve(chosen: bool | CostCurve, device: torch.device) -> CostCurve:
     return curves[0]
 
 
-def for_batch(curve: CostCurve, rows: int) -> CostCurve:
-    """The curve of a batch, if time depends on the tokens of all rows together."""
-    return CostCurve(SIZES, [curve(rows * size) for size in SIZES])
+def for_batch(curve: CostCurve, rows: int, each_row: float = 0.0) -> CostCurve:
+    """The curve of a batch, by the average nodes of a row, if time depends on the tokens of all rows together.
+
+    each_row: the seconds in which a pass reads the keys and values of one more row.
+    """
+    tokens = sorted({rows, *(size for size in curve.sizes if size > rows), *(rows * size for size in SIZES[1:])})
+    seconds = [curve.seconds[0] * curve(count) + (rows - 1) * each_row for count in tokens]
+    return CostCurve([count / rows for count in tokens], seconds)
 
 
 def measured_batches(batch: int) -> list[int]:

@@ -31,8 +31,16 @@ class StockModel:
         self.dtype = model.dtype
         self._cache_name = find_cache_name(type(model).forward)
 
-    def run(self, cache: Cache, **inputs: Any) -> ModelOutput:
-        """The model's forward pass, which reads and extends a KV cache."""
+    @property
+    def skips_padding(self) -> bool:
+        """Whether a pass takes as long as its tokens, however they are spread over rows."""
+        return False
+
+    def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
+        """The model's forward pass, which reads and extends a KV cache.
+
+        counts [B]: how many inputs of each row, the first ones, are no padding; None: unknown.
+        """
         return self.model(**inputs, **{self._cache_name: cache}, use_cache=True)
 
     @property

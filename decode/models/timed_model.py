@@ -44,6 +44,7 @@ class TimedModel(StockModel):
         super().__init__(model)
         self.deterministic = deterministic
         self._cost_curves: dict[tuple[int, int], CostCurve] = {}  # by batch and context
+        self._batch_curves: dict[tuple[CostCurve, int], CostCurve] = {}  # by one text's curve and batch
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
@@ -52,6 +53,7 @@ class TimedModel(StockModel):
         """
         if self.deterministic:
             return
+        batch_size = 1 if self.skips_padding else batch_size
         wanted = [(rows, context) for rows in measured_batches(batch_size) for context in measured_contexts(self, rows)]
         missing = [each for each in wanted if each not in self._cost_curves]
         # The bar appears only if this takes longer than a second.
@@ -61,12 +63,19 @@ class TimedModel(StockModel):
     def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
         """The cost of verifying N nodes relative to one node, after `context` committed tokens.
 
-        Measured now unless `warm_up` has done it or the user's cache has it. Batch sizes are rounded up to powers of
-        four, contexts to multiples of 256. Between the measured contexts the seconds are linear, beyond them constant.
+        Measured now unless `warm_up` has done it or the user's cache has it. Where padding is skipped, the curve of a
+        batch follows from that of one text. Else batch sizes are rounded up to powers of four. Contexts are rounded up
+        to multiples of 256. Between the measured contexts the seconds are linear, beyond them constant.
         With `deterministic` nothing is measured, and the context does not count.
         """
         if self.deterministic:
             return self._find_fixed_curve(batch_size)
+        if self.skips_padding and batch_size > 1:
+            single, shortest = TimedModel.cost_curve(self, 1, context), TimedModel.cost_curve(self)
+            if (single, batch_size) not in self._batch_curves:
+                each_row = max(single.seconds[0] - shortest.seconds[0], 0.0)
+                self._batch_curves[single, batch_size] = for_batch(single, batch_size, each_row)
+            return self._batch_curves[single, batch_size]
         rows = measured_batches(batch_size)[-1]
         contexts = measured_contexts(self, rows)
         context = min(-(-max(context, 1) // contexts[0]) * contexts[0], contexts[-1])

@@ -3,8 +3,8 @@
     python -m docs.measure.time_requests --questions spec_bench_dev.jsonl [--methods none,auto] [--loads 25,50,100,150]
 
 Arrivals are a Poisson process. A load of 100 % is the rate at which plain decoding with all rows full answers the same
-questions. Each load has the same arrivals for every method; the methods take turns. `--turns` times the first token of
-second turns instead, with and without the beginning that the engine has kept.
+questions; "all" lets all arrive at once. Each load has the same arrivals for every method; the methods take turns.
+`--turns` times the first token of second turns instead, with and without the beginning that the engine has kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--methods", default="none,auto")
-    parser.add_argument("--loads", default="25,50,100,150")
+    parser.add_argument("--loads", default="all,25,50,100,150")
     parser.add_argument("--limit", type=int, default=48)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -40,21 +40,20 @@ def main() -> None:
         print(json.dumps(time_turns(target, several, options.max_new_tokens)))
         return
     chosen = [turns[0] for turns in questions[:: max(1, len(questions) // options.limit)][: options.limit]]
-    engines = {
-        name: Engine(target, load_proposer(name, target), rows=options.rows) for name in options.methods.split(",")
-    }
+    names = options.methods.split(",")
+    settings = {"rows": options.rows, "kept_bytes": 0}  # the same questions are asked again
+    engines = {name: Engine(target, load_proposer(name, target), **settings) for name in names}
     for engine in engines.values():  # the first passes are slow
         ask(engine, chosen[: options.rows], [0.0] * options.rows, options.max_new_tokens)
-    full = ask(engines["none"], chosen, [0.0] * len(chosen), options.max_new_tokens)
-    rate = len(chosen) / full["seconds"]  # requests a second
-    print(json.dumps({"load": "all at once", "method": "none", **full}), flush=True)
-    for number, load in enumerate(map(float, options.loads.split(","))):
+    rate = 0.0  # requests a second
+    for number, load in enumerate(options.loads.split(",")):
         choose, now, arrivals = random.Random(number), 0.0, list[float]()
         for _ in chosen:
-            now += choose.expovariate(rate * load / 100)
             arrivals.append(now)
+            now += 0.0 if load == "all" else choose.expovariate(rate * float(load) / 100)
         for name, engine in engines.items():
             found = ask(engine, chosen, arrivals, options.max_new_tokens)
+            rate = rate or len(chosen) / found["seconds"]
             print(json.dumps({"load": load, "method": name, **found}), flush=True)
 
 

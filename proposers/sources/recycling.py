@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from decode import Step
+from decode import Step, Tree
 from proposers.sources.source import Named, Source, sigmoid
 
 RANKS = 8  # most likely next tokens that are kept
@@ -61,7 +62,7 @@ class RecyclingSource(Source):
 
     def observe(self, step: Step) -> None:
         before, self._roots = self._roots, {}
-        predicted = predict(step.logits)
+        predicted = predict(step.logits, step.tree)
         trees = zip(step.tree.tokens.tolist(), step.tree.parents.tolist(), predicted, step.path, strict=True)
         for request_id, place, text, tree in zip(step.request_ids, step.kept, step.sequences, trees, strict=True):
             tokens, parents, predictions, path = tree
@@ -105,9 +106,7 @@ class Recycled(dict[tuple[int, ...], Predictions]):
     ) -> None:
         """Keep what was predicted after the nodes of a tree. text: the last tokens before its root."""
         tails: list[tuple[int, ...]] = []
-        for token, parent, predictions in zip(tokens, parents, predicted, strict=True):
-            if tails and parent < 0:
-                break  # the rest is padding
+        for token, parent, predictions in zip(tokens, parents, predicted, strict=False):  # the rest is padding
             tails.append((*(tails[parent] if tails else text), token)[-ORDERS:])
             for order in range(1, len(tails[-1]) + 1):
                 key = tails[-1][-order:]
@@ -125,13 +124,14 @@ class Recycled(dict[tuple[int, ...], Predictions]):
         return 0, Predictions((), ())
 
 
-def predict(logits: Tensor) -> list[list[Predictions]]:
-    """The predictions of each row and node, from logits [B, N, V]."""
-    ids, values = top_logits(logits, RANKS)
+def predict(logits: Tensor, tree: Tree) -> list[list[Predictions]]:
+    """The predictions of each row's nodes without padding, from logits [B, N, V]."""
+    sizes = tree.sizes.tolist()
+    ids, values = top_logits(logits.flatten(0, 1) if min(sizes) == tree.width else logits[tree.real], RANKS)
     shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
     shares = (shares * SHARES).int().clamp(max=SHARES - 1)
-    rows = zip(ids.tolist(), shares.tolist(), strict=True)
-    return [[Predictions(tuple(a), tuple(b)) for a, b in zip(*row, strict=True)] for row in rows]
+    nodes = zip(ids.tolist(), shares.tolist(), strict=True)
+    return [[Predictions(tuple(a), tuple(b)) for a, b in islice(nodes, size)] for size in sizes]
 
 
 def top_logits(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ class Draft:
     largest: Tree
     figures: Tensor  # what `read_figures` reads; empty if no budget will choose among the trees
     levels: int
+    shares: bool = False  # the rows share a budget of nodes
 
     @classmethod
     def of(
@@ -34,33 +35,45 @@ class Draft:
         nodes: int,
         right: Tensor | None,
         has_figures: bool,
+        shares: bool = False,
     ) -> Draft:
         """The best `nodes` nodes, root included.
 
         roots [B]; candidate j drafts `tokens[j]` after candidate `parents[j]`, or the root (-1) [B, M]. scores [B, M]:
         the log-probabilities that whole paths are right. So no child scores above its parent, and ties go to the
         earlier candidate: the root and the best n candidates are a tree. right [levels]: the probability, on average
-        over the rows, that a path down to level 1, 2, ... is right; for some searches.
+        over the rows, that a path down to level 1, 2, ... is right; for some searches. shares: the rows share a budget
+        of nodes.
         """
         # float32 keeps half precision from making more ties.
         best = torch.sort(scores.float(), dim=1, descending=True, stable=True)
         scores, chosen = best.values[:, : nodes - 1], best.indices[:, : nodes - 1]
         sizes, height = torch.full_like(roots, chosen.shape[1] + 1), min(chosen.shape[1], levels)
         drafted, above, padded = _join_nodes(roots, tokens, parents, chosen, scores)
-        figures = _expect(scores, right) if has_figures else scores[:0]
-        return cls(Tree(drafted, above, sizes, height, scores=padded), figures, levels)
+        figures = _expect(scores, right, shares) if has_figures else scores[:0]
+        return cls(Tree(drafted, above, sizes, height, scores=padded), figures, levels, shares)
 
     def tree(self, nodes: int) -> Tree:
         """The best tree of at most `nodes` nodes, the best ones first."""
         return self.largest.first(nodes)
 
+    def grown(self, times: int) -> Tree:
+        """The best trees after growing from their roots: by a node each, or by one in all where they share a budget."""
+        if not self.shares:
+            return self.tree(1 + times)
+        assert self.largest.scores is not None
+        scores = self.largest.scores[:, 1:]
+        best = scores.flatten().sort(descending=True, stable=True).indices[:times] // scores.shape[1]
+        sizes = (1 + best.bincount(minlength=len(scores))).tolist()
+        return self.largest.limit(sizes)
+
     def read_figures(self) -> tuple[list[float], list[float]]:
-        """The tokens that trees of 1, 2, ... nodes should have accepted, on average over the rows; and `right`.
+        """The tokens that trees should have accepted after growing 0, 1, ... times, on average over the rows; `right`.
 
         Synchronizes a GPU.
         """
         numbers, sizes = read(self.figures).tolist(), self.largest.width
-        return numbers[:sizes], numbers[sizes:]
+        return (numbers, []) if self.shares else (numbers[:sizes], numbers[sizes:])
 
 
 @fused
@@ -80,8 +93,9 @@ def _join_nodes(
 
 
 @fused
-def _expect(scores: Tensor, right: Tensor | None) -> Tensor:
+def _expect(scores: Tensor, right: Tensor | None, shares: bool) -> Tensor:
     """`Draft.figures`, from the scores [B, C] of the best candidates."""
-    accepted = scores.exp().sum(dim=0).cumsum(dim=0)
+    each = scores.flatten().sort(descending=True).values.exp() if shares else scores.exp().sum(dim=0)
+    accepted = each.cumsum(dim=0)
     expected = torch.cat([scores.new_zeros(1), accepted]) / len(scores)
     return expected if right is None else torch.cat([expected, right])

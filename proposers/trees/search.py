@@ -94,6 +94,7 @@ def search(
     nodes: int,
     budget: DraftBudget | None = None,
     has_figures: bool = False,
+    shares: bool = False,
 ) -> Draft:
     """Best-first search: at each level the `width` best paths get `ranks` next tokens each.
 
@@ -101,7 +102,8 @@ def search(
     roots [B]. levels: at most; a CPU stops earlier where the budget finds one more level not worth it. nodes: the size
     of the largest tree that is wanted. A CPU does not follow paths that are too unlikely for it, or for their time.
     A GPU would have to wait for such decisions. There all levels are drafted with `width` paths, and the budget chooses
-    the levels of the next step from `Draft.figures`. has_figures: whether the draft has them.
+    the levels of the next step from `Draft.figures`. has_figures: whether the draft has them. shares: whether the rows
+    share a budget of nodes.
     """
     scores = torch.zeros_like(roots[:, None], dtype=torch.float32)  # of the only path before the first level
     places = torch.full_like(roots[:, None], -1)  # the root
@@ -127,7 +129,7 @@ def search(
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
     tokens, parents, scores, right = join_levels(found, longer.shape[2], None if waits or budget is None else best)
-    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures)
+    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures, shares)
 
 
 @fused

@@ -21,7 +21,7 @@ from decode.session import Session
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.test_lossless import DETERMINISTIC, make_target
 from tests.support.drafting import make_head
-from tests.support.models import VOCABULARY
+from tests.support.models import VOCABULARY, tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 KINDS = ["llama", "gemma3_text", "gpt2"]
@@ -468,16 +468,19 @@ def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
     assert counts[2] <= counts[1] + 20 and not layers
 
 
-def test_a_cache_grows_while_requests_join(target: Target) -> None:
-    """Longer texts and more rows than were allocated at first."""
-    small = Target(make_target("llama").model)
-    engine = Engine(small, NGramProposer(length=3), rows=4, part=64)
-    prompts = [[(7 * place + row) % 90 + 3 for place in range(length)] for row, length in enumerate((5, 200, 30, 220))]
+@pytest.mark.parametrize("name", ["ngram fixed", "eagle3", "hydra++", "draft", "merged eagle3"])
+def test_caches_grow_while_requests_join(name: str) -> None:
+    """Longer texts and more rows than were allocated at first, also in the caches of heads and draft models."""
+    target = make_target()
+    long = Target(tiny("llama", num_hidden_layers=1, max_position_embeddings=1024))
+    engine = Engine(long, DETERMINISTIC[name](target), rows=4, part=64)
+    lengths = (5, 270, 30, 700)
+    prompts = [[(7 * place + row) % 90 + 3 for place in range(length)] for row, length in enumerate(lengths)]
     requests = []
     for prompt in prompts:
-        requests.append(engine.add(prompt, max_new_tokens=30, stop_ids=[]))
+        requests.append(engine.add(prompt, max_new_tokens=24, stop_ids=[]))
         for _ in range(3):
             engine.step()
     list(engine)
-    expected = generate(small, prompts, None, max_new_tokens=30, stop_ids=[])
+    expected = generate(long, prompts, None, max_new_tokens=24, stop_ids=[])
     assert [request.answer and request.answer.tokens for request in requests] == [each.tokens for each in expected]

@@ -178,6 +178,24 @@ def test_a_cache_keeps_its_content_when_it_grows():
     assert close(torch.cat(parts, dim=1), head.contextualize(features))
 
 
+def test_rows_of_another_cache_are_added():
+    """Of any length and allocation; also to and from a cache that nothing was written to."""
+    head, features = made("hydra", prefix=LAYER), drawn(4, 900, HIDDEN)
+    whole, lengths, cache = head.contextualize(features), [0, 700, 5, 300], LayerCache(1)
+    for row, length in enumerate(lengths[1:], start=1):
+        other = LayerCache(1)
+        for part in features[row : row + 1, :length].split(200, dim=1):
+            head.contextualize(part, other)
+        cache.append(other)
+    cache.append(LayerCache(2))
+    assert cache.lengths == [*lengths, 0, 0]
+    rows = [0, 1, 2, 3, 0, 1]
+    new = torch.stack([features[row, length : length + 3] for row, length in zip(rows, cache.lengths, strict=True)])
+    states = head.contextualize(new, cache)
+    for place, (row, length) in enumerate(zip(rows, [*lengths, 0, 0], strict=True)):
+        assert close(states[place], whole[row, length : length + 3])
+
+
 def test_a_draft_tree_attends_to_the_cache_without_changing_it():
     head, cache = made("eagle"), LayerCache(1)
     embedded, features, places = drawn(1, 7, HIDDEN), drawn(1, 7, HIDDEN, seed=2), torch.arange(7)[None]

@@ -6,10 +6,11 @@ import random
 from itertools import accumulate
 
 import pytest
+import torch
 
 from decode import Target, generate, stream
 from decode.models.cost_curve import CostCurve
-from proposers import MedusaProposer, NGramProposer
+from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from tests.support.drafting import Recorder, fix_cost, make_head
@@ -25,7 +26,7 @@ def begin(rise: float) -> DraftBudget:
 
 def test_budget_weighs_gains_against_costs() -> None:
     gains = [0.0, 0.6, 1.0, 1.2, 1.3]
-    choices = [begin(rise).choose_size(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
+    choices = [1 + begin(rise).choose_growth(gains, 1) for rise in (0, 0.15, 0.3, 0.7)]
     assert choices == [5, 4, 3, 1]
 
 
@@ -42,8 +43,8 @@ def test_trees_that_end_early_lose_nothing() -> None:
             budget.begin(lambda nodes, costs=costs: costs[nodes - 1])
             budget.learn(0.0, 1.0)
         size = next((size for size in range(1, 64) if not early.is_worth_more(size, p[size - 1])), 64)
-        chosen = whole.choose_size([*accumulate(p, initial=0.0)], 0)
-        assert chosen <= size and chosen == early.choose_size([*accumulate(p[: size - 1], initial=0.0)], 0)
+        chosen = whole.choose_growth([*accumulate(p, initial=0.0)], 0)
+        assert chosen < size and chosen == early.choose_growth([*accumulate(p[: size - 1], initial=0.0)], 0)
 
 
 def test_budget_learns_what_drafting_costs() -> None:
@@ -72,7 +73,7 @@ def speed(quality: float, truth: float, rise: float, draft: float, seed: int) ->
         budget.take_drafting_time(draft, 1)
         steps = [q ** (depth + 1) for depth in range(4)]  # a chain, node by node
         gains = [sum(steps[:count]) for count in range(5)]
-        nodes = budget.choose_size(gains, 1)
+        nodes = 1 + budget.choose_growth(gains, 1)
         accepted = 0
         while accepted < nodes - 1 and generator.random() < q * truth:
             accepted += 1
@@ -138,3 +139,20 @@ def test_a_slow_reader_does_not_count_as_a_slow_target(monkeypatch: pytest.Monke
         now[0] += 100
         seconds.append(proposer.step.seconds if len(proposer.trees) > 1 else 1.0)
     assert len(seconds) > 2 and set(seconds) == {1.0}
+
+
+@pytest.mark.parametrize("kind", ["ngram", "merged", "medusa"])
+def test_rows_share_a_budget_where_padding_costs_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is sure of its draft gets more nodes than others. The text stays the same."""
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="packed")
+    assert target.skips_padding
+    rise = 0.02 if kind == "medusa" else 0.3  # a random head is sure of nothing
+    fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, 1 + rise, 1 + 63 * rise]))
+    made = {"ngram": NGramProposer, "merged": MergedProposer, "medusa": lambda: MedusaProposer(make_head(kind, target))}
+    prompts = [[5, 9, 6, 5, 9, 6, 5, 9, 6, 5, 9], [40, 41, 42, 43], [7, 8, 30, 7]]
+    plain = generate(target, prompts, None, max_new_tokens=20, stop_ids=[])
+    recorder = Recorder(made[kind]())
+    answers = generate(target, prompts, recorder, max_new_tokens=20, stop_ids=[])
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    sizes = [tree.sizes.tolist() for tree in recorder.trees]
+    assert any(len({*each}) > 1 for each in sizes) and max(map(max, sizes)) > 1

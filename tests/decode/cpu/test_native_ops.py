@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from decode.cpu import build_cache
 from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.native_ops import load_native_ops, pack
+from decode.cpu.native_ops import load_native_ops, pack, skipping_padding
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
@@ -49,6 +49,36 @@ FORMS: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor, unaligned, str
 def make_layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tuple[nn.Linear, PackedLinear]:
     linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     return linear, PackedLinear(linear)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_padding_is_skipped(dtype: torch.dtype, seed: int) -> None:
+    """Other nodes get the same bits, padding zeros; inputs of another shape are computed whole, and so is all later."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    rows, nodes, size, heads = draw.randint(1, 5), draw.randint(1, 14), 2 * draw.randint(1, 40), draw.choice([2, 6])
+    counts = torch.randint(0, nodes + 1, (rows,))
+    real = torch.arange(nodes) < counts[:, None]
+    _, packed = make_layer(size, draw.randint(1, 150), draw.random() < 0.5, dtype)
+    inputs, others = torch.randn(rows, nodes, size).to(dtype), torch.randn(rows * nodes, size).to(dtype)
+    query = torch.randn(rows, heads, nodes, 16).to(dtype)
+    keys, values = (torch.randn(rows, 2, 300, 16).to(dtype) for _ in range(2))
+    mask = torch.zeros(rows, 1, nodes, 300, dtype=dtype).masked_fill_(
+        torch.rand(rows, 1, nodes, 300) < 0.5, torch.finfo(dtype).min
+    )
+
+    def compute() -> list[Tensor]:
+        attended = torch.ops.draftless.attention(query, keys, values, mask, 0.25)
+        return [packed(inputs), attended, packed(others), packed(inputs[:, :-1])]
+
+    expected = compute()
+    with skipping_padding(counts, nodes):
+        found = compute()
+    for whole, skipped in zip(expected[:2], found[:2], strict=True):
+        assert torch.equal(skipped[real], whole[real]) and not skipped[~real].any()
+    for first, second in zip([*expected[2:], *expected], [*found[2:], *compute()], strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ import torch
 
 from decode import Target, Tree, generate
 from decode.models import cost_curve, timed_model
-from decode.models.cost_curve import SIZES, CostCurve, measured_batches
+from decode.models.cost_curve import SIZES, CostCurve, for_batch, measured_batches
 from decode.session import Session
 from proposers import MedusaProposer
 from tests.support.drafting import make_head
@@ -220,3 +220,24 @@ def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: py
     monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target, 99, 99))
     with pytest.raises(torch.OutOfMemoryError):
         Target(tiny("gpt2")).warm_up()
+
+
+def test_without_padding_the_curve_of_a_batch_is_that_of_its_tokens(measured: Measured) -> None:
+    """Nothing more is measured, and rows may have any number of nodes."""
+    target = Target(tiny("llama", dtype=torch.float32), accelerate="packed")
+    assert target.skips_padding
+    target.warm_up(8)
+    assert measured == [(1, 256)]
+    single, batch = target.cost_curve(), target.cost_curve(4)
+    assert batch is target.cost_curve(4) and len(measured) == 1
+    for tokens in (4, 5, 6, 8, 12, 16, 32):
+        assert batch(tokens / 4) == pytest.approx(single(tokens) / single(4))
+
+
+def test_each_row_of_a_batch_reads_its_own_keys_and_values() -> None:
+    """As measured (milliseconds, after 256 and 4000 tokens): 4 rows of 1, 2 and 4 nodes took 62.7, 70.8 and 99.1."""
+    short, long = 23.5, CostCurve((1, 2, 4, 8, 16, 32), (32.3, 34.4, 36.5, 44.7, 71.1, 134.2))
+    batch = for_batch(long, 4, each_row=long.seconds[0] - short)
+    assert batch.seconds[0] == pytest.approx(62.7, rel=0.02)
+    for nodes, seconds in ((2, 70.8), (4, 99.1)):
+        assert batch.seconds[0] * batch(nodes) == pytest.approx(seconds, rel=0.03)
