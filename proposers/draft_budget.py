@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from decode import Step
-from decode.models.cost_curve import LEVEL_TIME
+from decode.models.cost_curve import LEVEL_TIME, CostCurve
 
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
@@ -56,7 +56,9 @@ class DraftBudget:
         self._promising = True
         self._backoff, self._failures = 0, 0
         self._right: list[float] = []  # by level: how probable it was that a path was right down to it
-        self._level_seconds = self._pass_seconds = inf  # the shortest seen: other work on the machine only adds
+        # The shortest seen, because other work on the machine only adds: of a pass, and of a level by rows.
+        self._pass_seconds, self._level_seconds = inf, dict[int, float]()
+        self._rows = 1
 
     @property
     def acceptance_ratio(self) -> float:
@@ -92,15 +94,18 @@ class DraftBudget:
         """The time of drafting one level; 0 until it is known."""
         if not self.uses_clock:
             return LEVEL_TIME
-        known = max(self._level_seconds, self._pass_seconds) < inf
-        return self._level_seconds / self._pass_seconds if known else 0.0
+        if not self._level_seconds or self._pass_seconds == inf:
+            return 0.0
+        nearest = min(self._level_seconds, key=lambda rows: abs(rows - self._rows))
+        return self._level_seconds[nearest] / self._pass_seconds
 
     def observe(self, step: Step) -> None:
         """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
         if count := len(step.stayed):
             self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
-        unit = 1 / len(step.sequences) if step.target.skips_padding else 1
+        self._rows = len(step.sequences)
+        unit = 1 / self._rows if step.target.skips_padding else 1
         if unit != self.unit:
             self.unit, self._least_slopes = unit, {}
         cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
@@ -113,7 +118,11 @@ class DraftBudget:
         Where `expected_tau` promises no gain, the first draft of a batch is made late, because it reads whole prompts.
         """
         if cost is not self.cost:
-            self.cost, self._level_seconds, self._pass_seconds = cost, inf, inf
+            if isinstance(cost, CostCurve) and isinstance(self.cost, CostCurve):
+                self._pass_seconds *= cost.seconds[0] / self.cost.seconds[0]
+            else:
+                self._pass_seconds, self._level_seconds = inf, {}
+            self.cost = cost
             self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES)
             self._least_slopes = {}
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
@@ -167,7 +176,7 @@ class DraftBudget:
 
     def take_drafting_time(self, seconds: float, levels: int) -> None:
         """Take in how long it took to draft so many levels."""
-        self._level_seconds = min(self._level_seconds, seconds / levels)
+        self._level_seconds[self._rows] = min(self._level_seconds.get(self._rows, inf), seconds / levels)
 
     def choose_growth(self, expected: Sequence[float], levels: int) -> int:
         """How often to let trees grow from their roots, by `unit` nodes at a time, if their levels have been drafted.

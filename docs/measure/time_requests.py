@@ -19,6 +19,8 @@ from typing import Any
 
 from decode import Engine, Request, Target
 from proposers import load_proposer
+from scripts.benchmark.files import find_commit
+from scripts.shared.plot import COLOURS, save_figure
 
 
 def main() -> None:
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--turns", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
     lines = options.questions.read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line)["turns"] for line in lines]
@@ -37,10 +41,19 @@ def main() -> None:
     target.warm_up(options.rows)
     if options.turns:
         several = [turns for turns in questions if len(turns) > 1][: options.limit]
-        print(json.dumps(time_turns(target, several, options.max_new_tokens)))
-        return
+        rows = [time_turns(target, several, options.max_new_tokens)]
+    else:
+        rows = time_arrivals(target, questions, options)
+    if options.json:
+        settings = {name: str(value) for name, value in vars(options).items()} | {"commit": find_commit()}
+        options.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(rows, options.plot)
+
+
+def time_arrivals(target: Target, questions: list[list[str]], options: argparse.Namespace) -> list[dict[str, Any]]:
     chosen = [turns[0] for turns in questions[:: max(1, len(questions) // options.limit)][: options.limit]]
-    names = options.methods.split(",")
+    names, rows = options.methods.split(","), list[dict[str, Any]]()
     settings = {"rows": options.rows, "kept_bytes": 0}  # the same questions are asked again
     engines = {name: Engine(target, load_proposer(name, target), **settings) for name in names}
     for engine in engines.values():  # the first passes are slow
@@ -54,7 +67,24 @@ def main() -> None:
         for name, engine in engines.items():
             found = ask(engine, chosen, arrivals, options.max_new_tokens)
             rate = rate or len(chosen) / found["seconds"]
-            print(json.dumps({"load": load, "method": name, **found}), flush=True)
+            rows.append({"load": load, "method": name, **found})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """The median time that a request takes and the tokens per second, by load and method."""
+    panels = (("whole_median", "median seconds of a request"), ("tokens_per_second", "tokens per second"))
+    with save_figure(file, 9, 3.6, 11) as figure:
+        for axes, (name, label) in zip(figure.subplots(1, 2), panels, strict=True):
+            for colour, method in zip(COLOURS, dict.fromkeys(row["method"] for row in rows), strict=False):
+                own = [row for row in rows if row["method"] == method and row["load"] != "all"]
+                axes.plot(
+                    [row["load"] + " %" for row in own], [row[name] for row in own], "o-", color=colour, label=method
+                )
+            axes.set(xlabel="load: share of what plain decoding can answer", ylabel=label, ylim=(0, None))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
 
 
 def ask(engine: Engine, prompts: list[str], arrivals: list[float], max_new_tokens: int) -> dict[str, float]:

@@ -59,6 +59,16 @@ def test_budget_learns_what_drafting_costs() -> None:
     assert budget.level_time == 0.0
 
 
+def test_what_drafting_costs_is_not_forgotten_when_rows_join_or_leave() -> None:
+    budget = DraftBudget()
+    budget.begin(CostCurve([1, 64], [2.0, 4.0]))
+    budget.take_drafting_time(1.0, levels=2)
+    budget.learn(0.0, 10.0)
+    assert budget.level_time == 0.05
+    budget.begin(CostCurve([1, 64], [4.0, 16.0]), new_texts=False)  # a pass over more rows takes twice as long
+    assert budget.level_time == 0.025
+
+
 def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
     """Tokens a unit of time over an answer of 128 tokens, where a draft token is accepted `truth` times as often
     as the head predicts; plain decoding has 1."""
@@ -109,6 +119,7 @@ def test_no_first_draft_where_the_calibration_promises_no_gain(
 def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     curves = [CostCurve([1, 64], [1.0, cost]) for cost in (1.0, 64.0)]
     monkeypatch.setattr(target, "cost_curve", lambda batch, _: curves[batch > 1])
+    monkeypatch.setattr(target, "deterministic", True)  # a level of a tiny head takes as long as a pass
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
 
