@@ -44,10 +44,20 @@ class Text:
         return Text(self.tokens, session, 0, self.first(len(self.tokens)).features)
 
     @property
+    def states(self) -> list[Tensor]:
+        """The keys and values of all rows of its session."""
+        return [states for block in self.session.cache.blocks for states in (block.keys, block.values)]
+
+    @property
     def bytes(self) -> int:
-        """Of its session, which has this text alone."""
-        states = [states for block in self.session.cache.blocks for states in (block.keys, block.values)]
-        return sum(tensor.nbytes for tensor in (*states, *self.features))
+        """That are allocated for it, in a session of its own."""
+        return sum(tensor.nbytes for tensor in (*self.states, *self.features))
+
+    @property
+    def least_bytes(self) -> int:
+        """That it needs in a session of its own."""
+        own = [states[:, :1, :, : len(self.tokens)] for states in self.states]
+        return sum(tensor.nbytes for tensor in (*own, *self.features))
 
 
 class Prefixes:
@@ -63,7 +73,7 @@ class Prefixes:
 
     def add(self, text: Text) -> None:
         """Keep a copy of a text. Others that it begins with are dropped."""
-        if len(text.tokens) < SHORTEST:
+        if len(text.tokens) < SHORTEST or text.least_bytes > self.most:
             return
         for tokens in [tokens for tokens in self._texts if text.tokens[: len(tokens)] == tokens]:
             del self._texts[tokens]

@@ -194,6 +194,11 @@ def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     assert [engine.add([number] * 20, max_new_tokens=1).request_id for number in (3, 14)]
     reused = [chunk.answer.stats.reused for chunk in engine if chunk.answer is not None]
     assert reused == [0, 19]
+    before = len(texts._texts)
+    engine.add([50] * 240, max_new_tokens=2, stop_ids=[])  # too long to be kept
+    texts.most = 100_000
+    list(engine)
+    assert len(texts._texts) == before
     engine = Engine(target, None, kept_bytes=0)
     for _ in range(2):
         request = engine.add([3] * 20, max_new_tokens=2, stop_ids=[])
