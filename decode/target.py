@@ -87,9 +87,10 @@ class Target(TimedModel):
         return any(isinstance(module, PackedLinear) for module in self.model.modules())
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
-        if counts is None or "input_ids" not in inputs:
+        nodes = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
+        if counts is None or int(counts.min()) >= nodes:
             return super().run(cache, **inputs)
-        with skipping_padding(counts, inputs["input_ids"].shape[1]):
+        with skipping_padding(counts, nodes):
             return super().run(cache, **inputs)
 
     @property

@@ -42,6 +42,7 @@ def main() -> None:
     if options.turns:
         several = [turns for turns in questions if len(turns) > 1][: options.limit]
         rows = [time_turns(target, several, options.max_new_tokens)]
+        print(json.dumps(rows[0]))
     else:
         rows = time_arrivals(target, questions, options)
     if options.json:
