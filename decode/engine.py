@@ -79,7 +79,8 @@ class Engine:
         RuntimeError for a closed engine.
         """
         with self._adding:
-            chosen = next(self._ids) if request_id is None else request_id
+            free = (each for each in self._ids if each not in self._requests)  # others were chosen by the caller
+            chosen = next(free) if request_id is None else request_id
         defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
         (request,) = read_requests(self.target, [prompt], [chosen], **defaults | settings)
         self.submit([request])

@@ -70,9 +70,9 @@ class Batch:
         self.target, self.nodes, self.rule, self.prefixes = target, nodes, rule, prefixes
         self.layers, self.fuse = proposer.layers, getattr(proposer, "fuse", None)
         self._finish = getattr(proposer, "finish", None)
-        self._use = Use(proposer)
         if (begin := getattr(proposer, "begin", None)) is not None:
             begin(target)
+        self._use = Use(proposer)
         self.session: Session = target.open(rows, self.layers)
         self._rows: list[Verified] = []  # in order: those of the last pass, and those that have joined since
         self._verifying = 0.0  # seconds of the last pass

@@ -268,6 +268,7 @@ def test_an_id_is_used_by_one_request_at_a_time(target: Target) -> None:
         engine.add(PROMPTS[1], request_id=3)
     list(engine)
     engine.add(PROMPTS[1], request_id=3)
+    assert [engine.add(PROMPTS[0]).request_id for _ in range(4)] == [0, 1, 2, 4]  # the next free numbers
 
 
 def test_bad_requests_are_refused_at_once(target: Target) -> None:

@@ -78,7 +78,7 @@ def make_proposer(name: str, target: Target) -> Any:
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra prefix", "eagle", "eagle3", "merged"])
 def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees and texts, if prompts are read in many passes, each of whose features is fused."""
+    """Trees and texts, if prompts are read in many passes. The features of each pass are fused."""
     target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
     plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
     found = []
