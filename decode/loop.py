@@ -163,11 +163,11 @@ class Batch:
         ]
         path = [nodes for part in parts for nodes in part.accepted.path]
         upload, bonus = self.session.begin_upload(), [request.sequence[-1] for request in requests]
+        upload.add({"roots": torch.tensor(bonus)} | _list_keys(requests, self.nodes))
         if self.layers:
             upload.add(list_numbers(committed, bonus, path))
         if upload.device.type != "cpu":
-            upload.add({"roots": torch.tensor(bonus), "limits": torch.tensor([each.room - 1 for each in requests])})
-        upload.add(_list_keys(requests, self.nodes))
+            upload.add({"limits": torch.tensor([each.room - 1 for each in requests])})
         features = [found for part in parts if (found := self._find_features(part, upload)) is not None]
         self._keep_features(features)
         width = max(part.tree.width for part in parts)

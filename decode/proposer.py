@@ -46,7 +46,7 @@ class Step:
     samplings: list[Sampling]
     stop_ids: list[frozenset[int]]  # tokens that end each answer
     target: Target
-    upload: Upload | None = None  # holds `list_numbers` on the device, if the proposer names layers
+    upload: Upload | None = None  # holds the "roots" [B] on the device; `list_numbers` if the proposer names layers
 
     @property
     def joined(self) -> list[int]:

@@ -43,14 +43,16 @@ class LayerCache:
         self.attention = attention
         self.lengths = [0] * batch  # kept tokens of each row
         self._lengths: Tensor | None = None  # the same on the device, while known there
-        self.keys: Tensor | None = None  # [B, G, S, D]
-        self.values: Tensor | None = None
+        # Keys and values once it was written to, each [>= B, G, >= S, D]. They move only to take more memory.
+        self.held: tuple[Tensor, Tensor] | None = None
 
-    def restart(self) -> None:
-        """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
-        self.lengths, self._lengths = [0] * len(self.lengths), None
-        for held in self.allocated():
-            held.zero_()
+    def restart(self, batch: int) -> None:
+        """Begin another batch in the same memory, which is cleared: 0 times a NaN in a hidden slot would be NaN."""
+        self.lengths, self._lengths = [0] * batch, None
+        if self.held is not None:
+            self._hold(self.held, 0, batch)
+            for held in self.held:
+                held.zero_()
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend to earlier tokens too, and write the new ones. No gradient flows through them."""
@@ -62,23 +64,22 @@ class LayerCache:
             mask = hide(torch.arange(used, device=device) > own[..., None], queries.dtype)[:, None]
             if min(self.lengths) < longest:
                 slots = own
-        keys, values = keys.detach(), values.detach()
-        if self.keys is None:
-            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
-        self.reserve(used)
-        for held, new in zip(self.allocated(), (keys, values), strict=True):
-            _put(held, new, slots)
+        new = keys.detach(), values.detach()
+        self._hold(self.held or new, used, len(new[0]))
+        for held, each in zip(self.allocated(), new, strict=True):
+            _put(held, each, slots)
         keys, values = (held[:, :, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
     def reserve(self, slots: int) -> None:
         """Make room for so many slots. For a cache that was written to."""
-        self.keys, self.values = (_grow(held, slots) for held in self.allocated())
+        self._hold(self.allocated(), slots, len(self.lengths))
 
     def allocated(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in all slots. For a cache that was written to."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        """The rows' keys and values in all slots. For a cache that was written to."""
+        assert self.held is not None
+        keys, values = self.held
+        return keys[: len(self.lengths)], values[: len(self.lengths)]
 
     def lengths_on(self, device: torch.device) -> Tensor:
         """The lengths [B] as a tensor."""
@@ -107,25 +108,35 @@ class LayerCache:
 
     def append(self, other: LayerCache) -> None:
         """Add the rows of another cache after these."""
-        self._lengths = None
-        if other.keys is not None:
-            new = other.allocated()
-            if self.keys is None:
-                self.keys, self.values = (held.new_zeros(len(self.lengths), *held.shape[1:]) for held in new)
-            slots = max(held.shape[2] for held in (*self.allocated(), *new))
-            pairs = zip(self.allocated(), new, strict=True)
-            self.keys, self.values = (torch.cat([_pad(held, slots) for held in pair]) for pair in pairs)
-        elif self.keys is not None:
-            rows = len(other.lengths)
-            self.keys, self.values = (_pad(held, held.shape[2], rows) for held in self.allocated())
-        self.lengths += other.lengths
+        rows, self._lengths = len(self.lengths), None
+        self.lengths = self.lengths + other.lengths
+        if self.held is None and other.held is None:
+            return
+        new = other.allocated() if other.held is not None else None
+        self._hold(self.held or other.allocated(), 0 if new is None else new[0].shape[2], len(self.lengths))
+        for place, held in enumerate(self.allocated()):
+            held[rows:].zero_()
+            if new is not None:
+                held[rows:, :, : new[place].shape[2]] = new[place]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         self._lengths = None
         self.lengths = [self.lengths[row] for row in rows]
-        if self.keys is not None:
-            self.keys, self.values = (held[list(rows)] for held in self.allocated())
+        unmoved = next((place for place, row in enumerate(rows) if place != row), len(rows))
+        for held in self.held or ():
+            held[unmoved : len(rows)] = held[list(rows[unmoved:])]
+
+    def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int) -> None:
+        """Have so many slots and rows of keys and values like these."""
+        held = self.held or (like[0].new_zeros(0, *like[0].shape[1:]), like[1].new_zeros(0, *like[1].shape[1:]))
+        have_rows, have_slots = held[0].shape[0], held[0].shape[2]
+        if rows > have_rows or slots > have_slots or self.held is None:
+            rows = max(rows, 2 * have_rows) if rows > have_rows else have_rows
+            if slots > have_slots:
+                slots = -(-max(slots, have_slots * 3 // 2) // GROWTH) * GROWTH
+            more = 0, 0, 0, max(slots - have_slots, 0), 0, 0, 0, rows - have_rows
+            self.held = nn.functional.pad(held[0], more), nn.functional.pad(held[1], more)
 
 
 @dataclass(frozen=True)
@@ -155,16 +166,3 @@ def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
         held[:, :, slots] = new
     else:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)
-
-
-def _grow(held: Tensor, used: int) -> Tensor:
-    """Keys or values [B, G, S, D] with at least `used` slots."""
-    size = held.shape[2]
-    if size >= used:
-        return held
-    return _pad(held, -(-max(used, size * 3 // 2) // GROWTH) * GROWTH)
-
-
-def _pad(held: Tensor, slots: int, rows: int = 0) -> Tensor:
-    """Keys or values [B, G, S, D] with so many slots, and with more rows."""
-    return nn.functional.pad(held, (0, 0, 0, slots - held.shape[2], 0, 0, 0, rows))

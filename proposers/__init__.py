@@ -10,6 +10,7 @@ from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
+from proposers.tree_proposer import TreeProposer
 
 __all__ = [
     "HEAD_PROPOSERS",
@@ -28,6 +29,7 @@ __all__ = [
     "RecyclingProposer",
     "Source",
     "SuffixProposer",
+    "TreeProposer",
     "check_options",
     "load_calibration",
     "load_draft_head",

@@ -37,11 +37,12 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
 class DraftBudget:
     """Chooses the tree sizes that yield most tokens per second in the long run.
 
-    expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned.
+    expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned. usual_level_time: the
+    time of drafting one level before it was measured, and where nothing is measured.
     """
 
-    def __init__(self, expected_tau: Sequence[float] = (1.0, inf)) -> None:
-        self.expected_tau = expected_tau
+    def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
+        self.expected_tau, self.usual_level_time = expected_tau, usual_level_time
         self.cost: Callable[[float], float] = float  # until the first batch begins
         self.uses_clock = True  # the target is not deterministic
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
@@ -91,11 +92,9 @@ class DraftBudget:
 
     @property
     def level_time(self) -> float:
-        """The time of drafting one level; 0 until it is known."""
-        if not self.uses_clock:
-            return LEVEL_TIME
-        if not self._level_seconds or self._pass_seconds == inf:
-            return 0.0
+        """The time of drafting one level."""
+        if not self.uses_clock or not self._level_seconds or self._pass_seconds == inf:
+            return self.usual_level_time
         nearest = min(self._level_seconds, key=lambda rows: abs(rows - self._rows))
         return self._level_seconds[nearest] / self._pass_seconds
 
@@ -188,14 +187,14 @@ class DraftBudget:
         self._take(1 + self.unit * times, expected[times], levels * self.level_time)
         return times
 
-    def choose_levels(self, expected: Sequence[float], width: int, level_time: float) -> int:
-        """The best number of levels to draft, at least one, each of `width` nodes.
+    def choose_levels(self, expected: Sequence[float]) -> int:
+        """The best number of levels to draft, at least one, each of one node.
 
         expected[n - 1]: the tokens that n levels should have accepted.
         """
-        costs = [self.cost(1 + width * level) + level * level_time for level in range(1, len(expected) + 1)]
+        costs = [self.cost(1 + level) + level * self.level_time for level in range(1, len(expected) + 1)]
         levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
-        self._take(1 + width * levels, expected[levels - 1], levels * level_time)
+        self._take(1 + levels, expected[levels - 1], levels * self.level_time)
         return levels
 
     def _take(self, nodes: float, expected: float, drafting_time: float) -> None:

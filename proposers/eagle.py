@@ -18,9 +18,10 @@ from decode.device.fusion import fused
 from decode.models.grouped_attention import attend_stacked
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
-from proposers.fast_heads import Inputs, pad_tokens
+from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, Counts, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
+from proposers.tree_proposer import Inputs
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -33,7 +34,7 @@ class EagleProposer(HeadProposer):
     15% of acceptance (vLLM, #14649).
     """
 
-    levels, width, ranks = DEPTH, WIDTH, WIDTH
+    levels, usual_width, usual_ranks = DEPTH, WIDTH, WIDTH
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class EagleProposer(HeadProposer):
         Many features at once, as of a prompt, are read here on a GPU too.
         """
         cache, device = self._history.cache, step.target.device
-        if device.type == "cuda" and cache.keys is not None and max(self._history.unread_counts) <= CHUNK:
+        if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)
             cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
             cache.keep(unread.counts, unread.counts_tensor)
@@ -73,7 +74,8 @@ class EagleProposer(HeadProposer):
 
     @property
     def written(self) -> Tensor | None:
-        return self._history.cache.keys
+        held = self._history.cache.held
+        return None if held is None else held[0]
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter | FixedEagleDrafter:
         if "states" in inputs:

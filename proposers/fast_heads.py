@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
 from decode.gpu.graph import Captured, GraphPool, make_pool, round_up
 from heads.vocabulary import VocabularyHead
+from proposers.tree_proposer import Inputs
 from proposers.trees.draft import Draft
 
-Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
 BY_TOKEN = ("features", "following")  # inputs [B, T, ...], whose tokens are padded at the right
 FEWEST = 8  # tokens of an input; fewer take as long
 
@@ -51,11 +51,11 @@ class PackedOutput:
 class DraftGraphs:
     """Runs a head's drafts as CUDA graphs: one graph for each kind of draft and each shape of its inputs.
 
-    They are valid for one model, one number of rows and one KV cache of the head.
+    They are valid for one model and one KV cache of the head.
     """
 
     def __init__(self) -> None:
-        self._holds_for: tuple[Any, int, Tensor | None] = None, 0, None
+        self._holds_for: tuple[Any, Tensor | None] = None, None
         self._captured: dict[Hashable, Captured[Draft]] = {}
         self._pool: GraphPool | None = None
 
@@ -71,9 +71,8 @@ class DraftGraphs:
 
         written: the keys that a draft writes to, if it does. kind: all that a draft depends on apart from tensors.
         """
-        holds_for = ref(model), len(inputs["roots"]), written
-        if self._holds_for[:2] != holds_for[:2] or self._holds_for[2] is not written:
-            self._holds_for, self._captured = holds_for, {}
+        if self._holds_for[0] != ref(model) or self._holds_for[1] is not written:
+            self._holds_for, self._captured = (ref(model), written), {}
             self._pool = make_pool(inputs["roots"].device)
         shapes = {name: pad_shape(name, tensor) for name, tensor in inputs.items()}
         key = kind, *shapes.items()

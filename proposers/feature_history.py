@@ -15,10 +15,11 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
-from decode.device.transfer import Upload, copy_packed
+from decode.device.transfer import copy_packed
 from decode.gpu.graph import MOST_KEPT
 from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
+from proposers.tree_proposer import numbers_of
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 Counts: TypeAlias = list[int]  # of features, by row
@@ -37,12 +38,10 @@ class FeatureHistory:
         self.cache, self._unread = LayerCache(0), list[FeaturePart]()
 
     def _begin(self, rows: int, device: torch.device) -> None:
-        """Begin a batch. A GPU's cache of as many rows stays where it is, because graphs write to it."""
-        self._unread = []
-        keys = self.cache.keys
-        fits = keys is not None and (len(keys), keys.device) == (rows, device) and keys.shape[2] <= MOST_KEPT
-        if fits and device.type == "cuda":
-            self.cache.restart()
+        """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
+        self._unread, held = [], self.cache.held
+        if held is not None and held[0].device == device and device.type == "cuda" and held[0].shape[2] <= MOST_KEPT:
+            self.cache.restart(rows)
         else:
             self.cache = LayerCache(rows, attend_like_target)
 
@@ -145,12 +144,6 @@ def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:
 
     together = torch.stack([part.counts_tensor for part in parts]).sum(dim=0)
     return FeaturePart(join("features"), join("following"), together, counts)
-
-
-def numbers_of(step: Step) -> Upload:
-    """The step's numbers on the device, which the loop gives to every proposer that names layers."""
-    assert step.upload is not None
-    return step.upload
 
 
 def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -1,55 +1,46 @@
 """Drafting with a trained head: what all kinds of heads share.
 
-How a tree is drafted: the head reads the target's features (`start_drafter`), a search asks the drafter for next tokens
-level by level (`trees.search`), and the draft budget chooses how many of them become nodes (`draft_budget`).
-
 Shapes: B rows, T tokens, F feature width, H hidden size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, ClassVar, Self
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from decode import Sampling, Step, Target, Tree
+from decode import Sampling, Step, Target
 from decode.sampling import group_rows
 from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.fast_heads import DraftGraphs, Inputs, PackedOutput, pack_head
-from proposers.feature_history import Counts, FeatureHistory, numbers_of
-from proposers.trees.coupled import find_coupling, find_noise
+from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
+from proposers.feature_history import Counts, FeatureHistory
+from proposers.tree_proposer import Find, Inputs, TreeProposer
 from proposers.trees.draft import Draft
-from proposers.trees.search import RANKS, Drafter, ScoredDrafter, search
+from proposers.trees.search import RANKS
 
 
-class HeadProposer(ABC):
+class HeadProposer(TreeProposer):
     """Drafts trees with a trained head.
 
     depth: how many levels a tree has at most. None takes as many as the method has.
-    width: how broad a tree is: the paths that are followed at each level, and the next tokens of each path (EAGLE-2,
-    section 4). 1 drafts a chain. None takes the method's width.
-    nodes: the size of every tree, root included, unless the budget is smaller. None adapts it to this device, down to
-    no draft at all.
-    calibration: corrects the head's probabilities; None uses them as they are.
+    width: how broad a tree is: the paths that are followed at each level, and the next tokens of each path. 1 drafts a
+    chain. None takes the method's width.
+    nodes, calibration: see `TreeProposer`.
 
     Raises ValueError for an impossible size, for a calibration of another head, and, in its first step, for a
     head that was trained for another target.
     """
 
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
-    width: int  # paths followed at each level, at most
-    ranks = RANKS  # next tokens of each path that become candidates
-    levelwise: ClassVar[bool] = True  # each level takes a pass of the head
+    usual_width: ClassVar[int]
+    usual_ranks: ClassVar[int] = RANKS
 
     def __init__(
         self,
@@ -61,31 +52,37 @@ class HeadProposer(ABC):
         calibration: Calibration | None = None,
     ) -> None:
         self.head: Any = head
-        if width is not None:
-            self.width = self.ranks = width
         heads = self.levels or self.head.config.heads
-        self.depth = heads if depth is None else depth
-        if self.depth < 1 or self.width < 1:
-            raise ValueError(f"depth {self.depth} and width {self.width} must be at least 1")
+        super().__init__(
+            depth=heads if depth is None else depth,
+            width=self.usual_width if width is None else width,
+            ranks=self.usual_ranks if width is None else width,
+            nodes=nodes,
+            calibration=calibration,
+        )
         if self.levels is None and self.depth > heads:
             raise ValueError(f"depth is {self.depth}; this head drafts {heads} levels")
-        if nodes is not None and nodes < 1:
-            raise ValueError(f"nodes is {nodes}; a tree has at least its root")
         if calibration is not None and self.levels is None and len(calibration.acceptance) != heads:
             raise ValueError(f"the calibration is of {len(calibration.acceptance)} heads, not of {heads}")
         self.dtype = next(head.parameters()).dtype
-        self.nodes, self.calibration = nodes, calibration
-        self.adaptive = nodes is None  # trees are sized by the target's cost curve
         self.layers = tuple(self.head.features)
-        self.draft_budget = DraftBudget() if calibration is None else DraftBudget(calibration.expect_tau(LARGEST))
+        if calibration is not None:
+            self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory()
         self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
         self._graphs = DraftGraphs()
 
+    @property
+    def name(self) -> str:
+        return str(self.head.kind)
+
+    @property
+    def token_map(self) -> Tensor | None:
+        found: Tensor | None = self.head.token_map
+        return found
+
     def renew(self) -> Self:
-        """The same proposer with nothing learned."""
-        fresh = copy(self)
-        fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau)
+        fresh = super().renew()
         fresh._history, fresh._graphs = FeatureHistory(), DraftGraphs()
         return fresh
 
@@ -121,7 +118,6 @@ class HeadProposer(ABC):
         self._borrowed_from = ref(target.model)
 
     def observe(self, step: Step) -> None:
-        """Take in the features of a finished step."""
         if self.head.reads_all_features:
             self._history.add(step, partial(self.read, step.target))
 
@@ -129,69 +125,15 @@ class HeadProposer(ABC):
         """The features [B, T, F] as the head attends to them. See `decode.Proposer`."""
         return features
 
-    @torch.no_grad()
-    def propose(self, step: Step, budget: int) -> Tree:
-        self.observe(step)
-        if self.adaptive:
-            self.draft_budget.observe(step)
-        roots = numbers_of(step)["roots"]
-        most = min(budget, self.nodes or budget)
-        if most == 1 or (self.adaptive and self.draft_budget.is_backing_off()):
-            self.draft_budget.skip()
-            return Tree.chain_of(roots[:, None], torch.ones_like(roots))
-        begun = perf_counter()
-        draft = self._draft(step, most)
-        if not self.adaptive:
-            return draft.tree(most)
-        expected, right = draft.read_figures()
-        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
-        self.draft_budget.take_levels(right)
-        return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
-
-    def _draft(self, step: Step, most: int) -> Draft:
-        """What trees of up to `most` nodes are chosen from."""
-        # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
-        levels = min(self.depth, most - 1, max(2, *step.room) - 1)
-        inputs = self.read_inputs(step, levels)
-        target, budget = step.target, self.draft_budget if self.adaptive and self.levelwise else None
-        if budget is not None and target.device.type != "cpu":
-            levels = budget.choose_depth(levels)
-
-        def find(inputs: Mapping[str, Tensor]) -> Draft:
-            drafter = self.start_scored(inputs, target, step.samplings)
-            shares = self.adaptive and self.draft_budget.unit < 1
-            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive, shares)
-
-        if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(step.samplings)) > 1:
+    def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
+        if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:
             return find(inputs)
-        kind = levels, most, step.samplings[0].kind
-        return self._graphs.run(target.model, self.written, kind, find, inputs)
-
-    def read_inputs(self, step: Step, levels: int) -> Inputs:
-        """`read_step`, with the roots and, where the target samples, the keys of its noise at so many levels."""
-        is_greedy = all(sampling.greedy for sampling in step.samplings)
-        keys = {} if is_greedy else {"keys": find_noise(step, levels)}
-        return self.read_step(step) | {"roots": numbers_of(step)["roots"]} | keys
-
-    def start_scored(
-        self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]
-    ) -> ScoredDrafter:
-        """`start_drafter` for the tensors of `read_inputs`, with its tokens scored."""
-        coupling = find_coupling(samplings, inputs.get("keys"))
-        return ScoredDrafter(self.start_drafter(inputs, target), self.head.token_map, self.calibration, coupling)
+        return self._graphs.run(target.model, self.written, (sizes, samplings[0].kind), find, inputs)
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
         embed: Any = getattr(self.head, "embed_tokens", None) or target.model.get_input_embeddings()
         return lambda tokens: embed(tokens).to(self.dtype)
-
-    @abstractmethod
-    def read_step(self, step: Step) -> Inputs:
-        """The tensors that a draft depends on, by name, without the roots. Called once a step: it may read features."""
-
-    @abstractmethod
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
-        """The head's drafter for a step, from `read_step` and the "roots" [B]."""
 
     def read(
         self,

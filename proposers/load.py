@@ -31,15 +31,16 @@ from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
+from proposers.tree_proposer import TreeProposer
 
-_MERGED, _TRAINED, _SHAPE = ("head", "store", "nodes"), ("head", "nodes"), ("depth", "width")
+_MERGED, _TRAINED, _SHAPE = ("head", "draft_model", "store", "nodes"), ("head", "nodes"), ("depth", "width")
 _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and options of `load_proposer`
     "none": (PlainProposer, ()),
     "ngram": (NGramProposer, ()),
     "suffix": (SuffixProposer, ("store", "nodes")),
     "recycling": (RecyclingProposer, ("nodes",)),
     "merged": (MergedProposer, _MERGED),
-    "draft": (DraftProposer, ("draft_model", "sampled", *_SHAPE)),
+    "draft": (DraftProposer, ("draft_model", "sampled", "nodes", *_SHAPE)),
     "medusa": (MedusaProposer, _TRAINED),
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
@@ -76,10 +77,9 @@ def load_proposer(
     none.
     head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
     of the kind that `name` is; "merged" then has no head.
-    draft_model: for "draft", a target, or a folder or hub id to load.
+    draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
     store: finished answers to draft from, see `MergedProposer`.
-    nodes: see `HeadProposer`. depth, width: see `EagleProposer`; for "draft", its length and width. sampled: see
-    `DraftProposer`.
+    nodes, depth, width: see `TreeProposer`. sampled: see `DraftProposer`.
 
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
     another target; TypeError unless `target` is a target.
@@ -92,16 +92,20 @@ def load_proposer(
         return _load_own(Path(own[1]), own[2])
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
-    chosen = given.pop("head", None)
+    chosen, model = given.pop("head", None), given.pop("draft_model", None)
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
     if name == "draft":
-        return _load_draft_proposer(target, **given)
+        return _load_draft_proposer(target, model, **given)
     if name in ("merged", "auto"):
-        drafter = find_pretrained(target) if name == "auto" and chosen is None else None
-        if chosen is not None:
-            drafter = _load_head_proposer(None, find_head(name, chosen), target)
-        return MergedProposer(head=drafter, **given)
+        drafter: TreeProposer | None = None
+        if model is not None:
+            drafter = _load_draft_proposer(target, model)
+        elif chosen is not None:
+            drafter = _load_head_proposer(None, find_head(str(name), chosen), target)
+        elif name == "auto":
+            drafter = find_pretrained(target)
+        return MergedProposer(drafter=drafter, **given)
     return _TABLE[str(name)][0](**given)
 
 
@@ -122,6 +126,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
     if not own and not is_folder and name not in OPTIONS:
         known = f"{', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
         raise ValueError(f"unknown proposer {str(name)!r}; choose from {known}")
+    if "head" in given and "draft_model" in given:
+        raise ValueError("both head and draft_model name a drafter; give one")
     if is_folder and "head" in given:
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
     has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
@@ -208,12 +214,10 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
     return HEAD_PROPOSERS[head.kind](head, calibration=load_calibration(folder), **options).prepare(target)
 
 
-def _load_draft_proposer(
-    target: Target, draft_model: Target | str | Path, depth: int | None = None, **options: Any
-) -> DraftProposer:
+def _load_draft_proposer(target: Target, draft_model: Target | str | Path, **options: Any) -> DraftProposer:
     if not isinstance(draft_model, Target):
         draft_model = Target.load(str(draft_model), dtype=target.dtype, device=str(target.device))
-    proposer = DraftProposer(draft_model, length=depth, **options)
+    proposer = DraftProposer(draft_model, **options)
     proposer.begin(target)
     return proposer
 

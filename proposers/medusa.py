@@ -15,15 +15,15 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import LayerCache
-from proposers.fast_heads import Inputs
 from proposers.feature_history import Counts, pick_last_features
 from proposers.head_proposer import HeadProposer
+from proposers.tree_proposer import Inputs
 
 
 class MedusaProposer(HeadProposer):
     """Drafts with a `MedusaHead`: one head a level, which does not see the tokens drafted before."""
 
-    width = 32  # following a path costs nothing
+    usual_width = 32  # following a path costs nothing
     levelwise: ClassVar[bool] = False
 
     def read_step(self, step: Step) -> Inputs:
@@ -56,7 +56,7 @@ class HydraProposer(HeadProposer):
     A prefix layer (Hydra++) attends to all features of a text.
     """
 
-    width = 8
+    usual_width = 8
 
     def read_step(self, step: Step) -> Inputs:
         if not self.head.reads_all_features:

@@ -12,24 +12,27 @@ import torch
 
 from decode import Step, Tree
 from proposers.draft_budget import DraftBudget
-from proposers.head_proposer import HeadProposer
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, Kinds, Node
 from proposers.sources.source import Named
+from proposers.tree_proposer import TreeProposer
 from proposers.trees.search import ScoredDrafter
 
-NEWS = 0.3  # the share of a head's levels that name the right token better than the other sources, before any is seen
+NEWS = (
+    0.3  # the share of a drafter's levels that name the right token better than the other sources, before any is seen
+)
 MEMORY = 0.97  # weight of what was learned before, per accepted node
 # Trees that grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
 Growth: TypeAlias = tuple[float, list[GrowingTree]]
-PARTS = 10  # a head's probabilities are counted alike in so many parts
+PARTS = 10  # a drafter's probabilities are counted alike in so many parts
 
 
 class MergedProposer:
     """Drafts trees of the most likely continuations that any of its sources names.
 
     sources: None takes one of each of `SOURCES`, which need no training.
-    head: a proposer with a trained head, which continues the tree level by level where that is worth the time.
+    drafter: a proposer with a trained head or a draft model, which continues the tree level by level where that is
+    worth the time.
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
@@ -41,7 +44,7 @@ class MergedProposer:
     def __init__(
         self,
         sources: Sequence[Source] | None = None,
-        head: HeadProposer | None = None,
+        drafter: TreeProposer | None = None,
         *,
         store: AnswerStore | None = None,
         nodes: int | None = None,
@@ -51,12 +54,11 @@ class MergedProposer:
         self.sources = [make() for make in SOURCES.values()] if sources is None else list(sources)
         if store is not None:
             self.sources.append(StoredSource(store))
-        self.head, self.nodes, self.adaptive = head, nodes, nodes is None
-        self.layers = () if head is None else head.layers
-        self.fuse = None if head is None else head.fuse
-        self.begin = None if head is None else head.begin
+        self.drafter, self.nodes, self.adaptive = drafter, nodes, nodes is None
+        self.layers = () if drafter is None else drafter.layers
+        self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
         self.draft_budget = DraftBudget()
-        self._names = [source.name for source in self.sources] + ([] if head is None else [head.head.kind])
+        self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]
         self.accepted_by_source = dict.fromkeys(self._names, 0)
         self._news = NEWS
@@ -65,7 +67,7 @@ class MergedProposer:
     def renew(self) -> MergedProposer:
         """The same proposer with nothing learned; a store of answers stays as it is."""
         sources = [source.renew() for source in self.sources]
-        return MergedProposer(sources, self.head and self.head.renew(), nodes=self.nodes)
+        return MergedProposer(sources, self.drafter and self.drafter.renew(), nodes=self.nodes)
 
     def keep_answers(self) -> None:
         """Add the last stream's answers to the store. The next stream would do it."""
@@ -86,10 +88,10 @@ class MergedProposer:
             )
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
-        if self.head is None or most == 1:
+        if self.drafter is None or most == 1:
             grown, levels = self._grow(trees, most), 0
         else:
-            grown, levels = self._draft_levels(self.head, step, trees, most)
+            grown, levels = self._draft_levels(self.drafter, step, trees, most)
         if self.adaptive:
             expected = list(accumulate((p for p, _ in grown), initial=0.0))
             grown = grown[: self.draft_budget.choose_growth(expected, levels)]
@@ -123,15 +125,15 @@ class MergedProposer:
             self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)
         for source in self.sources:
             source.observe(step)
-        if self.head is not None:
-            self.head.observe(step)
+        if self.drafter is not None:
+            self.drafter.observe(step)
 
     def finish(self, request_id: int, tokens: Sequence[int], accepted: int) -> None:
         """Learn from a request's last tree. Arguments as in `decode.Proposer`."""
         self._learn(self._trees.pop(request_id).learn(tokens), accepted)
 
     def _learn(self, followed: Sequence[tuple[Node, int]], accepted: int) -> None:
-        """Learn whose tokens were accepted, and how often the head's continuations are news.
+        """Learn whose tokens were accepted, and how often the drafter's continuations are news.
 
         followed: the nodes on the text's path and the source of each next token; of these, `accepted` were drafted.
         """
@@ -143,28 +145,28 @@ class MergedProposer:
 
     @torch.no_grad()
     def _draft_levels(
-        self, head: HeadProposer, step: Step, trees: Sequence[GrowingTree], most: int
+        self, drafter: TreeProposer, step: Step, trees: Sequence[GrowingTree], most: int
     ) -> tuple[list[Growth], int]:
-        """Let the head continue the trees as long as that is worth it. Returns how they grew, and its levels."""
+        """Let the drafter continue the trees as long as that is worth it. Returns how they grew, and its levels."""
         begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
-        deepest = min(head.depth, most - 1, max(2, *step.room) - 1)
+        deepest = min(drafter.depth, most - 1, max(2, *step.room) - 1)
         while level < deepest and any(paths) and self._is_worth(paths):
             if level == 0:
-                scored = head.start_scored(head.read_inputs(step, deepest), step.target, step.samplings)
-            found = continue_paths(scored, level, paths, head.ranks, step.target.device)
+                scored = drafter.start_scored(drafter.read_inputs(step, deepest), step.target, step.samplings)
+            found = continue_paths(scored, level, paths, drafter.ranks, drafter.find_device(step.target))
             for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
             grown = self._grow(trees, most)
             level += 1
-            paths = [find_paths(tree, level, head.width) for tree in trees]
+            paths = [find_paths(tree, level, drafter.width) for tree in trees]
         if level:
             self.draft_budget.take_drafting_time(perf_counter() - begun, level)
         return grown, level
 
     def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
-        """Whether to let the head continue these nodes, by how often it knows better than the other sources."""
+        """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
 
@@ -184,7 +186,7 @@ class RecyclingProposer(MergedProposer):
 
 
 def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:
-    """The most likely nodes of a depth whose parents the head has continued."""
+    """The most likely nodes of a depth whose parents the drafter has continued."""
     nodes = [node for node in tree.nodes if node.depth == depth and node.parent is not None and node.parent.path >= 0]
     return nodes[:width]
 
@@ -192,7 +194,7 @@ def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:
 def continue_paths(
     drafter: ScoredDrafter, level: int, paths: Sequence[Sequence[Node]], ranks: int, device: torch.device
 ) -> list[list[list[Named]]]:
-    """A head's continuations by its calibrated probabilities, by row and path. NaN counts as 0.
+    """A drafter's continuations by its calibrated probabilities, by row and path. NaN counts as 0.
 
     paths: the nodes at their ends, which any source may have named; at level 0 the roots. At other levels the last call
     continued their parents, each at the place `Node.path` of its row.

@@ -78,12 +78,11 @@ def list_numbers(
 ) -> dict[str, Tensor]:
     """A step as tensors, for proposers that draft on the device.
 
-    roots [B]: the bonus tokens. counts [B]: committed tokens. following [B, T]: the token after each committed one,
+    counts [B]: committed tokens. following [B, T]: the token after each committed one,
     path [B, T]: its node in the verified tree; both are padded with 0.
     """
     following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
     return {
-        "roots": torch.tensor(bonus),
         "counts": torch.tensor([*map(len, committed)]),
         "following": _pad(following),
         "path": _pad(path),

@@ -73,12 +73,14 @@ def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) 
     proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, SPOILED[spoil]), **settings)
     for sampling in (GREEDY, SAMPLED):
         assert decode(target, proposer, sampling) == decode(target, None, sampling)
-    merged = MergedProposer(head=proposer, nodes=12)
+    merged = MergedProposer(drafter=proposer, nodes=12)
     assert decode(target, merged) == decode(target, None)
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
-@pytest.mark.parametrize("settings", [{"width": 1, "length": 4}, {"width": 3, "length": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"width": 1, "depth": 4, "nodes": 5}, {"width": 3, "depth": 3, "nodes": 10}], ids=str
+)
 def test_draft_models(settings: dict[str, Any], spoil: str, target: Target) -> None:
     proposer = DraftProposer(make_draft_model(SPOILED[spoil]), **settings)
     assert decode(target, proposer, SAMPLED) == decode(target, None, SAMPLED)
@@ -86,7 +88,7 @@ def test_draft_models(settings: dict[str, Any], spoil: str, target: Target) -> N
 
 def test_no_sampled_draft_token_is_accepted(target: Target) -> None:
     """min(1, p / NaN) is 1 in Python: all would be."""
-    recorder = Recorder(DraftProposer(make_draft_model(SPOILED["all NaN"]), sampled=True, length=4))
+    recorder = Recorder(DraftProposer(make_draft_model(SPOILED["all NaN"]), sampled=True, depth=4, nodes=5))
     decode(target, recorder, SAMPLED)
     after_prefill = [accepted for step in recorder.accepted[1:] for accepted in step]
     assert len(after_prefill) > 15 and not any(after_prefill)

@@ -41,7 +41,7 @@ PROPOSERS: dict[str, Callable[[Target], Proposer]] = {
     "merged": lambda target: MergedProposer(),
     "eagle3": lambda target: HEAD_PROPOSERS["eagle3"](make_head("eagle3", target)),
     "hydra": lambda target: HEAD_PROPOSERS["hydra"](make_head("hydra", target)),
-    "merged eagle3": lambda target: MergedProposer(head=PROPOSERS["eagle3"](target)),
+    "merged eagle3": lambda target: MergedProposer(drafter=PROPOSERS["eagle3"](target)),
     "draft": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1, dtype=torch.float32))),
 }
 

@@ -457,7 +457,7 @@ def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
     made: dict[str, Any] = {
         "ngram": NGramProposer,
         "merged": lambda: MergedProposer(nodes=6),
-        "draft": lambda: DraftProposer(target, length=2),
+        "draft": lambda: DraftProposer(target, depth=2, nodes=3),
         "eagle3": lambda: EagleProposer(make_head("eagle3", target), nodes=6),
     }
     engine, counts, choose = Engine(target, made[name](), rows=4, part=8), list[int](), random.Random(1)

@@ -33,7 +33,7 @@ def make_target(spoilt: bool) -> Target:
 
 def make_proposer(kind: str) -> Proposer | None:
     if "chain" in kind:
-        return DraftProposer(Target(tiny("gpt2")), sampled="sampled" in kind, length=4)
+        return DraftProposer(Target(tiny("gpt2")), sampled="sampled" in kind, depth=4, nodes=5)
     if kind == "medusa":
         return MedusaProposer(make_head("medusa", Target(tiny("gpt2"))), nodes=12)
     return {"plain": None, "ngram": NGramProposer(length=4), "merged": MergedProposer(nodes=8)}[kind]

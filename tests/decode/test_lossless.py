@@ -18,13 +18,13 @@ from proposers import (
     AnswerStore,
     DraftProposer,
     EagleProposer,
-    HeadProposer,
     HydraProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
     RecyclingProposer,
     SuffixProposer,
+    TreeProposer,
 )
 from proposers.load import OPTIONS, load_proposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
@@ -71,8 +71,9 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "merged eagle3": lambda target: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),
     "merged medusa": lambda target: merge(MedusaProposer(make_head("medusa", target, output="target")), nodes=12),
     "draft": lambda target: DraftProposer(make_draft()),
-    "draft tree": lambda target: DraftProposer(make_draft(), width=3, length=3),
-    "itself": lambda target: DraftProposer(target, length=4),
+    "merged draft": lambda target: merge(DraftProposer(make_draft(), width=2), nodes=12),
+    "draft tree": lambda target: DraftProposer(make_draft(), width=3, depth=3, nodes=10),
+    "itself": lambda target: DraftProposer(target, depth=4, nodes=5),
     "itself as a tree": lambda target: DraftProposer(target, width=2),
     "medusa": lambda target: MedusaProposer(make_head("medusa", target, output="target")),
     "medusa large": lambda target: MedusaProposer(make_head("medusa", target, draft_size=40), nodes=64),
@@ -88,13 +89,13 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
     "draft": lambda target: DraftProposer(make_draft(), sampled=True),
-    "itself": lambda target: DraftProposer(target, sampled=True, length=4),
+    "itself": lambda target: DraftProposer(target, sampled=True, depth=4, nodes=5),
 }
 
 
-def merge(head: HeadProposer, nodes: int | None = None) -> MergedProposer:
+def merge(drafter: TreeProposer, nodes: int | None = None) -> MergedProposer:
     """All sources at once, with the head."""
-    return MergedProposer(head=head, store=AnswerStore(1000), nodes=nodes)
+    return MergedProposer(drafter=drafter, store=AnswerStore(1000), nodes=nodes)
 
 
 def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
@@ -171,7 +172,7 @@ def test_processors_are_not_called_after_a_stop_token(llama: Target, temperature
     (plain,) = texts(llama, None, [prompt], sampling=Sampling(temperature, seed=2), stop_ids=[], **settings)
     end = plain[8]
     sampling = Sampling(temperature, processors=[Closed(end, len(prompt))], seed=2)
-    make = DETERMINISTIC.get(name, lambda target: DraftProposer(target, length=4, sampled=True))
+    make = DETERMINISTIC.get(name, lambda target: DraftProposer(target, depth=4, sampled=True, nodes=5))
     (answer,) = generate(llama, [prompt], make(llama), sampling=sampling, stop_ids=[end], **settings)
     assert answer.finish == "eos" or name == "sampled"
 
@@ -200,7 +201,7 @@ def sample_plainly() -> list[Answer]:
 def test_sampled_drafts_keep_the_distribution(batch_size: int, runs: int) -> None:
     """Against plain sampling with another seed."""
     draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, seed=1))
-    proposer, sampling = DraftProposer(draft, sampled=True, length=3), Sampling(temperature=1.0, seed=1)
+    proposer, sampling = DraftProposer(draft, sampled=True, depth=3, nodes=4), Sampling(temperature=1.0, seed=1)
     settings = {"sampling": sampling, "max_new_tokens": 3, "stop_ids": [], "batch_size": batch_size}
     answers = generate(make_narrow_target(), [[3, 4]] * runs, proposer, **settings)
     assert sum(answer.stats.nodes for answer in answers) > runs / 2
@@ -231,7 +232,8 @@ class Mixed(Adversary):
 
     def __init__(self, seed: int, target: Target) -> None:
         super().__init__(seed)
-        self.good = DraftProposer(target, width=self.random.choice([1, 2]), length=3)
+        width = self.random.choice([1, 2])
+        self.good = DraftProposer(target, width=width, depth=3, nodes=1 + 3 * width)
 
     def propose(self, step: Step, budget: int) -> Tree:
         tree = self.good.propose(step, budget)
@@ -266,7 +268,7 @@ def draft_with_heads(kind: str) -> list[Callable[[int], Proposer]]:
         lambda width: HydraProposer(hydra, nodes=2 * width),
         lambda width: HydraProposer(prefix, nodes=9),
         lambda width: MergedProposer([RecyclingSource(), HostileSource(width)], nodes=3 * width),
-        lambda width: DraftProposer(target, width=width, length=3),
+        lambda width: DraftProposer(target, width=width, depth=3, nodes=1 + 3 * width),
         lambda width: MergedProposer([HostileSource(width)], HydraProposer(hydra), nodes=3 * width),
         *(lambda width, head=head: EagleProposer(head, depth=2, width=width, nodes=8) for head in eagles),
     ]

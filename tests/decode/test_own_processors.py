@@ -101,7 +101,7 @@ def test_the_distribution_is_kept_with_state() -> None:
         sampling = Sampling(1.0, processors=[Turns()], seed=seed)
         return decode.generate(small, prompts, proposer, sampling=sampling, max_new_tokens=4, stop_ids=())
 
-    plain, drawn = sample(None, 1), sample(DraftProposer(draft, length=3, sampled=True), 2)
+    plain, drawn = sample(None, 1), sample(DraftProposer(draft, depth=3, sampled=True, nodes=4), 2)
     assert compare_third_tokens(plain, drawn) < 33  # 11 degrees of freedom, p = 0.0005
 
 
@@ -120,7 +120,7 @@ def test_a_watermark_with_state_is_not_disturbed_by_drafts(target: Target) -> No
         return [SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 64, 50, 7, torch.device("cpu"))]
 
     plain = answer(target, PROMPTS[:1], None, mark(), temperature=1.0)
-    assert answer(target, PROMPTS[:1], DraftProposer(target, length=3), mark(), temperature=1.0) == plain
+    assert answer(target, PROMPTS[:1], DraftProposer(target, depth=3, nodes=4), mark(), temperature=1.0) == plain
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_passes_are_as_long_as_the_device_pays() -> None:
 def make_proposer(name: str, target: Target) -> Any:
     kind = "eagle3" if name == "merged" else name.split()[0]
     head = HEAD_PROPOSERS[kind](make_head(kind, target, prefix="prefix" in name), nodes=12)
-    return MergedProposer(head=head, nodes=12) if name == "merged" else head
+    return MergedProposer(drafter=head, nodes=12) if name == "merged" else head
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra prefix", "eagle", "eagle3", "merged"])

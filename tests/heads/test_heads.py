@@ -167,8 +167,8 @@ def test_cached_rows_of_different_lengths_equal_the_whole_texts(kind):
         if step == 50:
             rows = [2, 0]
             cache.select(rows)
-    assert min(cache.lengths) > 0 and cache.keys is not None and not cache.keys.requires_grad
-    assert len(cache.lengths) == 2 and cache.keys.shape[2] == 256
+    assert min(cache.lengths) > 0 and cache.held is not None and not cache.held[0].requires_grad
+    assert len(cache.lengths) == 2 and cache.held[0].shape[2] == 256
 
 
 def test_a_cache_keeps_its_content_when_it_grows():
@@ -194,6 +194,28 @@ def test_rows_of_another_cache_are_added():
     states = head.contextualize(new, cache)
     for place, (row, length) in enumerate(zip(rows, [*lengths, 0, 0], strict=True)):
         assert close(states[place], whole[row, length : length + 3])
+
+
+def test_a_cache_stays_in_its_place_when_rows_leave_and_join():
+    """CUDA graphs write to it. What a row leaves there, NaN for example, does no harm to the next."""
+    head, features = made("hydra", prefix=LAYER), drawn(3, 40, HIDDEN)
+    whole, cache = head.contextualize(features), LayerCache(3)
+    head.contextualize(features, cache)
+    held = cache.held
+    assert held is not None
+    for place in held:
+        place[1] = math.nan
+    other = LayerCache(1)
+    head.contextualize(features[1:2, :30], other)
+    cache.select([0, 2])
+    cache.append(other)
+    cache.crop([20, 25, 30])
+    new = torch.stack([features[row, length : length + 9] for row, length in zip((0, 2, 1), (20, 25, 30), strict=True)])
+    states = head.contextualize(new, cache)
+    for place, (row, length) in enumerate(((0, 20), (2, 25), (1, 30))):
+        assert close(states[place], whole[row, length : length + 9])
+    cache.restart(2)
+    assert close(head.contextualize(features[:2], cache), whole[:2]) and cache.held is held
 
 
 def test_a_draft_tree_attends_to_the_cache_without_changing_it():

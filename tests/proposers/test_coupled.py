@@ -27,7 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_a_draft_with_the_targets_probabilities_is_always_right(target: Target, settings: dict[str, Any]) -> None:
     """Without the noise, a chain of most likely tokens would end after the first token that was not."""
     sampling = Sampling(**settings, seed=4)
-    answers = generate(target, PROMPTS, DraftProposer(target, length=3), sampling=sampling, max_new_tokens=20)
+    answers = generate(target, PROMPTS, DraftProposer(target, depth=3, nodes=4), sampling=sampling, max_new_tokens=20)
     for answer in answers:
         assert answer.stats.accepted_by_depth == [5, 5, 4]  # 1 + 5 x 4 tokens, the last draft is cut
     assert [answer.tokens for answer in answers] == [
@@ -74,7 +74,7 @@ def test_heads_draft_with_the_noise(target: Target, kind: str, monkeypatch: pyte
     monkeypatch.setattr(Coupling, "perturb", record)
     head_kind = "eagle" if kind == "merged" else kind
     proposer = HEAD_PROPOSERS[head_kind](make_head(head_kind, target), nodes=9)
-    used = MergedProposer([], head=proposer, nodes=9) if kind == "merged" else proposer
+    used = MergedProposer([], drafter=proposer, nodes=9) if kind == "merged" else proposer
     generate(target, PROMPTS[:2], used, sampling=Sampling(), max_new_tokens=4)
     assert not levels  # greedy targets have no noise
     generate(target, PROMPTS[:2], used, sampling=Sampling(temperature=1.0, seed=1), max_new_tokens=8)

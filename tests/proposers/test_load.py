@@ -63,9 +63,9 @@ def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
 
 
 def head_of(proposer: Any) -> str | None:
-    """The kind of a merged proposer's head."""
+    """The kind of a merged proposer's drafter."""
     assert type(proposer) is MergedProposer
-    return proposer.head and proposer.head.head.kind
+    return proposer.drafter and proposer.drafter.name
 
 
 # ---- from a name to a proposer ----
@@ -94,9 +94,11 @@ def test_a_merged_tree_has_the_head_that_is_named_by_folder_or_kind(target: Targ
 
 def test_a_draft_model_is_given_or_loaded(target: Target, save_model: Callable[..., Path]) -> None:
     proposer: Any = load_proposer("draft", target, draft_model=target, depth=3, width=2)
-    assert (proposer.draft, proposer.length, proposer.width) == (target, 3, 2)
+    assert (proposer.draft_model, proposer.depth, proposer.width) == (target, 3, 2)
     loaded: Any = load_proposer("draft", target, draft_model=save_model(), sampled=True)
-    assert loaded.draft.dtype == target.dtype and loaded.sampled
+    assert loaded.draft_model.dtype == target.dtype and loaded.sampled
+    merged: Any = load_proposer("merged", target, draft_model=target, nodes=5)
+    assert head_of(merged) == "draft" and merged.drafter.draft_model is target
 
 
 def test_a_class_of_ones_own_is_loaded_from_its_file(target: Target, heads: Path) -> None:
@@ -130,7 +132,7 @@ def test_auto_takes_the_pretrained_head_of_the_same_weights(
 def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     choose_fastest(monkeypatch, {fingerprint_weights(target.model): "hydra"})
     same = Target(target.model)
-    first, second = (load_proposer("auto", same).head for _ in range(2))  # type: ignore[attr-defined]
+    first, second = (load_proposer("auto", same).drafter for _ in range(2))  # type: ignore[attr-defined]
     assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
     prompts = [[1, 2, 3, 1, 2], [5, 6]]
     assert texts(same, second, prompts) == texts(same, None, prompts)
@@ -173,7 +175,8 @@ def test_auto_fits_every_model_without_a_warning(vocabulary: int) -> None:
 HAVE_HEADS = "it is for merged, medusa, hydra, eagle, eagle3, auto"
 BEFORE_LOADING = [
     ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
-    ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, medusa"),
+    ("merged", {"draft_model": "TARGET", "head": "eagle3"}, "both head and draft_model name a drafter"),
+    ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, draft, medusa"),
     ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
     ("auto", {"sampled": True}, "auto has no option sampled; it is for draft"),
     ("draft", {}, "draft needs draft_model, a smaller model with the same vocabulary"),
@@ -189,7 +192,7 @@ WHILE_LOADING = [
     ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
     ("HEADS/hydra", {"depth": 2}, "hydra has no option depth; it is for draft, eagle, eagle3"),
     ("HEADS/wide", {}, "hidden size"),
-    ("draft", {"draft_model": "TARGET", "width": 0}, "width 0 and length None must be at least 1"),
+    ("draft", {"draft_model": "TARGET", "width": 0}, "depth 16 and width 0 must be at least 1"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
     ("merged", {"nodes": 0}, "nodes is 0; a tree has at least its root"),
     ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody"),

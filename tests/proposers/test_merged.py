@@ -184,7 +184,7 @@ def test_a_head_extends_what_others_named(target: Target) -> None:
 def test_accepted_tokens_are_counted_by_source(target: Target, temperature: float) -> None:
     """All of them, those of each request's last tree too, wherever it ends."""
     head = HydraProposer(make_head("hydra", target, output="target"))
-    proposer = MergedProposer(head=head, store=AnswerStore(1000), nodes=16)
+    proposer = MergedProposer(drafter=head, store=AnswerStore(1000), nodes=16)
     assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
     accepted = 0
     for length in (30, 30, 11, 1):
@@ -199,7 +199,7 @@ def test_accepted_tokens_are_counted_by_source(target: Target, temperature: floa
 
 
 def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:
-    proposer = MergedProposer(head=HydraProposer(make_head("hydra", target)), nodes=8)
+    proposer = MergedProposer(drafter=HydraProposer(make_head("hydra", target)), nodes=8)
     record = Recorder(proposer)
     generate(target, [[5, 6, 7, 5, 6]], record, max_new_tokens=20, stop_ids=())
     again = Recorder(proposer.renew())

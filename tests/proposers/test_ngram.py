@@ -11,12 +11,15 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import Sampling, Step, Target, Tree
+from decode.device.transfer import Upload
 from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, NGramProposer
 from tests.support.drafting import fix_cost
 
 
 def first_step(target: Target, *sequences: list[int]) -> Step:
+    upload = Upload(target.device)
+    upload.add({"roots": torch.tensor([sequence[-1] for sequence in sequences])})
     return Step(
         request_ids=list(range(len(sequences))),
         kept=[None] * len(sequences),
@@ -31,6 +34,7 @@ def first_step(target: Target, *sequences: list[int]) -> Step:
         samplings=[Sampling()] * len(sequences),
         stop_ids=[frozenset([2])] * len(sequences),
         target=target,
+        upload=upload,
     )
 
 
@@ -82,8 +86,8 @@ def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
     step = replace(first_step(target, [4, 4, 4], [5, 6, 5], [7, 7]), room=[4, 2, 1])
     proposer = NGramProposer(length=9)
     assert proposer.propose(step, 64).sizes.tolist() == [4, 2, 1]
-    drafter = DraftProposer(target, width=2, length=9)
-    assert drafter.propose(step, 64).sizes.tolist() == [7, 7, 7]  # all rows share the passes of the draft model
+    drafter = DraftProposer(target, width=2, depth=9, nodes=19)
+    assert drafter.propose(step, 64).sizes.tolist() == [11] * 3  # all rows share the passes of the draft model
 
 
 def test_the_index_grows_with_the_text(target: Target) -> None:

@@ -223,7 +223,7 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
         (["--accelerate", "compiled"], "--accelerate compiled is for a GPU, or for --device cpu and --dtype float32"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "draft needs draft_model, a smaller model"),
-        (["--draft-model", "draft"], "auto has no option draft_model; it is for draft"),
+        (["--proposer", "ngram", "--draft-model", "draft"], "ngram has no option draft_model; it is for merged, draft"),
         (["--proposer", "draft", "--draft-model", "not/a/folder"], "cannot load a model from 'not/a/folder'"),
         (["--proposer", "draft", "--draft-model", "other"], "the draft model's tokenizer is not the target's"),
         (["--model", "bare", "--chat"], "no chat template; leave out --chat"),

@@ -107,7 +107,7 @@ def test_auto_is_the_default_and_needs_no_head(call: Call, monkeypatch: pytest.M
     make = generate.make_proposer
     monkeypatch.setattr(generate, "make_proposer", lambda *given: made.append(make(*given)) or made[-1])
     assert read_tokens(call(generate, *ASK, "--proposer", "ngram")) == read_tokens(call(generate, *ASK))
-    assert [type(proposer) for proposer in made] == [NGramProposer, MergedProposer] and made[1].head is None
+    assert [type(proposer) for proposer in made] == [NGramProposer, MergedProposer] and made[1].drafter is None
 
 
 def test_a_store_is_kept_in_its_file(call: Call, folder: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from decode import Proposer, Sampling, Step, Target, Tree, generate
 from decode.gpu import graph
 from decode.models.cost_curve import CostCurve
-from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, NGramProposer
+from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, MergedProposer, NGramProposer
 from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
 from tests.support.drafting import make_head
@@ -79,8 +79,10 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
 
     return {
         "ngram": NGramProposer(length=4),
-        "draft": DraftProposer(target, length=3),
-        "draft tree": DraftProposer(target, width=2, length=2),
+        "draft": DraftProposer(target, depth=3, nodes=4),
+        "draft tree": DraftProposer(target, width=2, depth=2, nodes=5),
+        "draft adaptive": DraftProposer(target, width=2, depth=4),
+        "merged draft": MergedProposer(drafter=DraftProposer(target, width=2, depth=3), nodes=9),
         "medusa": MedusaProposer(head("medusa"), nodes=9),
         "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
@@ -154,7 +156,7 @@ def list_graph_faults() -> Iterator[str]:
         yield "a graph could not be captured"
     target, other = (make_target("llama", cuda=True, accelerate=mode) for mode in ("graphs", "off"))
     for settings, batch_size in product(SAMPLINGS, (1, 4)):  # sampled drafts differ between devices and batches
-        drafters = [(each, DraftProposer(each, length=3, sampled=True)) for each in (target, other)]
+        drafters = [(each, DraftProposer(each, depth=3, sampled=True, nodes=4)) for each in (target, other)]
         texts = [decode(*drafter, Sampling(**settings), batch_size) for drafter in drafters]
         if texts[0] != texts[1]:
             yield f"draft sampled, {settings}, batch {batch_size}"

@@ -25,9 +25,9 @@ RAGGED = torch.cat([BATCH, torch.tensor([[0, 0, 0, 0, 0, 0, 11]])])  # 4 rows
 MAKERS: dict[str, Callable[[Target], Proposer]] = {
     "none": lambda target: PlainProposer(),
     "ngram": lambda target: NGramProposer(length=5),
-    "draft tree": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1)), width=3, length=3),
-    "itself": lambda target: DraftProposer(target, length=6),
-    "sampled": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=3),
+    "draft tree": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1)), width=3, depth=3, nodes=10),
+    "itself": lambda target: DraftProposer(target, depth=6, nodes=7),
+    "sampled": lambda target: DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, depth=3, nodes=4),
     "medusa": lambda target: MedusaProposer(make_head("medusa", target, output="target")),
     "hydra": lambda target: HydraProposer(make_head("hydra", target, prefix=True, output="target")),
     "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),

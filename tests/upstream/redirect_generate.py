@@ -42,8 +42,8 @@ def make_proposer(
     if prompt_lookup_num_tokens is not None:
         return NGramProposer(length=prompt_lookup_num_tokens)
     if assistant_model is not None:
-        return DraftProposer(Target(assistant_model), length=2)
-    return DraftProposer(Target(model), width=2, length=2)
+        return DraftProposer(Target(assistant_model), depth=2, nodes=3)
+    return DraftProposer(Target(model), width=2, depth=2, nodes=5)
 
 
 def is_redirected(model: PreTrainedModel, settings: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ def proposers(target: Target) -> list[Proposer | None]:
     heads = [
         HEAD_PROPOSERS[kind](make_head(kind, target), nodes=nodes) for kind in HEAD_PROPOSERS for nodes in (12, None)
     ]
-    drafts = [DraftProposer(target, length=3), DraftProposer(target, width=2, length=3)]
+    drafts = [DraftProposer(target, depth=3, nodes=4), DraftProposer(target, width=2, depth=3, nodes=7)]
     return [None, NGramProposer(length=4), *drafts, *heads]
 
 
@@ -94,7 +94,7 @@ def test_sampled_drafts_keep_the_distribution() -> None:
     target = Target(tiny("llama", vocab_size=12, initializer_range=0.3, dtype=torch.float32).cuda())
     draft = Target(tiny("llama", vocab_size=12, num_hidden_layers=1, dtype=torch.float32).cuda())
     answers = []
-    for seed, proposer in enumerate([None, DraftProposer(draft, sampled=True, length=3)]):
+    for seed, proposer in enumerate([None, DraftProposer(draft, sampled=True, depth=3, nodes=4)]):
         sampling = Sampling(temperature=1.0, seed=seed)
         answers.append(generate(target, [[3, 4]] * 2400, proposer, sampling=sampling, max_new_tokens=3, stop_ids=[]))
     assert compare_third_tokens(*answers) < 31.3  # 11 degrees of freedom, p = 0.001

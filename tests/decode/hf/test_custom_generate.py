@@ -44,7 +44,7 @@ def proposer(request: pytest.FixtureRequest, model: PreTrainedModel) -> Proposer
 def test_greedy_tokens_are_those_of_generate(kind: str) -> None:
     model = tiny(kind)
     for ids in (PROMPT, torch.cat([BATCH, BATCH[1:2].expand(3, -1)], dim=1), PROMPT[:, :1]):
-        for proposer in (None, NGramProposer(length=5), DraftProposer(Target(model), width=2, length=3)):
+        for proposer in (None, NGramProposer(length=5), DraftProposer(Target(model), width=2, depth=3, nodes=7)):
             assert_same(model, proposer, ids)
 
 
@@ -105,7 +105,7 @@ def test_settings_have_the_same_effect_as_in_transformers(
 
 
 def test_allowed_tokens_with_sampled_drafts(model: PreTrainedModel) -> None:
-    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, length=4)
+    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=True, depth=4, nodes=5)
     assert_same(model, draft, BATCH, prefix_allowed_tokens_fn=allow)
     got = generate(model, BATCH, draft, attention_mask=MASK, prefix_allowed_tokens_fn=allow, do_sample=True)
     for row, tokens in enumerate(got):
@@ -227,7 +227,7 @@ SAMPLED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("sampled", [False, True])
 def test_samples_follow_transformers_distribution(model: PreTrainedModel, sampled: bool, settings: dict) -> None:
     settings = {"do_sample": True, "max_new_tokens": 2, **settings}
-    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=sampled, length=1)
+    draft = DraftProposer(Target(tiny("llama", num_hidden_layers=1)), sampled=sampled, depth=1, nodes=2)
     torch.manual_seed(7)
     rows = 1000
     got = generate(model, PROMPT, draft, num_return_sequences=rows, **settings)

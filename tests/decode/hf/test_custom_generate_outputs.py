@@ -84,7 +84,7 @@ def test_a_returned_cache_is_continued(model: PreTrainedModel, proposer: Propose
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 def test_caches_of_all_kinds_of_layers(kind: str, implementation: str) -> None:
     model = tiny(kind)
-    proposer = DraftProposer(Target(model), width=2, length=3)
+    proposer = DraftProposer(Target(model), width=2, depth=3, nodes=7)
     length = RAGGED.shape[1] + HALF + REST
     for ids in BATCHES.values():
         mask = mask_of(ids)

@@ -37,7 +37,7 @@ def test_masks_of_every_form(model: PreTrainedModel, proposer: Proposer, name: s
 def test_masks_for_all_kinds_of_layers(kind: str, name: str) -> None:
     model, ids = tiny(kind), torch.cat([RAGGED.clamp(min=1), RAGGED.clamp(min=1)], dim=1)
     mask = torch.cat([torch.tensor(MASKS["holes"]), torch.tensor(MASKS[name])], dim=1)
-    for make in (lambda: NGramProposer(length=5), lambda: DraftProposer(Target(model), width=2, length=3)):
+    for make in (lambda: NGramProposer(length=5), lambda: DraftProposer(Target(model), width=2, depth=3, nodes=7)):
         assert_same(model, make(), ids, attention_mask=mask)
 
 
@@ -64,7 +64,7 @@ def test_token_types(kind: str, name: str) -> None:
     model = tiny(kind)
     mask = mask_of(RAGGED) if name == "left padding" else torch.tensor(MASKS[name])
     types = torch.tensor([[0, 0, 1, 1, 2, 2, 3]]).expand(4, -1)
-    for make in (lambda: NGramProposer(length=5), lambda: DraftProposer(Target(model), width=2, length=3)):
+    for make in (lambda: NGramProposer(length=5), lambda: DraftProposer(Target(model), width=2, depth=3, nodes=7)):
         assert_same(model, make(), RAGGED, attention_mask=mask, token_type_ids=types)
     plain = generate(model, RAGGED, attention_mask=mask)
     assert generate(model, RAGGED, attention_mask=mask, token_type_ids=types).tolist() != plain.tolist()
@@ -103,5 +103,5 @@ def test_embeddings(model: PreTrainedModel, proposer: Proposer, mask: Tensor, wi
 def test_embeddings_for_all_kinds_of_models(kind: str) -> None:
     model = tiny(kind)
     embeddings = model.get_input_embeddings()(RAGGED).detach()
-    proposer = DraftProposer(Target(model), width=2, length=3)
+    proposer = DraftProposer(Target(model), width=2, depth=3, nodes=7)
     assert_same(model, proposer, None, inputs_embeds=embeddings, attention_mask=mask_of(RAGGED))

@@ -134,7 +134,7 @@ def run(model: PreTrainedModel, settings: dict[str, Any], tokenizer: PreTrainedT
     if "stop_strings" in settings:
         settings["tokenizer"] = tokenizer
     if ours:
-        settings |= {"custom_generate": speculate, "proposer": DraftProposer(Target(model), width=2, length=3)}
+        settings |= {"custom_generate": speculate, "proposer": DraftProposer(Target(model), width=2, depth=3, nodes=7)}
     prompts = {"bos_token_id": None, "forced_bos_token_id": PROMPT[:, :1], "eos_token_id": TWO}
     result = model.generate(next((ids for name, ids in prompts.items() if name in settings), PROMPT), **settings)
     if settings.get("do_sample"):

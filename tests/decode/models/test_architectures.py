@@ -82,7 +82,7 @@ PROPOSERS: dict[str, Callable[[Case], Proposer | None]] = {
     "oracle": lambda case: OracleTree(case.answers),
     "ngram": lambda case: NGramProposer(length=4),
     "draft": lambda case: DraftProposer(Target(tiny(case.name, seed=1))),
-    "itself": lambda case: DraftProposer(case.target, width=2, length=3),
+    "itself": lambda case: DraftProposer(case.target, width=2, depth=3, nodes=7),
     "hydra": lambda case: HydraProposer(make_head("hydra", case.target, prefix=True), nodes=9),
     "eagle3": lambda case: EagleProposer(
         make_head("eagle" if case.name in SEVERAL_STATES else "eagle3", case.target), depth=3, width=2, nodes=9

@@ -143,7 +143,7 @@ def test_nothing_warns(model: PreTrainedModel, caplog: pytest.LogCaptureFixture)
         with warnings.catch_warnings(), caplog.at_level(logging.WARNING, logger="transformers"):
             warnings.simplefilter("error")
             target = Target(model)
-            generate(target, [[5, 9, 5, 9, 5]], DraftProposer(target, length=2), max_new_tokens=6)
+            generate(target, [[5, 9, 5, 9, 5]], DraftProposer(target, depth=2, nodes=3), max_new_tokens=6)
             settings = {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True}
             result = speculating.generate(model, BATCH, NGramProposer(), attention_mask=MASK, **settings)
             speculating.generate(model, result.sequences, attention_mask=None, **{CACHE: result[CACHE]})
