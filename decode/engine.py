@@ -9,7 +9,7 @@ from itertools import count, islice
 from math import inf
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -62,6 +62,8 @@ class Engine:
         self.target, self.rows, self.nodes = target, read_count(rows, "rows"), read_nodes(nodes)
         self._part = None if part is None else read_count(part, "part")
         self.proposer = as_proposer(proposer, target)
+        if isinstance(kept_bytes, bool) or not isinstance(kept_bytes, int) or kept_bytes < 0:
+            raise ValueError(f"kept_bytes is {kept_bytes!r}; it is a number of bytes, 0 for none")
         self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
@@ -72,19 +74,30 @@ class Engine:
         self._is_closed = False
         self._task: asyncio.Future[list[Chunk]] | None = None  # a step of `step_async`
 
-    def add(self, prompt: Prompt, *, request_id: int | None = None, **settings: Any) -> Request:
+    @overload
+    def add(self, prompt: Prompt, *, request_id: int | None = None, **settings: Any) -> Request: ...
+
+    @overload
+    def add(self, prompt: Prompt, *, n: int, **settings: Any) -> list[Request]: ...
+
+    def add(
+        self, prompt: Prompt, *, request_id: int | None = None, n: int | None = None, **settings: Any
+    ) -> Request | list[Request]:
         """Add a request. Its settings are those of `decode.stream` for one prompt.
 
-        request_id: keys the noise; None takes the next number. Raises ValueError and TypeError as `stream` does, and
+        request_id: keys the noise; None takes the next number. n: add so many requests, for other answers to the same
+        prompt, which is read once; they are returned as a list. Raises ValueError and TypeError as `stream` does, and
         RuntimeError for a closed engine.
         """
+        if n is not None and request_id is not None:
+            raise ValueError("n requests have ids of their own; leave out request_id")
         with self._adding:
             free = (each for each in self._ids if each not in self._requests)  # others were chosen by the caller
-            chosen = next(free) if request_id is None else request_id
+            ids = [*islice(free, 1 if n is None else read_count(n, "n"))] if request_id is None else [request_id]
         defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
-        (request,) = read_requests(self.target, [prompt], [chosen], **defaults | settings)
-        self.submit([request])
-        return request
+        requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | settings)
+        self.submit(requests)
+        return requests[0] if n is None else requests
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests that `read_requests` has made. Raises as `add` does, before any is added."""
@@ -241,16 +254,17 @@ class Engine:
             return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     def _take_alike(self, free: int, tokens: int) -> list[Request]:
-        """The next waiting requests: as many as have prompts of similar length and so many tokens.
+        """The next waiting requests: as many as have prompts of similar length and so many tokens, equal ones once.
 
         One at least, if a part's tokens are left.
         """
         with self._adding:
-            lengths, size = [len(request.prompt) for request in islice(self._waiting, free)], 1
-            if lengths and lengths[0] > tokens and tokens < self.part:
-                return []
-            while size < len(lengths) and (size + 1) * max(lengths[: size + 1]) <= tokens:
-                if max(lengths[: size + 1]) - min(lengths[: size + 1]) >= ALIKE:
+            size, different = 0, set[tuple[int, ...]]()
+            for request in islice(self._waiting, free):
+                different.add(tuple(request.prompt))
+                lengths = [*map(len, different)]
+                is_more = len(different) > 1 and len(different) * max(lengths) > tokens
+                if is_more or max(lengths) - min(lengths) >= ALIKE or (lengths[0] > tokens and tokens < self.part):
                     break
                 size += 1
             return self._take_waiting(size)

@@ -27,7 +27,7 @@ import decode.stats
 from decode import Proposer, Target, generate, speculate
 from decode.models import timed_model
 from decode.models.cost_curve import CostCurve
-from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, head_proposer, merged
+from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, merged, tree_proposer
 from tests.support.commands import run_module
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
@@ -60,7 +60,7 @@ def run_clock(seed: int) -> Callable[[], float]:
 def draft_by_clock(monkeypatch: pytest.MonkeyPatch, name: str, seed: int, deterministic: bool | CostCurve) -> list[Any]:
     """The sizes of all trees in two answers, if times are random."""
     clock = run_clock(seed)
-    for module in (decode.stats, head_proposer, merged):
+    for module in (decode.stats, tree_proposer, merged):
         monkeypatch.setattr(module, "perf_counter", clock)
     target = Target(tiny("llama", dtype=torch.float32), deterministic=deterministic)
     recorder = Recorder(PROPOSERS[name](target))

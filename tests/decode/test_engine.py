@@ -144,9 +144,10 @@ def test_equal_prompts_are_read_once(target: Target, monkeypatch: pytest.MonkeyP
     early = [engine.add(PROMPTS[1], sampling=sampling, max_new_tokens=9, stop_ids=[]) for _ in range(3)]
     engine.step()
     assert passes == [(1, len(PROMPTS[1]))]
-    late = [engine.add(PROMPTS[3], sampling=sampling, max_new_tokens=9, stop_ids=[]) for _ in range(4)]
+    late = engine.add([7] * 150, n=4, sampling=sampling, max_new_tokens=9, stop_ids=[])
     engine.step()
-    assert passes[1:] == [(3, 1), (1, len(PROMPTS[3]))]
+    engine.step()
+    assert passes[1:] == [(3, 1), (1, 100), (3, 1), (1, 50)]
     list(engine)
     texts = {tuple(request.sequence) for request in early + late}
     assert len(texts) > 4  # each has noise of its own
@@ -274,6 +275,8 @@ def test_an_id_is_used_by_one_request_at_a_time(target: Target) -> None:
 def test_bad_requests_are_refused_at_once(target: Target) -> None:
     engine = Engine(target, None)
     for settings, message in (
+        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"n": 2, "request_id": 3}, "n requests have ids of their own"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"nodes": 1000}, "nodes is 1000"),
         ({"stop_ids": [200]}, "stop_ids have 200"),
@@ -286,6 +289,9 @@ def test_bad_requests_are_refused_at_once(target: Target) -> None:
     assert not engine.is_busy
     with pytest.raises(ValueError, match="rows is 0; it must be at least 1"):
         Engine(target, None, rows=0)
+    for wrong in (-1, 1.5, None, True):
+        with pytest.raises(ValueError, match="kept_bytes is .*; it is a number of bytes, 0 for none"):
+            Engine(target, None, kept_bytes=wrong)  # type: ignore[arg-type]
     engine = Engine(target, None, lossy_typical_acceptance=True)
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
         engine.add(PROMPTS[0], sampling=Sampling(processors=[Failing(3)]))
