@@ -106,18 +106,22 @@ class LayerCache:
         self._lengths = None
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
-    def append(self, other: LayerCache) -> None:
-        """Add the rows of another cache after these."""
-        rows, self._lengths = len(self.lengths), None
-        self.lengths = self.lengths + other.lengths
-        if self.held is None and other.held is None:
-            return
-        new = other.allocated() if other.held is not None else None
-        self._hold(self.held or other.allocated(), 0 if new is None else new[0].shape[2], len(self.lengths))
-        for place, held in enumerate(self.allocated()):
-            held[rows:].zero_()
-            if new is not None:
-                held[rows:, :, : new[place].shape[2]] = new[place]
+    def add_rows(self, count: int) -> None:
+        """Add empty rows after these."""
+        self.lengths, self._lengths = [*self.lengths, *[0] * count], None
+        if self.held is not None:
+            self._hold(self.held, 0, len(self.lengths))
+            for held in self.allocated():
+                held[len(self.lengths) - count :].zero_()
+
+    def fill(self, rows: Sequence[int], other: LayerCache) -> None:
+        """Fill empty rows with those of another cache that was written to, in order."""
+        new, self._lengths = other.allocated(), None
+        self._hold(self.held or new, new[0].shape[2], len(self.lengths))
+        for held, each in zip(self.allocated(), new, strict=True):
+            held[list(rows), :, : each.shape[2]] = each
+        for row, length in zip(rows, other.lengths, strict=True):
+            self.lengths[row] = length
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order."""

@@ -45,7 +45,9 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
-        cache, device = self._history.cache, step.target.device
+        read, device = partial(self.read, step.target), step.target.device
+        self._history.read_prompts(read)
+        cache = self._history.cache
         if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)
             cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
@@ -53,7 +55,7 @@ class EagleProposer(HeadProposer):
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
 
-        return {"states": self._history.read_all(partial(self.read, step.target))}
+        return {"states": self._history.read_all(read)}
 
     def read(
         self,

@@ -31,25 +31,24 @@ ReadFeatures: TypeAlias = Callable[[LayerCache, Tensor, Tensor, Counts, Tensor |
 class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
-    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head.
+    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head. Prompts
+    of requests that join others wait apart, so that the others need not be padded.
     """
 
     def __init__(self) -> None:
         self.cache, self._unread = LayerCache(0), list[FeaturePart]()
+        self._prompts: list[tuple[list[int], FeaturePart]] = []  # with their rows; all but the last feature of each
 
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, held = [], self.cache.held
+        self._unread, self._prompts, held = [], [], self.cache.held
         if held is not None and held[0].device == device and device.type == "cuda" and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
             self.cache = LayerCache(rows, attend_like_target)
 
-    def add(self, step: Step, read: ReadFeatures) -> None:
-        """Take in a step's features.
-
-        Requests that join others are read at once, up to the last token, so that the others need not be padded.
-        """
+    def add(self, step: Step) -> None:
+        """Take in a step's features."""
         assert step.features is not None
         numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
         features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
@@ -57,22 +56,38 @@ class FeatureHistory:
         if step.is_first:
             self._begin(len(counts), features.device)
         elif len(stayed) < len(self.cache.lengths):
-            self.cache.select(stayed)
-            self._unread = [each.select(stayed) for each in self._unread]
+            self._select(stayed)
         if stayed and step.joined:
             prompts = part.select(step.joined).without_last()
-            cache = LayerCache(len(step.joined), attend_like_target)
             if max(prompts.counts):
-                read_part(prompts, cache, read)
-            self.cache.append(cache)
+                self._prompts.append((step.joined, prompts))
+            self.cache.add_rows(len(step.joined))
             self._unread = [each.add_rows(len(step.joined)) for each in self._unread]
             part = part.after([0] * len(stayed) + prompts.counts)
         self._unread.append(part)
 
+    def _select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        self.cache.select(rows)
+        self._unread = [each.select(rows) for each in self._unread]
+        places, waiting = {row: place for place, row in enumerate(rows)}, self._prompts
+        self._prompts = []
+        for before, prompts in waiting:
+            if kept := [index for index, row in enumerate(before) if row in places]:
+                self._prompts.append(([places[before[index]] for index in kept], prompts.select(kept)))
+
     @property
     def unread_counts(self) -> list[int]:
-        """Each row's number of features that the head has not read."""
+        """Each row's number of features that the head has not read, prompts that wait apart excepted."""
         return [sum(each) for each in zip(*(part.counts for part in self._unread), strict=True)]
+
+    def read_prompts(self, read: ReadFeatures) -> None:
+        """Let a head read the prompts that wait apart."""
+        for rows, prompts in self._prompts:
+            cache = LayerCache(len(rows), attend_like_target)
+            read_part(prompts, cache, read)
+            self.cache.fill(rows, cache)
+        self._prompts = []
 
     def take(self) -> FeaturePart:
         """The features that the head has not read, to be read now."""
@@ -81,6 +96,7 @@ class FeatureHistory:
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""
+        self.read_prompts(read)
         unread = self.take()
         return pick_last(read_part(unread, self.cache, read), unread.counts_tensor)
 

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Self
 from weakref import ref
 
@@ -119,7 +118,7 @@ class HeadProposer(TreeProposer):
 
     def observe(self, step: Step) -> None:
         if self.head.reads_all_features:
-            self._history.add(step, partial(self.read, step.target))
+            self._history.add(step)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The features [B, T, F] as the head attends to them. See `decode.Proposer`."""

@@ -290,7 +290,7 @@ def test_bad_requests_are_refused_at_once(target: Target) -> None:
     with pytest.raises(ValueError, match="rows is 0; it must be at least 1"):
         Engine(target, None, rows=0)
     for wrong in (-1, 1.5, None, True):
-        with pytest.raises(ValueError, match="kept_bytes is .*; it is a number of bytes, 0 for none"):
+        with pytest.raises(ValueError, match=r"kept_bytes is .*; it is a number of bytes, 0 for none"):
             Engine(target, None, kept_bytes=wrong)  # type: ignore[arg-type]
     engine = Engine(target, None, lossy_typical_acceptance=True)
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):

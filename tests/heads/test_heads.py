@@ -186,8 +186,10 @@ def test_rows_of_another_cache_are_added():
         other = LayerCache(1)
         for part in features[row : row + 1, :length].split(200, dim=1):
             head.contextualize(part, other)
-        cache.append(other)
-    cache.append(LayerCache(2))
+        cache.add_rows(1)
+        if length:
+            cache.fill([row], other)
+    cache.add_rows(2)
     assert cache.lengths == [*lengths, 0, 0]
     rows = [0, 1, 2, 3, 0, 1]
     new = torch.stack([features[row, length : length + 3] for row, length in zip(rows, cache.lengths, strict=True)])
@@ -208,7 +210,8 @@ def test_a_cache_stays_in_its_place_when_rows_leave_and_join():
     other = LayerCache(1)
     head.contextualize(features[1:2, :30], other)
     cache.select([0, 2])
-    cache.append(other)
+    cache.add_rows(1)
+    cache.fill([2], other)
     cache.crop([20, 25, 30])
     new = torch.stack([features[row, length : length + 9] for row, length in zip((0, 2, 1), (20, 25, 30), strict=True)])
     states = head.contextualize(new, cache)
