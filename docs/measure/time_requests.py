@@ -1,9 +1,11 @@
 """Requests that arrive at random: the time to the first token, the time a request takes, and tokens per second.
 
     python -m docs.measure.time_requests --questions spec_bench_dev.jsonl [--methods none,auto] [--loads 25,50,100,150]
+        [--repeats 3]
 
 Arrivals are a Poisson process. A load of 100 % is the rate at which plain decoding with all rows full answers the same
 questions; "all" lets all arrive at once. Each load has the same arrivals for every method; the methods take turns.
+Figures are medians over the repeats.
 `--turns` times the first token of second turns instead, with and without the beginning that the engine has kept.
 """
 
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--loads", default="all,25,50,100,150")
     parser.add_argument("--limit", type=int, default=48)
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--turns", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -65,10 +68,14 @@ def time_arrivals(target: Target, questions: list[list[str]], options: argparse.
         for _ in chosen:
             arrivals.append(now)
             now += 0.0 if load == "all" else choose.expovariate(rate * float(load) / 100)
-        for name, engine in engines.items():
-            found = ask(engine, chosen, arrivals, options.max_new_tokens)
-            rate = rate or len(chosen) / found["seconds"]
-            rows.append({"load": load, "method": name, **found})
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for repeat in range(options.repeats):
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                found[name].append(ask(engines[name], chosen, arrivals, options.max_new_tokens))
+        for name, runs in found.items():
+            figures = {figure: round(statistics.median(run[figure] for run in runs), 3) for figure in runs[0]}
+            rate = rate or len(chosen) / figures["seconds"]
+            rows.append({"load": load, "method": name, **figures})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -118,7 +125,7 @@ def ask(engine: Engine, prompts: list[str], arrivals: list[float], max_new_token
     figures: dict[str, float] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "longest_gap": max(gaps)}
     for name, values in (("first", first), ("whole", whole)):
         figures |= {f"{name}_median": statistics.median(values), f"{name}_99": statistics.quantiles(values, n=100)[98]}
-    return {name: round(value, 3) for name, value in figures.items()}
+    return figures
 
 
 def time_turns(target: Target, questions: list[list[str]], max_new_tokens: int) -> dict[str, Any]:
