@@ -116,11 +116,14 @@ class TreeCache(Cache):
         sources = range(len(other.lengths)) if sources is None else sources
         slots = max(other.lengths[source] for source in sources)
         self.grow(slots)
+        index, on_device = torch.tensor([[*rows], [*sources]]), dict[torch.device, Tensor]()
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self._make_layer())
             if layer.is_initialized:
-                self.layers[number].replace(rows, layer, sources, slots)
+                if layer.device not in on_device:
+                    on_device[layer.device] = copy_packed({"rows": index}, layer.device)["rows"]
+                self.layers[number].replace(*on_device[layer.device], layer, slots)
         for row, source in zip(rows, sources, strict=True):
             self.lengths[row] = other.lengths[source]
 
@@ -269,13 +272,12 @@ class TreeCacheLayer(CacheLayerMixin):
         self._write(self.values, value_states)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
-    def replace(self, rows: Sequence[int], other: TreeCacheLayer, sources: Sequence[int], count: int) -> None:
+    def replace(self, rows: Tensor, sources: Tensor, other: TreeCacheLayer, count: int) -> None:
         """Copy the first `count` slots of another layer's rows `sources` to these rows, in order."""
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
-        index, slots = torch.tensor([[*rows], [*sources]], device=self.device), slice(0, count)
-        self.keys[index[0], :, slots] = other.keys[index[1], :, slots]
-        self.values[index[0], :, slots] = other.values[index[1], :, slots]
+        self.keys[rows, :, :count] = other.keys[sources, :, :count]
+        self.values[rows, :, :count] = other.values[sources, :, :count]
 
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)

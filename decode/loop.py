@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.device.fusion import fusing
 from decode.device.transfer import Upload, list_numbers
+from decode.models.grouped_attention import choosing_kernels
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import Proposer, Step, Use
 from decode.reading import Prefixes, Text
@@ -87,7 +88,8 @@ class Batch:
         """Propose, verify, accept and keep. Returns what that added to each answer."""
         seconds, requests = Seconds.begin(), self.requests
         step, upload = self._make_step(requests)
-        with seconds.measure("proposer"), fusing(self.target.fuses_steps):
+        device, fuses = self.target.device, self.target.fuses_steps
+        with seconds.measure("proposer"), fusing(fuses), choosing_kernels(device):
             most = max(min(request.nodes, self.nodes) for request in requests)
             drafted = self._use.propose(step, most if max(step.room) > 1 else 1)
         with seconds.measure("target"), fusing(self.target.fuses_steps):

@@ -17,6 +17,7 @@ from decode.device.check import check_on_device
 from decode.device.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
 from decode.masks import tree_masks
+from decode.models.grouped_attention import LONG, count_seen
 from decode.models.stock_model import StockModel, capture_features
 from decode.sampling import Sampling
 from decode.tree import Tree
@@ -109,7 +110,7 @@ class Session:
         if self._moves is not None:
             self.cache.move(upload["moves"])
         self._moves = self._upload = None
-        unmasked = self._begins_texts(tree, start)
+        unmasked = self._needs_no_mask(tree, start)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
         verdict = self._run_model(tree, start, lengths, **extra)
@@ -132,19 +133,30 @@ class Session:
         target, depth = self.target, tree.depth[:, start:]
         positions = (lengths[:, None] + depth).clamp(max=target.context - 1)
         masks: Any = None
-        if not self._begins_texts(tree, start):
+        if not self._needs_no_mask(tree, start):
             ancestors = None if tree.is_chain else tree.ancestors[:, start:]
             depth = depth if tree.is_chain else tree.depth
-            masks = tree_masks(target.windows, lengths, ancestors, depth, self.cache.used, target.dtype)
+            seen = self._count_seen()
+            masks = tree_masks(target.windows, lengths, ancestors, depth, self.cache.used, target.dtype, seen)
         return {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
 
-    def _begins_texts(self, tree: Tree, start: int) -> bool:
-        """Whether the nodes are the first tokens of all rows: the model hides later ones itself, and faster.
+    def _needs_no_mask(self, tree: Tree, start: int) -> bool:
+        """Whether the nodes are the next tokens of all rows, and the model hides later ones itself, and faster.
 
-        It would not hide unused slots from a single node.
+        Without committed tokens, it would not hide unused slots from a single node.
         """
-        begins = tree.is_chain and tree.width > 1 and start == 0 and not any(self.lengths)
-        return begins and not self.target.needs_masks
+        target, width = self.target, tree.width
+        if not tree.is_chain or start or target.needs_masks:
+            return False
+        if not any(self.lengths):
+            return width > 1
+        is_alike = min(self.lengths) == max(self.lengths) and all(span.is_full for span in target.windows.values())
+        is_faster = width == 1 or width >= CHUNK or self.lengths[0] >= LONG
+        return target.sees_texts_whole and is_alike and is_faster
+
+    def _count_seen(self) -> int:
+        """The slots that all nodes see, if seeing them without a mask is faster."""
+        return count_seen(self.lengths) if self.target.sees_texts_whole else 0
 
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Commit tokens at the end of each row, at least one each.
@@ -202,7 +214,7 @@ class Session:
         """
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         longest, features = max(map(len, tokens)), torch.empty(0)
-        chunk = choose_chunk(self.target.device, len(tokens), longest + max(self.lengths), self.target.dtype)
+        chunk = choose_chunk(self.target, len(tokens), longest + max(self.lengths))
         chunk = chunk if most is None else min(chunk, max(most // len(tokens), 1))
         for begin in range(0, longest, chunk):
             if begin:
@@ -252,14 +264,19 @@ class Session:
         self._moves = self._upload = None
 
 
-def choose_chunk(device: torch.device, rows: int, longest: int, dtype: torch.dtype) -> int:
+def choose_chunk(target: StockModel, rows: int, longest: int) -> int:
     """The tokens of each row in a forward pass of a prefill, after which `longest` tokens are committed.
 
-    On a CPU, longer passes are not faster. A GPU needs them long; its memory for the mask limits them.
+    On a CPU, longer passes are not faster. A GPU needs them long; its memory for a mask limits them, which is repeated
+    for the heads of a group.
     """
-    if device.type == "cpu":
+    if target.device.type == "cpu":
         return CHUNK
-    return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * dtype.itemsize)) // rows)
+    if target.sees_texts_whole and all(span.is_full for span in target.windows.values()):
+        return max(CHUNK, LARGEST // rows)
+    heads = target.config.num_attention_heads
+    repeats = heads // (getattr(target.config, "num_key_value_heads", None) or heads)
+    return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * target.dtype.itemsize * repeats)) // rows)
 
 
 def run_through(reading: Generator[None, None, Read]) -> Read:

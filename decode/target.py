@@ -102,7 +102,6 @@ class Target(TimedModel):
         return curve.padded if self.has_graphs else curve
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
         return (self._fixed_sessions.open if self.has_graphs else Session)(self, batch_size, layers)
 
 

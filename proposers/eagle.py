@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode import Step, Target
 from decode.device.fusion import fused
-from decode.models.grouped_attention import attend_stacked
+from decode.models.grouped_attention import attend_in_two, attend_stacked, count_seen, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
 from proposers.fast_heads import pad_tokens
@@ -50,6 +50,8 @@ class EagleProposer(HeadProposer):
         cache = self._history.cache
         if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)
+            gains = gains_from_two(device, self.dtype, self.head.config.layer.head_dim)
+            self.seen = count_seen(cache.lengths, coarse=True) if gains else 0
             cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
@@ -83,7 +85,9 @@ class EagleProposer(HeadProposer):
         if "states" in inputs:
             return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
         embed = self.head.embed_tokens or target.model.get_input_embeddings()
-        return FixedEagleDrafter(self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted)
+        return FixedEagleDrafter(
+            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.seen
+        )
 
     @property
     def _most_drafted(self) -> int:
@@ -129,7 +133,8 @@ class FixedEagleDrafter:
     It reads the features that are new first. Attention sees all slots, so shapes stay the same from level to level and
     from step to step. Draft tokens take the last slots.
     inputs: `features` [B, T, H], the tokens `following` them [B, T], how many each row has (`counts` [B]), and how many
-    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft.
+    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft. seen: slots
+    of all texts that are seen without a mask.
     """
 
     def __init__(
@@ -140,10 +145,10 @@ class FixedEagleDrafter:
         inputs: Mapping[str, Tensor],
         levels: int,
         drafted: int,
+        seen: int = 0,
     ) -> None:
         self.cache = cache.allocated()
-        end = self.cache[0].shape[2]
-        self.slot = torch.arange(end, device=inputs["features"].device)  # [S]
+        self.slot = torch.arange(seen, self.cache[0].shape[2], device=inputs["features"].device)  # [S]: the others
         self.paths, self.table = read_features(
             head,
             embed,
@@ -156,7 +161,7 @@ class FixedEagleDrafter:
             levels,
         )
         self.head, self.embed = head, embed
-        self.level, self.begin = 0, end - drafted  # the first slot of the next level
+        self.level, self.begin = 0, len(self.slot) - drafted  # the place of the next level's first slot
 
     def logits(self, level: int) -> Tensor:
         return self.paths.logits
@@ -185,8 +190,8 @@ def read_features(
 ) -> tuple[Paths, RotaryTable]:
     """Read the target's fused features [B, T, H] and the tokens [B, T] after them, `counts` [B] in each row.
 
-    lengths [B]: tokens that were read before. slot [S]: all slots. Returns the only path of the first level, and the
-    rotary table of the positions of all levels.
+    lengths [B]: tokens that were read before. slot [S]: all slots that need a mask. Returns the only path of the first
+    level, and the rotary table of the positions of all levels.
     """
     dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
     positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
@@ -216,7 +221,7 @@ def extend_paths(
 ) -> Paths:
     """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to the slots `new` [W].
 
-    table: of the next position. slot [S]: all slots.
+    table: of the next position. slot [S]: all slots that need a mask.
     """
     shared, size = before.mask.shape[1], before.mask.shape[3]
     own = slot == new[:, None]
@@ -229,4 +234,7 @@ def extend_paths(
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """`proposers.feature_history.attend_like_target` on a GPU."""
-    return attend_stacked(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
+    scale = queries.shape[3] ** -0.5
+    if seen := keys.shape[2] - mask.shape[3]:
+        return attend_in_two(queries, keys, values, mask, seen, scale).transpose(1, 2)
+    return attend_stacked(queries, keys, values, mask, scale).transpose(1, 2)

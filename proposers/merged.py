@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from decode import Step, Tree
+from decode.device.transfer import copy_packed, read
 from proposers.draft_budget import DraftBudget
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, Kinds, Node
@@ -201,13 +202,19 @@ def continue_paths(
     """
     width = max(map(len, paths))
     rows = [[*row, *[None] * (width - len(row))] for row in paths]  # padded
-    scores = torch.tensor([[node.p if node else 1.0 for node in row] for row in rows], device=device).log()
+    numbers = {
+        "p": torch.tensor([[node.p if node else 1.0 for node in row] for row in rows]),
+        "parents": torch.tensor([[node.parent.path if node and node.parent else 0 for node in row] for row in rows]),
+        "tokens": torch.tensor([[node.token if node else 0 for node in row] for row in rows]),
+    }
+    numbers = copy_packed(numbers, device)
+    scores = numbers["p"].log()
     if level:
-        parents = [[node.parent.path if node and node.parent else 0 for node in row] for row in rows]
-        tokens = [[node.token if node else 0 for node in row] for row in rows]
-        drafter.inner.extend(torch.tensor(parents, device=device), torch.tensor(tokens, device=device))
+        drafter.inner.extend(numbers["parents"], numbers["tokens"])
     drafted, longer, *_ = drafter.next_paths(level, ranks, scores)
-    p = (longer - scores[:, :, None]).exp().nan_to_num(nan=0.0)  # by row, path and rank
+    found = (longer - scores[:, :, None]).double().exp().nan_to_num(nan=0.0)  # by row, path and rank
+    both = read(torch.stack([drafted, found.view(torch.long)]))  # a GPU is waited for once
+    drafted, p = both[0], both[1].view(torch.double)
     return [
         [
             [(token, each, (level, rank, int(each * PARTS))) for rank, (token, each) in enumerate(pairs)]

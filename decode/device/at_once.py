@@ -76,7 +76,7 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
     p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
     noise = make_exponential(keys.flatten(), torch.arange(p.shape[2], device=p.device)).view(*keys.shape, -1)
     rows = torch.arange(len(depth), device=p.device)[:, None]
-    noise = noise[rows, depth]  # [B, N, V]
+    noise = noise[rows, depth.clamp(max=keys.shape[1] - 1)]  # [B, N, V]; padding may be deeper
     drawn = torch.div(p, noise, out=noise).argmax(dim=2)
     # Probabilities are all NaN or none is.
     return torch.where(p[:, :, 0].isnan(), NO_TOKEN, drawn)

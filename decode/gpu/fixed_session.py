@@ -21,6 +21,7 @@ from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
 from decode.gpu.graph import MOST_KEPT, Captured, make_pool, round_up
 from decode.kv_cache import TreeCache
+from decode.models.grouped_attention import count_seen
 from decode.models.stock_model import StockModel
 from decode.noise import KEY_NAMES
 from decode.sampling import Sampling
@@ -124,12 +125,19 @@ class FixedSession(Session):
         rows, nodes = map(round_up, inputs["tokens"].shape)
         self.cache.make_room(nodes)
         steps, kind = self.memory.steps, sampling and sampling.kind
-        key = rows, nodes, kind, *((name, tensor.dtype) for name, tensor in inputs.items())
+        levels = round_up(tree.height + 1)
+        key = rows, nodes, levels, kind, self._count_seen(), *((name, tensor.dtype) for name, tensor in inputs.items())
         if key not in steps:
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             steps[key] = Captured(self.memory.pool, buffers)
         self._has_moved = kind is not None
-        return steps[key].run(partial(self.compute, kind=kind), inputs).first(*tree.tokens.shape)
+        return steps[key].run(partial(self.compute, levels=levels, kind=kind), inputs).first(*tree.tokens.shape)
+
+    def _needs_no_mask(self, tree: Tree, start: int) -> bool:
+        return False
+
+    def _count_seen(self) -> int:
+        return count_seen(self.lengths, coarse=True) if self.target.sees_texts_whole else 0
 
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}
@@ -162,12 +170,13 @@ class FixedSession(Session):
             inputs["keys"] = upload[KEY_NAMES[stream]][:, : tree.width]
         return inputs
 
-    def compute(self, buffers: Mapping[str, Tensor], kind: Sampling | None) -> Verdict:
+    def compute(self, buffers: Mapping[str, Tensor], levels: int, kind: Sampling | None) -> Verdict:
         """A step on the padded tensors of `_list_inputs`. Tensor operations only; all shapes are those of the buffers.
 
-        kind: how trees are accepted. Accepted nodes are then moved at once, to where `keep` counts them as committed.
+        levels: of trees at most, the root's included. kind: how trees are accepted. Accepted nodes are then moved at
+        once, to where `keep` counts them as committed.
         """
-        tree, lengths = make_tree(buffers), buffers["lengths"]
+        tree, lengths = make_tree(buffers, levels), buffers["lengths"]
         self.cache.place(lengths, tree.width)
         verdict = self._run_model(tree, 0, lengths)
         if kind is None:
@@ -193,11 +202,11 @@ def make_buffer(name: str, like: Tensor, rows: int, nodes: int) -> Tensor:
     return like.new_full(shape, {"sizes": 1, "parents": -1}.get(name, 0))
 
 
-def make_tree(buffers: Mapping[str, Tensor]) -> Tree:
+def make_tree(buffers: Mapping[str, Tensor], levels: int) -> Tree:
     """The padded trees of a step. What a tree computes from its tensors is computed anew in each step."""
     tokens, sizes = buffers["tokens"], buffers["sizes"]
     if "parents" in buffers:
-        tree = Tree(tokens, buffers["parents"], sizes, height=tokens.shape[1] - 1)
+        tree = Tree(tokens, buffers["parents"], sizes, height=min(levels, tokens.shape[1]) - 1)
     else:
         tree = Tree.chain_of(tokens, sizes)
     return tree.with_tensors({name: buffers[name] for name in ("ancestors", *OPTIONAL) if name in buffers})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -26,7 +26,13 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _capture_stream(device)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)
 
 
 def make_pool(device: torch.device) -> GraphPool | None:

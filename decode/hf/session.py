@@ -92,8 +92,11 @@ class PromptSession(Session):
         ]
         return logits, pad_sequence(ends, batch_first=True)
 
-    def _begins_texts(self, tree: Tree, start: int) -> bool:
-        return self.prompts.are_plain and super()._begins_texts(tree, start)
+    def _needs_no_mask(self, tree: Tree, start: int) -> bool:
+        return self.prompts.are_plain and super()._needs_no_mask(tree, start)
+
+    def _count_seen(self) -> int:
+        return super()._count_seen() if self.prompts.are_plain else 0
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         inputs, prompts = super()._model_inputs(tree, start, lengths), self.prompts

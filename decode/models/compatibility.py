@@ -93,6 +93,10 @@ class AttentionWindow:
     window: int | None = None
     chunk: int | None = None
 
+    @property
+    def is_full(self) -> bool:
+        return self.window is None and self.chunk is None
+
 
 def attention_windows(model: PreTrainedModel) -> dict[str, AttentionWindow]:
     """The attention window of each layer type of a model.

@@ -25,7 +25,8 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CONTEXTS = (256, 4096)  # committed tokens while measuring
 MAX_CACHED = 1 << 16  # committed tokens of all rows together while measuring: their keys and values take gigabytes
 MAX_COST = 4.0  # larger sizes than the first above this cost are not timed: few trees gain that much
-ROUNDS, PATIENCE = 5, 2.5  # passes of each size; seconds that rounds after the first may take together
+ROUNDS, PATIENCE = 5, 2.0  # passes of each size; seconds after which no further round begins
+WARM = 3  # passes of a size up to the first one that counts
 
 
 class CostCurve:
@@ -107,35 +108,32 @@ def measured_contexts(target: StockModel, batch: int) -> list[int]:
 
 
 @torch.inference_mode()  # as in the loop
-def measure_cost_curve(target: StockModel, batch: int, context: int) -> CostCurve:
-    """The cost curve of a batch size after `context` committed tokens, or as many as the model has positions for.
+def measure_cost_curve(session: Session, context: int) -> CostCurve:
+    """The cost curve of an empty session's batch size after `context` committed tokens, or as many as the model has
+    positions for.
 
     Medians over rounds of all sizes, so that disturbances meet all of them.
     """
-    session = open_filled(target, batch, min(context, target.context - 1))
-    trees = [random_chain(size, batch, target) for size in SIZES]
-    time_pass(session, trees[0])  # the first pass is slow
-    begun, times = perf_counter(), [time_pass(session, trees[0])]
-    while len(times) < len(trees) and times[-1] <= MAX_COST * times[0]:
-        tree = trees[len(times)]
+    fill(session, min(context, session.target.context - 1))
+    trees = [random_chain(size, len(session.lengths), session.target) for size in SIZES]
+    times: list[float] = []
+    while len(times) < len(trees) and (not times or times[-1] <= MAX_COST * times[0]):
         try:
-            times.append(time_pass(session, tree))
+            # The first passes of a shape are slow. With CUDA graphs, the second one captures it.
+            times.append([time_pass(session, trees[len(times)]) for _ in range(WARM)][-1])
         except torch.OutOfMemoryError:  # trees of that size cannot be verified anyway
-            if len(times) == 1:
+            if len(times) < 2:
                 raise
             break
-        if times[-1] > MAX_COST * times[0]:  # perhaps only because it was the first pass of this size
-            times[-1] = min(times[-1], time_pass(session, tree))
-    rounds = [times]
-    while len(rounds) < ROUNDS and (perf_counter() - begun) * (len(rounds) + 1) / len(rounds) <= PATIENCE:
+    rounds, begun = [times], perf_counter()
+    while len(rounds) < ROUNDS and perf_counter() - begun < PATIENCE:
         rounds.append([time_pass(session, tree) for tree in trees[: len(times)]])
     return CostCurve(SIZES[: len(times)], [median(seconds) for seconds in zip(*rounds, strict=True)])
 
 
-def open_filled(target: StockModel, batch: int, context: int) -> Session:
-    """A session as if `context` tokens of each row were committed; their keys and values are zeros."""
-    session = Session(target, batch)
-    session.cache.lengths = [context] * batch
+def fill(session: Session, context: int) -> Session:
+    """The session, as if `context` tokens of each row were committed; their keys and values are zeros."""
+    session.cache.lengths = [context] * len(session.lengths)
     return session
 
 

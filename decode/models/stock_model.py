@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from threading import get_ident
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from decode.models.compatibility import attention_windows, find_cache_name
+from decode.models.grouped_attention import choosing_kernels, sees_texts_whole
 
 MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
 
@@ -31,6 +33,11 @@ class StockModel:
         self.dtype = model.dtype
         self._cache_name = find_cache_name(type(model).forward)
 
+    @cached_property
+    def sees_texts_whole(self) -> bool:
+        """See `decode.models.grouped_attention.sees_texts_whole`."""
+        return sees_texts_whole(self.model)
+
     @property
     def skips_padding(self) -> bool:
         """Whether a pass takes as long as its tokens, however they are spread over rows."""
@@ -41,7 +48,8 @@ class StockModel:
 
         counts [B]: how many inputs of each row, the first ones, are no padding; None: unknown.
         """
-        return self.model(**inputs, **{self._cache_name: cache}, use_cache=True)
+        with choosing_kernels(self.device):
+            return self.model(**inputs, **{self._cache_name: cache}, use_cache=True)
 
     @property
     def stop_ids(self) -> frozenset[int]:

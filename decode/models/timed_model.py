@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from math import inf
@@ -33,6 +34,7 @@ from decode.models.cost_curve import (
 )
 from decode.models.stock_model import StockModel
 from decode.models.user_cache import scratch, user_cache
+from decode.session import Session
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -45,6 +47,10 @@ class TimedModel(StockModel):
         self.deterministic = deterministic
         self._cost_curves: dict[tuple[int, int], CostCurve] = {}  # by batch and context
         self._batch_curves: dict[tuple[CostCurve, int], CostCurve] = {}  # by one text's curve and batch
+
+    def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
+        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
+        return Session(self, batch_size, layers)
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
@@ -100,7 +106,7 @@ class TimedModel(StockModel):
         curve = load_curve(file)
         if curve is None:
             try:
-                curve = measure_cost_curve(self, rows, context)
+                curve = measure_cost_curve(self.open(rows), context)
             except torch.OutOfMemoryError:  # what is decoded may need less
                 if rows == 1 and context == CONTEXTS[0]:
                     raise
@@ -123,7 +129,8 @@ def curve_file(target: StockModel, batch: int, context: int) -> Path | None:
     machine = device, torch.get_num_threads(), torch.get_float32_matmul_precision(), environment()
     versions = transformers.__version__, _digest_package()
     # A model's repr tells packed, quantized and adapted layers apart. Addresses in it change with every start.
-    key = repr((batch, context, settings, repr(model), bool(compiled_layers(model)), machine, versions))
+    mode = bool(compiled_layers(model)), getattr(model, "has_graphs", False), getattr(model, "has_fused_steps", False)
+    key = repr((batch, context, settings, repr(model), mode, machine, versions))
     digest = hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", key).encode()).hexdigest()
     try:
         return user_cache() / "curves" / f"{digest}.json"

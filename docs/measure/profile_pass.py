@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decode import Target
 from decode.cpu.compiled_layers import compiled_layers
-from decode.models.cost_curve import open_filled, random_chain, time_pass
+from decode.models.cost_curve import fill, random_chain, time_pass
 
 NODES = 1, 8, 16, 32
 LINEAR, ATTENTION = "draftless::linear", "draftless::attention"
@@ -42,7 +42,7 @@ def time_calls(function: Callable[..., Any], seconds: list[float]) -> Callable[.
 @torch.inference_mode()
 def profile_passes(target: Target, nodes: int, context: int, passes: int, in_layers: list[float]) -> dict[str, float]:
     """The median seconds of each part, and of whole passes. in_layers: the time of each call of a layer's kernel."""
-    session, tree = open_filled(target, 1, context), random_chain(nodes, 1, target)
+    session, tree = fill(target.open(1), context), random_chain(nodes, 1, target)
     time_pass(session, tree)
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(passes):

@@ -1,6 +1,9 @@
 """Milliseconds of a decoding step on a GPU, at the sizes of an 8B Llama with random weights, next to transformers.
 
-Random weights accept almost no draft token, so this times steps and says nothing of tau. Needs 20 GiB of GPU memory.
+    python -m docs.measure.time_gpu_steps [MODE ...] [--contexts 512,4096,32768] [--batch 8]
+
+Random weights accept almost no draft token, so this times steps and says nothing of tau. Needs 20 GiB of GPU memory,
+and more for long contexts in batches.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 
 MODES = "off", "packed", "compiled", "graphs"
-PROMPT, NEW_TOKENS = 512, 96
+NEW_TOKENS = 96
 SIZES = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY = 4096, 128256, 32000
 
 
 def make_model() -> LlamaForCausalLM:
-    config = LlamaConfig(hidden_size=HIDDEN, num_hidden_layers=32, vocab_size=VOCABULARY, **SIZES)
+    shape = {"num_hidden_layers": 32, "max_position_embeddings": 1 << 16}
+    config = LlamaConfig(hidden_size=HIDDEN, vocab_size=VOCABULARY, **shape, **SIZES)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).eval()
@@ -57,23 +61,34 @@ def time_transformers(model: LlamaForCausalLM, prompt: list[int]) -> float:
     return statistics.median(1000 * (run(1 + NEW_TOKENS) - run(1)) / NEW_TOKENS for _ in range(5))
 
 
-def time_steps(target: Target, proposer: Proposer | None, prompt: list[int], rows: int, sampling: Sampling) -> float:
-    """The median of the milliseconds of a step, after the first third: kernels and graphs are made there."""
+def time_steps(
+    target: Target, proposer: Proposer | None, prompt: list[int], rows: int, sampling: Sampling
+) -> tuple[float, float, float, float]:
+    """Milliseconds: the prompts of a second run; the median and the longest of its steps; and the first run in all.
+
+    Kernels and graphs are made in the first run.
+    """
     prompts = [prompt[row:] for row in range(rows)]
     settings = {"max_new_tokens": NEW_TOKENS, "stop_ids": [], "text": False, "sampling": sampling}
-    ends = [
-        time.perf_counter() for chunk in stream(target, prompts, proposer, **settings) if chunk.request_id == rows - 1
-    ]
-    times = [1000 * (end - begin) for begin, end in pairwise(ends)]
-    return statistics.median(times[len(times) // 3 :])
+    runs = []
+    for _ in range(2):
+        ends = [time.perf_counter()]
+        for chunk in stream(target, prompts, proposer, batch_size=rows, **settings):
+            if chunk.request_id == rows - 1:
+                ends.append(time.perf_counter())
+        runs.append([1000 * (end - begin) for begin, end in pairwise(ends)])
+    first, (read, *steps) = sum(runs[0]), runs[1]
+    return read, statistics.median(steps), max(steps), first
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modes", nargs="*", default=MODES, metavar="MODE", help=f"of {', '.join(MODES)} (default: all)")
-    modes = parser.parse_args().modes
+    parser.add_argument("--contexts", default="512", help="tokens of prompts (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="rows of the last cases (default: %(default)s)")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    model, head, prompt = make_model(), make_head(), torch.randint(10, VOCABULARY, (PROMPT,)).tolist()
+    model, head = make_model(), make_head()
     greedy, sampled = Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=1)
     rows: dict[str, tuple[Callable[[], Proposer | None], int, Sampling]] = {
         "none": (lambda: None, 1, greedy),
@@ -82,14 +97,18 @@ def main() -> None:
         "merged, 16 nodes": (lambda: MergedProposer(nodes=16), 1, greedy),
         "EAGLE-3, 16 nodes": (lambda: EagleProposer(head, nodes=16), 1, greedy),
         "EAGLE-3, 60 nodes": (lambda: EagleProposer(head, nodes=60), 1, greedy),
-        "none, batch 8": (lambda: None, 8, greedy),
-        "n-grams, 8 nodes, batch 8": (lambda: NGramProposer(length=7), 8, greedy),
+        f"none, batch {options.batch}": (lambda: None, options.batch, greedy),
+        f"n-grams, 8 nodes, batch {options.batch}": (lambda: NGramProposer(length=7), options.batch, greedy),
     }
-    print(f"{torch.cuda.get_device_name()}: transformers' generate {time_transformers(model, prompt):.1f} ms a token")
-    for mode in modes:
-        target = Target(model, accelerate=mode)
-        for name, (make, batch, sampling) in rows.items():
-            print(f"{mode:9} {name:26} {time_steps(target, make(), prompt, batch, sampling):6.1f} ms", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms: prompt, step, longest step, first run")
+    for context in map(int, options.contexts.split(",")):
+        prompt = torch.randint(10, VOCABULARY, (context,)).tolist()
+        print(f"{context} transformers' generate {time_transformers(model, prompt):.1f} ms a token", flush=True)
+        for mode in options.modes:
+            target = Target(model, accelerate=mode)
+            for name, (make, batch, sampling) in rows.items():
+                times = time_steps(target, make(), prompt, batch, sampling)
+                print(f"{context} {mode:9} {name:26}", *(f"{each:8.1f}" for each in times), flush=True)
 
 
 if __name__ == "__main__":

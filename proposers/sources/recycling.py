@@ -6,15 +6,15 @@ was nearly chosen instead of the last token often comes next. Shapes: B rows, N 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
-from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from decode import Step, Tree
+from decode.device.transfer import read
 from proposers.sources.source import Named, Source, sigmoid
 
 RANKS = 8  # most likely next tokens that are kept
@@ -62,10 +62,9 @@ class RecyclingSource(Source):
 
     def observe(self, step: Step) -> None:
         before, self._roots = self._roots, {}
-        predicted = predict(step.logits, step.tree)
-        trees = zip(step.tree.tokens.tolist(), step.tree.parents.tolist(), predicted, step.path, strict=True)
-        for request_id, place, text, tree in zip(step.request_ids, step.kept, step.sequences, trees, strict=True):
-            tokens, parents, predictions, path = tree
+        trees = read_trees(step.logits, step.tree)
+        rows = zip(step.request_ids, step.kept, step.sequences, step.path, trees, strict=True)
+        for request_id, place, text, path, (tokens, parents, predictions) in rows:
             recycled = Recycled() if place is None else before[request_id].recycled
             recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], tokens, parents, predictions)
             self._roots[request_id] = Context(recycled, tuple(text[-ORDERS:]), predictions[path[-1]])
@@ -106,7 +105,7 @@ class Recycled(dict[tuple[int, ...], Predictions]):
     ) -> None:
         """Keep what was predicted after the nodes of a tree. text: the last tokens before its root."""
         tails: list[tuple[int, ...]] = []
-        for token, parent, predictions in zip(tokens, parents, predicted, strict=False):  # the rest is padding
+        for token, parent, predictions in zip(tokens, parents, predicted, strict=True):
             tails.append((*(tails[parent] if tails else text), token)[-ORDERS:])
             for order in range(1, len(tails[-1]) + 1):
                 key = tails[-1][-order:]
@@ -124,14 +123,20 @@ class Recycled(dict[tuple[int, ...], Predictions]):
         return 0, Predictions((), ())
 
 
-def predict(logits: Tensor, tree: Tree) -> list[list[Predictions]]:
-    """The predictions of each row's nodes without padding, from logits [B, N, V]."""
-    sizes = tree.sizes.tolist()
-    ids, values = top_logits(logits.flatten(0, 1) if min(sizes) == tree.width else logits[tree.real], RANKS)
+def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int], list[Predictions]]]:
+    """Each row's tokens, parents and predictions, by logits [B, N, V]. A GPU is waited for once."""
+    # A GPU would have to be waited for to leave padding out.
+    chosen: Any = tree.real if logits.device.type == "cpu" else slice(None)
+    ids, values = top_logits(logits[chosen], RANKS)
     shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
-    shares = (shares * SHARES).int().clamp(max=SHARES - 1)
-    nodes = zip(ids.tolist(), shares.tolist(), strict=True)
-    return [[Predictions(tuple(a), tuple(b)) for a, b in islice(nodes, size)] for size in sizes]
+    shares = (shares * SHARES).long().clamp(max=SHARES - 1)
+    found = torch.zeros(*tree.tokens.shape, 2, ids.shape[-1], dtype=torch.long, device=logits.device)
+    found[chosen] = torch.stack([ids, shares], dim=-2)
+    places = torch.stack([tree.tokens, tree.parents, tree.sizes[:, None].expand_as(tree.tokens)], dim=2)
+    for nodes in read(torch.cat([places, found.flatten(2)], dim=2)).tolist():
+        size, ranks = nodes[0][2], ids.shape[-1]
+        predictions = [Predictions(tuple(node[3 : 3 + ranks]), tuple(node[3 + ranks :])) for node in nodes[:size]]
+        yield [node[0] for node in nodes[:size]], [node[1] for node in nodes[:size]], predictions
 
 
 def top_logits(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

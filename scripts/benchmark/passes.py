@@ -21,7 +21,7 @@ import torch
 from tqdm import trange
 
 from decode import Target
-from decode.models.cost_curve import open_filled, random_chain, time_pass
+from decode.models.cost_curve import fill, random_chain, time_pass
 from scripts.benchmark.files import describe_machine, find_commit, name_model
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.options import ModelOptions, load_target
@@ -89,7 +89,7 @@ def time_passes(
         return entry["samples_ms"]
 
     for (dtype, target), context, batch in product(targets.items(), contexts, BATCH_SIZES):
-        session = open_filled(target, batch, context)
+        session = fill(target.open(batch), context)
         for nodes, samples in zip(NODES, begin(OURS, dtype, context, batch), strict=True):
             turns.append((session, random_chain(nodes, batch, target), samples))
     peers = {dtype: begin(LLAMA, dtype, CONTEXTS[0], 1) for dtype in llamas}

@@ -102,7 +102,7 @@ class Step(nn.Module):
     def __init__(self, session: FixedSession, kind: Sampling) -> None:
         super().__init__()
         self.model = session.target.model
-        self.compute = partial(session.compute, kind=kind)
+        self.compute = partial(session.compute, levels=8, kind=kind)
         self.blocks = session.cache.blocks  # no modules
 
     def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:

@@ -38,9 +38,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     """The batches and contexts that are measured, by a function that takes no time."""
     calls: Measured = []
 
-    def measure(target: Target, rows: int, context: int) -> CostCurve:
-        calls.append((rows, context))
-        return make_curve(rows, context)
+    def measure(session: Session, context: int) -> CostCurve:
+        calls.append((len(session.lengths), context))
+        return make_curve(*calls[-1])
 
     monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
     return calls
@@ -88,10 +88,10 @@ def test_cost_is_measured_on_warm_kernels(
         return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
 
     monkeypatch.setattr(cost_curve, "time_pass", time)
-    measured = cost_curve.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)), 3, context)
+    measured = cost_curve.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(3), context)
     assert measured.sizes == tuple(size for size in cost_curve.SIZES if size <= largest)
     assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
-    assert max(passes) == largest and passes.count(1) == 1 + cost_curve.ROUNDS
+    assert max(passes) == largest and passes.count(1) == cost_curve.WARM - 1 + cost_curve.ROUNDS
 
 
 def test_a_batch_measures_few_curves(measured: Measured) -> None:
@@ -206,10 +206,10 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 
 
 def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def measure(target: Target, rows: int, context: int) -> CostCurve:
-        if rows * context > 1024:
+    def measure(session: Session, context: int) -> CostCurve:
+        if len(session.lengths) * context > 1024:
             raise torch.OutOfMemoryError
-        return make_curve(rows, context)
+        return make_curve(len(session.lengths), context)
 
     monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
     target = long_target()
@@ -217,7 +217,7 @@ def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: py
     assert target.cost_curve(16, 4096).seconds == target.cost_curve(4, 4096).seconds == make_curve(4, 256).seconds
     assert target.cost_curve(1, 4096).seconds == make_curve(1, 256).seconds
     assert len(list(folder.iterdir())) == 2  # another start may have more memory
-    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target, 99, 99))
+    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target.open(99), 99))
     with pytest.raises(torch.OutOfMemoryError):
         Target(tiny("gpt2")).warm_up()
 

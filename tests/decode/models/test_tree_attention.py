@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decode import Sampling, Target, Tree, generate
+from decode import Sampling, Target, Tree, generate, session
 from decode.masks import AttentionWindow, tree_masks
+from decode.models import grouped_attention
 from decode.models.grouped_attention import grouped_sdpa
 from heads.layer_cache import attend
-from proposers import NGramProposer
+from proposers import DraftProposer, NGramProposer
 from tests.decode.test_tree import climb, random_tree
 from tests.support.models import needs_compiler, tiny
 
@@ -47,6 +49,7 @@ def by_transformers(function: Callable[..., Any]) -> Attend:
 
 WAYS: dict[str, Attend] = {
     "grouped": by_transformers(grouped_sdpa),
+    "in two": by_transformers(grouped_sdpa),
     "heads": lambda query, key, value, mask, _: attend(query, key, value, mask).transpose(1, 2),
     "sdpa": by_transformers(sdpa_attention_forward),
     "flex": by_transformers(flex_attention_forward),
@@ -99,10 +102,53 @@ def test_nodes_attend_to_their_paths(way: str, softcap: float | None, dtype: tor
     query = torch.randn(tree.batch, groups * shared, tree.width, SIZE, dtype=dtype)
     value_size = SIZE if way == "flex" else 5
     key, value = (torch.randn(tree.batch, groups, used, size, dtype=dtype) for size in (SIZE, value_size))
-    mask = tree_masks({"": span}, torch.tensor(lengths), tree.ancestors, tree.depth, used, dtype)
+    seen = choose.randrange(min(lengths) + 1) if way == "in two" else 0
+    mask = tree_masks({"": span}, torch.tensor(lengths), tree.ancestors, tree.depth, used, dtype, seen)
+    assert isinstance(mask, Tensor) and mask.shape[3] == used - (seen if span.is_full else 0)
     found = WAYS[way](query, key, value, mask, softcap).double()
     expected = attend_along_paths(query, key, value, tree, lengths, span, softcap)
     assert torch.allclose(found[tree.real], expected[tree.real], rtol=0, atol=ALLOWED[dtype])
+
+
+@pytest.mark.parametrize(("length", "nodes"), [(0, 6), (9, 1), (9, 6)])
+def test_the_next_tokens_need_no_mask(length: int, nodes: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, nodes, SIZE).double()
+    key, value = (torch.randn(2, 3, length + nodes, size).double() for size in (SIZE, 5))
+    found = by_transformers(grouped_sdpa)(query, key, value, None, None)  # type: ignore[arg-type]
+    tree = Tree.chain([[0] * nodes] * 2)
+    expected = attend_along_paths(query, key, value, tree, [length] * 2, AttentionWindow(), None)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in half precision: long texts are seen without a mask, prompts and single nodes need none."""
+    plain = Target(tiny(kind, dtype=torch.float64))
+    target = Target(tiny(kind, dtype=torch.float64), accelerate="packed")
+    monkeypatch.setattr(Target, "needs_masks", False)
+    monkeypatch.setattr(target, "sees_texts_whole", True, raising=False)
+    monkeypatch.setattr(session, "CHUNK", 5)
+    monkeypatch.setattr(grouped_attention, "SLOTS", 4)
+    for module in (session, grouped_attention):
+        monkeypatch.setattr(module, "LONG", 8)
+    used: Counter[str] = Counter()
+    attend_in_two = grouped_attention.attend_in_two
+
+    def count(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seen: int, scale: float) -> Tensor:
+        used["no mask" if mask is None else "mask"] += 1
+        return attend_in_two(query, key, value, mask, seen, scale)
+
+    monkeypatch.setattr(grouped_attention, "attend_in_two", count)
+    prompts = [[*range(5, 28)], [7, 8, 9] * 4, [*range(5, 28)]]
+    for batch_size in (1, 3):
+        for sampling in (Sampling(), Sampling(0.8, seed=1)):
+            settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 20, "stop_ids": []}
+            expected = [answer.tokens for answer in generate(plain, prompts, None, **settings)]
+            for proposer in (None, NGramProposer(length=4), DraftProposer(plain, width=2, depth=3, nodes=9)):
+                found = generate(target, prompts, proposer, batch_size=batch_size, **settings)
+                assert [answer.tokens for answer in found] == expected
+    assert used["mask"] > 100 and (kind != "llama" or used["no mask"] > 100)  # windows need masks
 
 
 @pytest.mark.slow
