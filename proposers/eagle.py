@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode import Step, Target
 from decode.device.fusion import fused
-from decode.models.grouped_attention import attend_in_two, attend_stacked, count_seen, gains_from_two
+from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
 from proposers.fast_heads import pad_tokens
@@ -51,8 +51,9 @@ class EagleProposer(HeadProposer):
         if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
             unread, lengths = self._history.take(), cache.lengths_on(device)
             gains = gains_from_two(device, self.dtype, self.head.config.layer.head_dim)
-            self.seen = count_seen(cache.lengths, coarse=True) if gains else 0
-            cache.reserve(max(cache.lengths) + pad_tokens(unread.features.shape[1]) + self._most_drafted)
+            more = pad_tokens(unread.features.shape[1]) + self._most_drafted
+            cache.reserve(max(cache.lengths) + more)
+            self.window = find_window(cache.lengths, cache.held[0].shape[2], more, gains)
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
@@ -86,7 +87,7 @@ class EagleProposer(HeadProposer):
             return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
         embed = self.head.embed_tokens or target.model.get_input_embeddings()
         return FixedEagleDrafter(
-            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.seen
+            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.window
         )
 
     @property
@@ -133,8 +134,8 @@ class FixedEagleDrafter:
     It reads the features that are new first. Attention sees all slots, so shapes stay the same from level to level and
     from step to step. Draft tokens take the last slots.
     inputs: `features` [B, T, H], the tokens `following` them [B, T], how many each row has (`counts` [B]), and how many
-    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft. seen: slots
-    of all texts that are seen without a mask.
+    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft. window: of
+    `find_window`.
     """
 
     def __init__(
@@ -145,10 +146,11 @@ class FixedEagleDrafter:
         inputs: Mapping[str, Tensor],
         levels: int,
         drafted: int,
-        seen: int = 0,
+        window: tuple[int, int],
     ) -> None:
-        self.cache = cache.allocated()
-        self.slot = torch.arange(seen, self.cache[0].shape[2], device=inputs["features"].device)  # [S]: the others
+        keys, values = cache.allocated()
+        self.cache = keys[:, :, : window[1]], values[:, :, : window[1]]
+        self.slot = torch.arange(*window, device=inputs["features"].device)  # [S]
         self.paths, self.table = read_features(
             head,
             embed,

@@ -21,13 +21,14 @@ from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
 from decode.gpu.graph import MOST_KEPT, Captured, make_pool, round_up
 from decode.kv_cache import TreeCache
-from decode.models.grouped_attention import count_seen
+from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
 from decode.noise import KEY_NAMES
 from decode.sampling import Sampling
 from decode.session import Fuse, Read, Session, Verdict
 from decode.tree import Tree
 
+MOST_GRAPHS = 64  # of steps; each takes some megabytes
 OPTIONAL = ("q", "wrong")  # tensors that only some trees have
 
 
@@ -45,10 +46,14 @@ class FixedCache(TreeCache):
     def round_rows(self, rows: int) -> int:
         return round_up(rows)
 
-    def make_room(self, nodes: int) -> None:
-        """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more."""
+    def make_room(self, nodes: int, gains: bool = False) -> int:
+        """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more.
+
+        Returns how many slots all nodes see without a mask. gains: see `find_window`.
+        """
         self.grow(max(self.lengths) + nodes)
-        self.used = self.capacity
+        seen, self.used = find_window(self.lengths, self.capacity, nodes, gains)
+        return seen
 
     def place(self, lengths: Tensor, nodes: int) -> None:
         """Reserve the slots of so many nodes after the committed tokens, `lengths` [B]."""
@@ -110,6 +115,7 @@ class FixedSession(Session):
         self.cache = self.memory.cache
         self.cache.restart(batch)
         self._has_moved = False  # the last step accepted its trees
+        self._seen = 0  # slots that all nodes of the step see without a mask
 
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """`Session.extend` for empty rows."""
@@ -123,11 +129,13 @@ class FixedSession(Session):
         assert start == 0 and only is None
         inputs = self._list_inputs(tree, sampling)
         rows, nodes = map(round_up, inputs["tokens"].shape)
-        self.cache.make_room(nodes)
+        self._seen = self.cache.make_room(nodes, self.target.sees_texts_whole)
         steps, kind = self.memory.steps, sampling and sampling.kind
-        levels = round_up(tree.height + 1)
-        key = rows, nodes, levels, kind, self._count_seen(), *((name, tensor.dtype) for name, tensor in inputs.items())
+        levels, window = round_up(tree.height + 1), (self._seen, self.cache.used)
+        key = rows, nodes, levels, kind, window, *((name, tensor.dtype) for name, tensor in inputs.items())
         if key not in steps:
+            if len(steps) >= MOST_GRAPHS:
+                del steps[next(iter(steps))]
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             steps[key] = Captured(self.memory.pool, buffers)
         self._has_moved = kind is not None
@@ -137,7 +145,7 @@ class FixedSession(Session):
         return False
 
     def _count_seen(self) -> int:
-        return count_seen(self.lengths, coarse=True) if self.target.sees_texts_whole else 0
+        return self._seen
 
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}

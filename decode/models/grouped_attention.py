@@ -22,6 +22,7 @@ from decode.cpu.native_ops import can_run, load_native_ops
 ATTENTION = "draftless_grouped_sdpa"
 LONG = 2048  # committed tokens from which two kernels are faster than one with a mask (docs/gpu.md)
 SLOTS = 64  # texts are seen whole in multiples of this: kernels with masks want aligned ones
+STRIDE = 1024  # the same for CUDA graphs: capturing one takes as long as a few steps
 HALVES = torch.float16, torch.bfloat16  # the dtypes of flash attention ...
 LARGEST_HEAD, MULTIPLE = 256, 8  # ... and its head sizes
 _REPEATED = WeakTensorKeyDictionary()  # a mask -> the same mask, repeated; forgotten with the mask
@@ -154,16 +155,21 @@ def gains_from_two(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype in HALVES and size % MULTIPLE == 0 and size <= LARGEST_HEAD
 
 
-def count_seen(lengths: Sequence[int], coarse: bool = False) -> int:
-    """The slots of texts of these lengths that all nodes should see without a mask; 0 if texts are short.
+def count_seen(lengths: Sequence[int], multiple: int = SLOTS) -> int:
+    """The slots of texts of these lengths that all nodes should see without a mask; 0 if texts are short."""
+    seen = min(lengths) // multiple * multiple
+    return seen if seen >= LONG else 0
 
-    coarse: of few different numbers, because each takes CUDA graphs of its own: 2048, 3072, 4096, 6144, ...
+
+def find_window(lengths: Sequence[int], capacity: int, more: int, gains: bool) -> tuple[int, int]:
+    """The slots that all nodes see without a mask, and those in all that they see, for steps of fixed shape.
+
+    lengths: of the texts; `more` slots follow the longest, of `capacity`. gains: see `gains_from_two`. Both numbers
+    change rarely, because each takes CUDA graphs of its own.
     """
-    seen = min(lengths) // SLOTS * SLOTS
-    if seen < LONG:
-        return 0
-    power = 1 << seen.bit_length() >> 1
-    return (power * 3 // 2 if seen >= power * 3 // 2 else power) if coarse else seen
+    if not gains or not (seen := count_seen(lengths, STRIDE)):
+        return 0, capacity
+    return seen, min(capacity, -(-(max(lengths) + more) // STRIDE) * STRIDE)
 
 
 def choosing_kernels(device: torch.device) -> AbstractContextManager[None]:

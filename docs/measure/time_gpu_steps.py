@@ -58,7 +58,7 @@ def time_transformers(model: LlamaForCausalLM, prompt: list[int]) -> float:
         return time.perf_counter() - begun
 
     run(8)
-    return statistics.median(1000 * (run(1 + NEW_TOKENS) - run(1)) / NEW_TOKENS for _ in range(5))
+    return statistics.median(1000 * (run(1 + NEW_TOKENS) - run(1)) / NEW_TOKENS for _ in range(3))
 
 
 def time_steps(

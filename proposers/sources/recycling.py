@@ -125,6 +125,7 @@ class Recycled(dict[tuple[int, ...], Predictions]):
 
 def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int], list[Predictions]]]:
     """Each row's tokens, parents and predictions, by logits [B, N, V]. A GPU is waited for once."""
+    tree = tree.to(logits.device)  # where it is already, but for a prompt's last token
     # A GPU would have to be waited for to leave padding out.
     chosen: Any = tree.real if logits.device.type == "cpu" else slice(None)
     ids, values = top_logits(logits[chosen], RANKS)

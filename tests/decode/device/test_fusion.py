@@ -157,7 +157,7 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
             numbers = {"counts": torch.tensor(counts), "lengths": torch.tensor(caches[1].lengths)}
             inputs = {"features": head.fuse(features), "following": tokens, **numbers}
             caches[1].reserve(max(caches[1].lengths) + max(counts) + LEVELS * WIDTH)
-            fixed = FixedEagleDrafter(merged, embed, caches[1], inputs, LEVELS + 1, LEVELS * WIDTH)
+            fixed = FixedEagleDrafter(merged, embed, caches[1], inputs, LEVELS + 1, LEVELS * WIDTH, (0, 256))
             caches[1].keep(counts)
             grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
             paths = 1
