@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from decode.device.at_once import accept_at_once, can_accept_at_once, choose_greedily, choose_stream, follow
-from decode.device.fusion import fused
 from decode.device.transfer import Upload, copy_packed, read
 from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.rejection import judge_chains
@@ -201,7 +200,6 @@ def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
     return unpack(pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))
 
 
-@fused
 def pack(tokens: Tensor, sizes: Tensor, wrong: Tensor | None, on_path: Tensor, bonus: Tensor) -> Tensor:
     """What `unpack` reads, [B, N + 2]."""
     if wrong is not None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.device.fusion import fused
 from decode.device.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
@@ -231,7 +230,6 @@ class Block:
         self.resize(rows)
 
 
-@fused
 def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
     """`Block.move`."""
     row = torch.arange(len(source), device=source.device)[:, None]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
-from decode.device.fusion import fusing
 from decode.device.transfer import Upload, list_numbers
 from decode.models.grouped_attention import choosing_kernels
 from decode.noise import KEY_NAMES, row_keys
@@ -88,15 +87,14 @@ class Batch:
         """Propose, verify, accept and keep. Returns what that added to each answer."""
         seconds, requests = Seconds.begin(), self.requests
         step, upload = self._make_step(requests)
-        device, fuses = self.target.device, self.target.fuses_steps
-        with seconds.measure("proposer"), fusing(fuses), choosing_kernels(device):
+        with seconds.measure("proposer"), choosing_kernels(self.target.device):
             most = max(min(request.nodes, self.nodes) for request in requests)
             drafted = self._use.propose(step, most if max(step.room) > 1 else 1)
-        with seconds.measure("target"), fusing(self.target.fuses_steps):
+        with seconds.measure("target"):
             limits = [min(request.nodes, self.nodes) for request in requests]
             tree = self.session.place(self._prepare(drafted, step, upload, limits))
             verdict = self.session.verify(tree, sampling=self._find_sampling(requests))
-        with seconds.measure("accept"), fusing(self.target.fuses_steps):
+        with seconds.measure("accept"):
             accepted = self._accept(requests, tree, verdict, upload)
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
             drafted.to(torch.device("cpu")).check(len(requests), most, self.target.vocabulary)
@@ -115,7 +113,7 @@ class Batch:
         """
         tree = Tree.chain([request.prompt[-1:] for request in requests])
         verdict = Verdict(logits[:, None], features)
-        with seconds.measure("accept"), fusing(self.target.fuses_steps):
+        with seconds.measure("accept"):
             noise = Upload(self.target.device)
             noise.add(_list_keys(requests, 1))
             accepted = self._accept(requests, tree, verdict, noise)

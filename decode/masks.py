@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.device.fusion import fused
 from decode.models.compatibility import AttentionWindow
 
 
-@fused
 def tree_masks(
     windows: dict[str, AttentionWindow],
     lengths: Tensor,

@@ -12,12 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.device.fusion import fused
 from decode.noise import inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN
 
 
-@fused
 def judge_chains(tokens: Tensor, real: Tensor, q: Tensor, p: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
 

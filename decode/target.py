@@ -53,9 +53,7 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
-        # On a GPU: whether all of a step but the forward pass runs fused kernels, and whether steps are CUDA graphs.
-        self.fuses_steps: bool = getattr(self.model, "has_fused_steps", False)
-        self.has_graphs: bool = getattr(self.model, "has_graphs", False)
+        self.has_graphs: bool = getattr(self.model, "has_graphs", False)  # its steps on a GPU are CUDA graphs
         self_test(self)
 
     @classmethod

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from decode import Step, Target
-from decode.device.fusion import fused
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from heads.rope import RotaryTable
@@ -177,7 +176,6 @@ class FixedEagleDrafter:
         self.level, self.begin = self.level + 1, end
 
 
-@fused
 def read_features(
     head: Any,
     embed: Callable[[Tensor], Tensor],
@@ -208,7 +206,6 @@ def read_features(
     return Paths(last, mask, head.logits(last)), table.part(count, count + levels)
 
 
-@fused
 def extend_paths(
     head: Any,
     embed: Callable[[Tensor], Tensor],

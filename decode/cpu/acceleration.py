@@ -27,11 +27,11 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     """Make a model fast, in place, and return it. Outputs stay the same up to rounding; embeddings are untouched.
 
     On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
-    repeating them in memory. "compiled" also makes steps run fused kernels (`decode.device.fusion`), and "graphs" makes
-    CUDA graphs of these steps (`decode.gpu.fixed_session`).
-    mode: "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also compiles the
-    decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs others. "off"
-    changes nothing.
+    repeating them in memory, and long texts are seen without a mask. "graphs" also makes steps CUDA graphs
+    (`decode.gpu.fixed_session`).
+    mode: on a CPU, "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also
+    compiles the decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs
+    others. "off" changes nothing.
 
     Raises ValueError for an unknown mode, and if "compiled" or "graphs" is not possible.
     """
@@ -40,6 +40,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         model.weights_fingerprint = fingerprint_weights(model)  # now, because packed layers have no parameters
     if mode == "off":
         return model
+    if mode == "compiled" and model.device.type != "cpu":
+        raise ValueError(f"layers are compiled on a CPU, and the model is on {model.device.type}; choose auto")
     if mode == "graphs" and model.device.type != "cuda":
         raise ValueError(f"CUDA graphs need a CUDA device, and the model is on the {model.device.type}; choose auto")
     if mode == "graphs" and _has_hooks(model):
@@ -47,7 +49,6 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
     if model.device.type == "cuda":
-        model.has_fused_steps = mode in ("compiled", "graphs")
         model.has_graphs = mode == "graphs"
         return model
     linears = [module for module in model.modules() if can_pack(module)]

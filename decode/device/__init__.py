@@ -1,1 +1,1 @@
-"""What a step needs on any device: packed copies, fused functions, and trees that are checked and accepted at once."""
+"""What a step needs on any device: packed copies, and trees that are checked and accepted at once."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.device.fusion import fused
 from decode.noise import ACCEPTANCE, TEXT, make_exponential
 from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling, upcast_half
@@ -82,7 +81,6 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
     return torch.where(p[:, :, 0].isnan(), NO_TOKEN, drawn)
 
 
-@fused
 def choose_greedily(logits: Tensor) -> Tensor:
     """The most likely token [B, N] by logits [B, N, V]; NO_TOKEN if its logit is NaN or infinite."""
     chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
@@ -98,7 +96,6 @@ def follow(tree: Tree, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return find_path(chosen, tree.tokens, tree.parents, tree.real, tree.ancestors, tree.depth)
 
 
-@fused
 def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """`follow` for chains."""
     wrong = ~real
@@ -108,7 +105,6 @@ def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, T
     return on_path, chosen.gather(1, last)[:, 0]
 
 
-@fused
 def find_path(
     chosen: Tensor, tokens: Tensor, parents: Tensor, real: Tensor, ancestors: Tensor, depth: Tensor
 ) -> tuple[Tensor, Tensor]:

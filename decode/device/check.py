@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.device.fusion import fused
 from decode.tree import Tree, find_ancestors
 
 
@@ -25,7 +24,6 @@ def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> 
     )
 
 
-@fused
 def _mend(
     given: Tensor,
     given_parents: Tensor,

@@ -3,7 +3,7 @@
     python -m docs.measure.count_gpu_steps [METHOD ...] [--lines] [--json]
 
 The model is a Llama of 4 layers with grouped queries, on the simulated device of `tests.support.simulated_cuda`. It is
-accelerated as by the commands' default.
+accelerated by "packed" and by "graphs".
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from decode import Proposer, Sampling, Target, stream
-from decode.device import fusion
 from decode.models.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.support.drafting import make_head
@@ -76,17 +74,14 @@ def make_prompts(rows: int) -> list[list[int]]:
     return [[5, 6, 7, 8] * (2 + row % 3) + [5 + row] + [5, 6] for row in range(rows)]
 
 
-def list_steps(method: str, accelerate: str = "auto", count: int = STEADY + 2) -> list[list[Event]]:
-    """The events of the first steps, in which no row finishes. Kernels are fused with "compiled" only.
-
-    With "graphs" they would be, too, but a graph counts as one launch.
-    """
+def list_steps(method: str, accelerate: str = "packed", count: int = STEADY + 2) -> list[list[Event]]:
+    """The events of the first steps, in which no row finishes. A graph counts as one launch."""
     make, rows, sampling = METHODS[method]
     target = make_target(accelerate)
     proposer = make(target)
     steps: list[list[Event]] = []
     settings = {"sampling": Sampling(**sampling), "max_new_tokens": 200, "stop_ids": [], "text": False}
-    with patch.object(fusion, "_failed", accelerate != "compiled"), record() as log:
+    with record() as log:
         for chunk in stream(target, make_prompts(rows), proposer, **settings):
             if chunk.request_id == 0:
                 steps.append(log[:])
@@ -116,22 +111,13 @@ def is_grouped(event: Event) -> bool:
 
 
 def count_method(method: str) -> dict[str, int]:
-    """The largest counts of a steady step.
-
-    "fused": launches of our own with compiled steps. "graphs": all launches of steps that capture no graph.
-    """
-    counts, fused = (
-        [count_events(events) for events in list_steps(method, accelerate)[STEADY:]]
-        for accelerate in ("auto", "compiled")
-    )
+    """The largest counts of a steady step. "graphs": all launches of steps that capture no graph."""
+    counts = [count_events(events) for events in list_steps(method)[STEADY:]]
     graphs = [count_events(events) for events in list_steps(method, "graphs", CAPTURED + 3)[CAPTURED:]]
     graphs = [counts for counts in graphs if not counts["target"]]  # the others have a size that is new
     largest = {name: max(each[name] for each in counts) for name in counts[0]}
     largest["waits"], largest["copies"] = (max(each[name] for each in counts + graphs) for name in ("waits", "copies"))
-    return largest | {
-        "fused": max(each["launches"] for each in fused),
-        "graphs": max(each["launches"] for each in graphs),
-    }
+    return largest | {"graphs": max(each["launches"] for each in graphs)}
 
 
 def list_lines(events: list[Event]) -> list[str]:
@@ -155,12 +141,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with simulate(), recorded_graphs():
         counts = {method: count_method(method) for method in options.methods or METHODS}
-        lines = {method: list_lines(list_steps(method, "compiled")[-1]) for method in counts} if options.lines else {}
+        lines = {method: list_lines(list_steps(method, "packed")[-1]) for method in counts} if options.lines else {}
     if options.json:
         print(json.dumps(counts))
         return
     columns = ["synchronizations", "copies to the device", "pageable", "own launches", "the target's"]
-    columns += ["repeated K or V", "fused", "all with graphs"]
+    columns += ["repeated K or V", "all with graphs"]
     print(f"| a step of | {' | '.join(columns)} |")
     print(f"|---|{'--:|' * len(columns)}")
     for method, each in counts.items():

@@ -20,7 +20,6 @@ from transformers import LogitsProcessor
 
 from decode import Sampling, Step
 from decode.accept import find_keys
-from decode.device.fusion import fused
 from decode.noise import TEXT, make_exponential
 from decode.sampling import for_groups, upcast_half
 
@@ -51,7 +50,6 @@ class Coupling:
         return for_groups(self.samplings, perturb)
 
 
-@fused
 def _perturb(
     logits: Tensor, keys: Tensor, token_map: Tensor | None, temperature: float, warpers: Sequence[LogitsProcessor]
 ) -> Tensor:

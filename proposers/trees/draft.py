@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from decode import Tree
-from decode.device.fusion import fused
 from decode.device.transfer import read
 
 
@@ -76,7 +75,6 @@ class Draft:
         return (numbers, []) if self.shares else (numbers[:sizes], numbers[sizes:])
 
 
-@fused
 def _join_nodes(
     roots: Tensor, tokens: Tensor, parents: Tensor, chosen: Tensor, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +90,6 @@ def _join_nodes(
     )
 
 
-@fused
 def _expect(scores: Tensor, right: Tensor | None, shares: bool) -> Tensor:
     """`Draft.figures`, from the scores [B, C] of the best candidates."""
     each = scores.flatten().sort(descending=True).values.exp() if shares else scores.exp().sum(dim=0)

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from decode.device.fusion import fused
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
@@ -61,7 +60,6 @@ class ScoredDrafter:
         return rank_paths(logits, ranks, scores, level, self.token_map, self.calibration, first_place, width)
 
 
-@fused
 def rank_paths(
     logits: Tensor,
     ranks: int,
@@ -132,7 +130,6 @@ def search(
     return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures, shares)
 
 
-@fused
 def join_levels(
     found: Sequence[tuple[Tensor, Tensor, Tensor]], ranks: int, best: Sequence[Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

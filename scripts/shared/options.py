@@ -21,17 +21,19 @@ from scripts.shared.command import at_least
 
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
-compiled makes steps run fused kernels, graphs also makes them CUDA graphs (both untimed). off changes nothing (default:
+packed and auto make attention faster, graphs also makes steps CUDA graphs. off changes nothing (default:
 %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the pretrained head of the default model. Also a head's folder, or a class of your own as
 FILE.py:CLASS (default: %(default)s)"""
 HEAD_HELP = f"""for {", ".join(HEAD_PROPOSERS)}, merged, auto: a head's folder, or the kind of a pretrained head of the
 default model (default: the pretrained one; for merged none)"""
-NODES_HELP = """for heads, suffix, recycling, merged, auto: trees of N nodes (default: as many as are worth it)"""
+NODES_HELP = (
+    """for heads, draft, suffix, recycling, merged, auto: trees of N nodes (default: as many as pay)"""
+)
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
-DRAFT_MODEL_HELP = "a smaller model with the same vocabulary, folder or hub id"
+DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model with the same vocabulary, folder or hub id"
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
@@ -56,8 +58,8 @@ class ModelOptions:
         if self.device is not None and self.device_map is not None:
             raise ValueError("--device and --device-map exclude each other; give one of them")
         has_kernels = self.device in (None, "cpu") and self.dtype not in ("float64", "float16")
-        if self.accelerate == "compiled" and not has_kernels and not (self.device or "").startswith("cuda"):
-            raise ValueError("--accelerate compiled is for a GPU, or for --device cpu and --dtype float32 or bfloat16")
+        if self.accelerate == "compiled" and not has_kernels:
+            raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:

@@ -220,7 +220,7 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--device", "cpu", "--device-map", "auto"], "exclude each other"),
         (["--device-map", "everywhere"], "everywhere"),
-        (["--accelerate", "compiled"], "--accelerate compiled is for a GPU, or for --device cpu and --dtype float32"),
+        (["--accelerate", "compiled"], "--accelerate compiled is for --device cpu and --dtype float32"),
         (["--stop", ""], "--stop needs a text"),
         (["--proposer", "draft"], "draft needs draft_model, a smaller model"),
         (["--proposer", "ngram", "--draft-model", "draft"], "ngram has no option draft_model; it is for merged, draft"),

@@ -12,32 +12,24 @@ It replaces parts of torch for the whole process, so tests run it in a process o
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config, ir, lowering, scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-
-from decode.device.fusion import fusing
 
 ROOT = str(Path(__file__).resolve().parents[2]) + "/"
 CUDA, META = 1, 14  # device types in c10
 aten = torch.ops.aten
-compile_function = torch.compile  # a simulated device replaces it
-CAT = aten.cat.default
-lower_cat = lowering.lowerings[CAT]
 
 # What a log holds. A blocking copy is a wait, too.
 WAIT, UPLOAD, PAGEABLE, LAUNCH = "wait", "upload", "pageable upload", "launch"
@@ -303,91 +295,6 @@ def _make_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = N
     return CudaTensor(made)
 
 
-class _ScheduledError(Exception):
-    """Ends a compilation once its kernels are known."""
-
-
-def list_kernels(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """The names of the kernels that torch.compile makes of a function for these arguments, which are on the CPU.
-
-    It asks inductor, without a GPU or a compiler. The function is traced on the CPU and scheduled by the rules of
-    inductor's Triton backend, which stops before it generates code. Each group of operations that it fuses counts as
-    one launch, as does each library call (matrix products, attention, top-k, sorting many numbers). On a GPU, inductor
-    may also split large reductions in two.
-
-    Raises an exception of torch._dynamo if the function cannot be compiled as a whole: if it reads a value on the host
-    or makes a shape from one.
-    """
-    found: list[list[str]] = []
-    failures: list[Exception] = []
-
-    def schedule(self: Any, nodes: Any) -> None:
-        original(self, nodes)
-        found.append([node.get_name() for node in self.nodes if is_launch(node)])
-        raise _ScheduledError
-
-    def compile_it() -> None:  # in a thread of its own, where no dispatch mode is active
-        torch._dynamo.reset()
-        try:
-            with torch.inference_mode(), config.patch(cpu_backend="triton"):  # of this thread only
-                compile_function(function, fullgraph=True)(*args, **kwargs)
-        except Exception as failure:
-            failures.append(failure)
-
-    original = scheduler.Scheduler._init
-    cat = patch.dict(lowering.lowerings, {CAT: lower_cat_for_gpu})
-    with cat, patch.object(scheduler.Scheduler, "_init", schedule):
-        thread = Thread(target=compile_it)
-        thread.start()
-        thread.join()
-    if not found and failures:
-        raise failures[0]
-    return found[0] if found else []
-
-
-class _SeenOnGpu(ir.TensorBox):
-    """A tensor that says once that it is on a GPU."""
-
-    def get_device(self) -> torch.device | None:
-        device = super().get_device() if hasattr(self, "asked") else torch.device("cuda")
-        self.asked = True
-        return device
-
-
-def lower_cat_for_gpu(inputs: Sequence[ir.TensorBox], dim: int = 0) -> ir.TensorBox:
-    """Inductor's lowering of a concatenation, which first asks for the device. On a CPU it fuses none."""
-    return lower_cat([_SeenOnGpu(inputs[0].data), *inputs[1:]], dim)
-
-
-def is_launch(node: Any) -> bool:
-    """Whether a scheduled node is a kernel, not a view or one of several results."""
-    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)
-
-
-_kernels: dict[Any, list[str]] = {}  # of compiled functions, by function and shapes
-
-
-def _compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """`torch.compile`: the function as it is, noted as the kernels that inductor would make of it."""
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        if _state.log is None:  # asking inductor takes a second
-            with fusing(False):
-                return function(*args, **kwargs)
-        shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
-        key = repr((function, shapes))
-        if key not in _kernels:
-            _kernels[key] = list_kernels(function, *copy.deepcopy((args, kwargs)))
-        with record() as log, fusing(False):
-            result = function(*args, **kwargs)
-        _state.log += [event for event in log if event.kind != LAUNCH]
-        for name in _kernels[key]:
-            note(LAUNCH, f"fused {name}")
-        return result
-
-    return compiled
-
-
 @contextmanager
 def simulate() -> Iterator[None]:
     """Make the device "cuda" usable without a GPU, until the end of the process."""
@@ -400,7 +307,6 @@ def simulate() -> Iterator[None]:
     torch.cuda.synchronize = wait
     torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=wait)
     torch.tensor = _make_tensor
-    torch.compile = _compile
     with SimulatedCuda():
         yield
 

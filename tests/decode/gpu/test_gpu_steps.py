@@ -8,14 +8,14 @@ from tests.support.commands import run_module
 
 pytestmark = pytest.mark.slow
 
-# At most so many waits, copies to the device, and launches in a step: of our own, as it is and with fused kernels, and
-# all with graphs, the target's included.
+# At most so many waits, copies to the device, and launches in a step: of our own, and all with graphs, the target's
+# included.
 BUDGETS = {
-    "plain": (1, 1, 25, 11, 7),
-    "eagle3": (1, 1, 380, 150, 26),
-    "eagle3 adaptive": (2, 1, 400, 158, 27),
-    "ngram sampling": (1, 1, 70, 54, 8),
-    "eagle3 sampling": (1, 1, 640, 220, 27),
+    "plain": (1, 1, 25, 7),
+    "eagle3": (1, 1, 380, 26),
+    "eagle3 adaptive": (2, 1, 400, 27),
+    "ngram sampling": (1, 1, 70, 8),
+    "eagle3 sampling": (1, 1, 640, 27),
 }
 
 
@@ -27,11 +27,10 @@ def counts() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("method", BUDGETS)
 def test_a_step_stays_within_its_budget(counts: dict[str, dict[str, int]], method: str) -> None:
-    found, (waits, copies, launches, fused, graphs) = counts[method], BUDGETS[method]
+    found, (waits, copies, launches, graphs) = counts[method], BUDGETS[method]
     assert (found["waits"], found["copies"], found["pageable"]) == (waits, copies, 0)
     assert found["repeated"] == 0  # grouped queries share their keys and values
     assert launches * 0.8 < found["launches"] <= launches  # lower the budget where launches are saved
-    assert fused * 0.8 < found["fused"] <= fused
     assert graphs * 0.8 < found["graphs"] <= graphs
 
 

@@ -1,0 +1,62 @@
+"""EAGLE's drafts at fixed shapes, as a GPU makes them, are those of a CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from decode import Target
+from decode.cpu.packed_linear import MergedPart, merge_layers
+from heads import LayerCache
+from proposers.eagle import EagleDrafter, FixedEagleDrafter
+from proposers.feature_history import attend_like_target, pick_last
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+
+ROWS, WIDTH, LEVELS = 3, 4, 3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
+    target = Target(tiny("llama"))
+    head, embed = make_head(kind, target), target.model.get_input_embeddings()
+    merged = copy.deepcopy(head)
+    merge_layers(merged, lambda layer: type(layer) is nn.Linear)
+    assert sum(isinstance(module, MergedPart) for module in merged.modules()) == 5  # q, k, v, gate, up
+    size = head.target_hidden_size * len(head.features)
+    caches = [LayerCache(ROWS, attend_like_target)]
+
+    def read(features: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        fused, cache = head.fuse(features), caches[0]
+        states = head(embed(tokens), fused, cache.positions(fused.shape[1], fused.device), cache.attend)
+        cache.keep(counts)
+        return pick_last(states, torch.tensor(counts))
+
+    def draw(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = ROWS, max(counts)
+        return torch.randn(*shape, size, dtype=target.dtype), torch.randint(VOCABULARY, shape)
+
+    with torch.no_grad():
+        torch.manual_seed(0)
+        read(*draw([5, 9, 2]), [5, 9, 2])
+        for counts in ([1, 3, 2], [2, 2, 2]):
+            caches.append(copy.deepcopy(caches[0]))
+            features, tokens = draw(counts)
+            numbers = {"counts": torch.tensor(counts), "lengths": torch.tensor(caches[1].lengths)}
+            inputs = {"features": head.fuse(features), "following": tokens, **numbers}
+            caches[1].reserve(max(caches[1].lengths) + max(counts) + LEVELS * WIDTH)
+            fixed = FixedEagleDrafter(merged, embed, caches[1], inputs, LEVELS + 1, LEVELS * WIDTH, (0, 256))
+            caches[1].keep(counts)
+            grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
+            paths = 1
+            for level in range(LEVELS + 1):
+                torch.testing.assert_close(fixed.logits(level), grown.logits(level), rtol=1e-9, atol=1e-9)
+                parents, tokens = torch.randint(paths, (ROWS, WIDTH)), torch.randint(VOCABULARY, (ROWS, WIDTH))
+                if level < LEVELS:
+                    fixed.extend(parents, tokens)
+                    grown.extend(parents, tokens)
+                paths = WIDTH
+            assert caches.pop().lengths == caches[0].lengths
