@@ -37,6 +37,7 @@ class TreeCache(Cache):
         self.used = 0  # slots that attention sees
         self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
+        self.node_rows = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
 
     def reserve(
         self, start: int, count: int, device: torch.device, lengths: Tensor | None = None, exact: bool = False
@@ -53,7 +54,13 @@ class TreeCache(Cache):
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
+        self.node_rows = torch.arange(len(self.lengths), device=device)[:, None].expand_as(self.node_slots)
         return lengths
+
+    def reserve_flat(self, real: Tensor) -> None:
+        """Make the nodes that were reserved one row, without padding: `real` [B, N] tells those that are none."""
+        self.slots = self.node_slots = self.node_slots[real][None]  # [1, T]
+        self.node_rows = self.node_rows[real][None]
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit the first counts[b] nodes of each row's path, and forget the others. See `plan_moves` for the path."""
@@ -291,5 +298,4 @@ class TreeCacheLayer(CacheLayerMixin):
         if isinstance(slots, slice):
             states[:, :, slots] = new
         else:
-            row = torch.arange(new.shape[0], device=new.device)[:, None]
-            states[row, :, slots.to(new.device)] = new.transpose(1, 2)
+            states[self.cache.node_rows.to(new.device), :, slots.to(new.device)] = new.transpose(1, 2)

@@ -64,6 +64,7 @@ class Session:
         self.cache = TreeCache(batch, target.config.num_hidden_layers)
         self._moves: Tensor | None = None  # of the nodes kept last; they are made with the next forward pass
         self._upload: Upload | None = None
+        self._memory: Tensor | None = None  # for the logits of flat passes
 
     @property
     def lengths(self) -> list[int]:
@@ -112,6 +113,9 @@ class Session:
         self._moves = self._upload = None
         unmasked = self._needs_no_mask(tree, start)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
+        real = tree.real[:, start:]
+        if target.passes_flat and len(real) > 1 and not bool(real.all()):
+            return self._run_flat(tree, start, lengths, real, range(count) if only is None else only)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
         verdict = self._run_model(tree, start, lengths, **extra)
         if only is not None and verdict.logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
@@ -122,11 +126,37 @@ class Session:
         """The model's forward pass. It writes to the slots that the cache has reserved."""
         target = self.target
         with capture_features(target.model, self.layers) as captured:
-            inputs = self._model_inputs(tree, start, lengths)
-            counts = (tree.sizes - start).clamp(min=0) if target.skips_padding else None
-            output = target.run(self.cache, counts, **inputs, **extra)
+            output = target.run(self.cache, **self._model_inputs(tree, start, lengths), **extra)
         features = [captured[layer].to(target.device) for layer in self.layers]
         return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
+
+    def _run_flat(self, tree: Tree, start: int, lengths: Tensor, real: Tensor, only: Sequence[int]) -> Verdict:
+        """`_run_model` for the nodes `real` [B, N] as one row of T tokens, without padding.
+
+        The logits of padding are those of an earlier pass: filling them would take as long as a token.
+        """
+        target, wanted = self.target, torch.zeros_like(real)
+        wanted[:, [*only]] = real[:, [*only]]
+        keep = wanted[real].nonzero()[:, 0]  # places among the T tokens
+        inputs = {name: _flatten(each, real) for name, each in self._model_inputs(tree, start, lengths).items()}
+        self.cache.reserve_flat(real)
+        with capture_features(target.model, self.layers) as captured:
+            logits = target.run(self.cache, real.sum(dim=1), **inputs, logits_to_keep=keep).logits[0]
+        padded = self._logits(len(real), len(only), logits)
+        padded[wanted[:, [*only]]] = logits if len(logits) == len(keep) else logits[keep]
+        if not self.layers:
+            return Verdict(padded, None)
+        found = torch.cat([captured[layer][0] for layer in self.layers], dim=-1)  # [T, F]
+        features = found.new_zeros(*real.shape, found.shape[1])
+        features[real] = found
+        return Verdict(padded, features)
+
+    def _logits(self, rows: int, nodes: int, like: Tensor) -> Tensor:
+        """Memory for logits [B, N, V], the same in each flat pass: new memory takes as long as the pass."""
+        size = rows * nodes * like.shape[-1]
+        if self._memory is None or self._memory.numel() < size:
+            self._memory = like.new_zeros(size)
+        return self._memory[:size].view(rows, nodes, -1)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""
@@ -262,6 +292,13 @@ class Session:
         if self._moves is not None:
             self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])
         self._moves = self._upload = None
+
+
+def _flatten(inputs: Any, real: Tensor) -> Any:
+    """An input [B, N, ...] of the nodes `real` as [1, T, ...]; masks [B, 1, N, S] or a dict of them, as [1, 1, T, S]."""
+    if isinstance(inputs, dict):
+        return {name: _flatten(each, real) for name, each in inputs.items()}
+    return inputs[:, 0][real][None, None] if inputs.dim() == 4 else inputs[real][None]
 
 
 def choose_chunk(target: StockModel, rows: int, longest: int) -> int:

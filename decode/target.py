@@ -15,14 +15,14 @@ from transformers.utils import ModelOutput
 
 from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
-from decode.cpu.native_ops import skipping_padding
+from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLinear
 from decode.gpu.fixed_session import FixedSessions
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
 from decode.models.grouped_attention import ATTENTION
 from decode.models.loading import load_model
-from decode.models.self_test import self_test
+from decode.models.self_test import agrees_flat, self_test
 from decode.models.timed_model import TimedModel
 from decode.requests.text import Tokenizer
 from decode.session import Session
@@ -80,15 +80,19 @@ class Target(TimedModel):
         return bool(compiled_layers(self.model))
 
     @cached_property
-    def skips_padding(self) -> bool:
-        """Packed layers do: see `decode.cpu.native_ops.skipping_padding`."""
-        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+    def passes_flat(self) -> bool:
+        """Where the project's own attention op runs, if the model computes the same in a flat pass."""
+        is_own = self.model.config._attn_implementation == ATTENTION and self.dtype in DTYPES
+        is_packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
+        if self.device.type != "cpu" or not (is_own and is_packed) or load_native_ops() is not None:
+            return False
+        vars(self)["passes_flat"] = True  # while it is tried
+        return agrees_flat(self)
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
-        nodes = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-        if counts is None or int(counts.min()) >= nodes:
+        if counts is None:
             return super().run(cache, **inputs)
-        with skipping_padding(counts, nodes):
+        with passing_flat(counts):
             return super().run(cache, **inputs)
 
     @property

@@ -104,7 +104,7 @@ class DraftBudget:
             self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
         self._rows = len(step.sequences)
-        unit = 1 / self._rows if step.target.skips_padding else 1
+        unit = 1 / self._rows if step.target.passes_flat else 1
         if unit != self.unit:
             self.unit, self._least_slopes = unit, {}
         cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))

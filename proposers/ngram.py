@@ -56,7 +56,7 @@ class NGramProposer:
         if self.adaptive and any(drafts):
             longest_text = max(map(len, step.sequences))
             cost = step.target.cost_curve(len(texts), longest_text)
-            drafts = _cut_drafts(texts, drafts, cost, shares=step.target.skips_padding)
+            drafts = _cut_drafts(texts, drafts, cost, shares=step.target.passes_flat)
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)
         return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])

@@ -4,6 +4,9 @@
 // keys are transposed once, then all queries of the group go over them in blocks of rows, as in the linear op. Every
 // part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding", 2023). A query's
 // result depends neither on the other queries nor on slots that it does not see.
+//
+// In a flat pass the nodes of all rows lie one after the other in a single row, [1, T]; `set_counts` tells how many each
+// row of the KV cache has.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,6 +16,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -83,16 +87,32 @@ inline float exp_negative(float x) {
   return x <= -87.0f ? 0.0f : power * scale;
 }
 
+thread_local std::vector<int64_t> counts, firsts;  // of a flat pass: each row's nodes, and its first node among all
+
+int64_t set_counts(std::optional<Tensor> given) {
+  counts.clear();
+  firsts.clear();
+  int64_t total = 0;
+  for (int64_t row = 0; given && row < given->numel(); ++row) {
+    firsts.push_back(total);
+    counts.push_back(reinterpret_cast<const int64_t*>(given->const_data_ptr())[row]);
+    total += counts.back();
+  }
+  return total;
+}
+
 template <class T>
 struct Attention {
   using Number = typename T::Number;
   const Number *queries, *keys, *values, *masks;
-  int64_t batch, heads, groups, nodes, slots, key_size, value_size;  // heads: of keys and values
+  int64_t batch, heads, groups, nodes, slots, key_size, value_size;  // heads: of keys and values; nodes: of the longest
   int64_t key_row, key_head, value_row, value_head, mask_row;        // strides
   float scale;
-  const int64_t* counts;  // of each row's nodes that are computed; null: all are
+  bool flat;
+  int64_t nodes_in_row;  // of the queries: those of all rows in a flat pass
+  const int64_t *counts_of, *firsts_of;  // of a flat pass; other threads have none
 
-  int64_t live(int64_t row) const { return counts ? counts[row] : nodes; }
+  int64_t live(int64_t row) const { return flat ? counts_of[row] : nodes; }
 
   int64_t rows() const { return groups * nodes; }  // queries that share keys and values
   int64_t parts() const { return (slots + PART - 1) / PART; }
@@ -143,12 +163,13 @@ struct Attention {
         for (int64_t d = 0; d < value_size; ++d) value[s * value_width() + d] = T::widen(from[s * value_size + d]);
       value_panel = value;
     }
-    const Number* asked = queries + (row * heads + head) * rows() * key_size;
+    const int64_t place = flat ? head * groups * nodes_in_row + firsts_of[row] : (row * heads + head) * rows();
+    const Number* asked = queries + place * key_size;
     const int64_t used = live(row);  // nodes; those of each group lie together
     for (int64_t group = 0; group < groups; ++group)
       for (int64_t i = 0; i < used * key_size; ++i)
-        query[group * used * key_size + i] = T::widen(asked[group * nodes * key_size + i]) * scale;
-    const Number* mask = masks + row * mask_row + begin;
+        query[group * used * key_size + i] = T::widen(asked[group * nodes_in_row * key_size + i]) * scale;
+    const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
     for (int64_t first = 0; first < groups * used; first += ROWS) {
       const int64_t size = std::min<int64_t>(ROWS, groups * used - first);
       with_rows(size, [&]<int R>() {
@@ -196,11 +217,12 @@ struct Attention {
     }
   }
 
-  // Adds the parts of one query; those of padding are zeros. partials: of its row and head.
+  // Adds the parts of one query. partials: of its row and head.
   void merge(int64_t row, int64_t head, int64_t query, const float* partials, Number* outputs) const {
     const int64_t step = rows() * partial_width(), node = query % nodes, used = live(row);
-    Number* into = outputs + ((row * nodes + node) * heads * groups + head * groups + query / nodes) * value_size;
-    if (node >= used) return (void)std::fill(into, into + value_size, T::narrow(0.0f));
+    if (node >= used) return;
+    const int64_t place = flat ? firsts_of[row] + node : row * nodes + node;
+    Number* into = outputs + (place * heads * groups + head * groups + query / nodes) * value_size;
     const float* first = partials + (query / nodes * used + node) * partial_width();
     float largest = LOWEST, total = 0;
     for (int64_t c = 0; c < parts(); ++c) largest = std::max(largest, first[c * step + value_width()]);
@@ -237,15 +259,17 @@ template <class T>
 Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
   using Number = typename T::Number;
   const auto data = [](const Tensor& tensor) { return reinterpret_cast<const Number*>(tensor.const_data_ptr()); };
+  const bool flat = !counts.empty() && query.size(0) == 1 && (int64_t)counts.size() == key.size(0) &&
+                    firsts.back() + counts.back() == query.size(2);
   return {
       .queries = data(query),
       .keys = data(key),
       .values = data(value),
       .masks = data(mask),
-      .batch = query.size(0),
+      .batch = key.size(0),
       .heads = key.size(1),
       .groups = query.size(1) / key.size(1),
-      .nodes = query.size(2),
+      .nodes = flat ? *std::max_element(counts.begin(), counts.end()) : query.size(2),
       .slots = key.size(2),
       .key_size = key.size(3),
       .value_size = value.size(3),
@@ -255,7 +279,10 @@ Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& valu
       .value_head = value.stride(1),
       .mask_row = mask.size(0) == 1 ? 0 : mask.stride(0),
       .scale = (float)scale,
-      .counts = selection.fits(query.size(0), query.size(2)) ? selection.counts.data() : nullptr,
+      .flat = flat,
+      .nodes_in_row = query.size(2),
+      .counts_of = counts.data(),
+      .firsts_of = firsts.data(),
   };
 }
 
@@ -267,7 +294,7 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Tens
 }
 
 // query [B, groups * H, N, D], key [B, H, S, D] and value [B, H, S, E] whose slots are contiguous, mask [B, 1, N, S] to
-// add to the scores. Returns [B, N, groups * H, E].
+// add to the scores. Returns [B, N, groups * H, E]. In a flat pass query, mask and result have one row of all nodes.
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
   query = torch::stable::contiguous(query);
   mask = torch::stable::contiguous(mask);
@@ -286,5 +313,7 @@ Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double sca
 
 STABLE_TORCH_LIBRARY_FRAGMENT(draftless, m) {
   m.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+  m.def("set_counts(Tensor? counts) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
+STABLE_TORCH_LIBRARY_IMPL(draftless, CompositeExplicitAutograd, m) { m.impl("set_counts", TORCH_BOX(&set_counts)); }

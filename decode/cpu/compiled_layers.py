@@ -77,9 +77,9 @@ class CompiledLayer:
         shapes = self._shapes.get(call.sizes)
         if shapes is None:
             sizes = dict(zip("BNS", call.sizes, strict=True))
-            shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions[:-3]]
+            shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions[:-4]]
             self._shapes[call.sizes] = shapes
-        return [tensor.shape for tensor in call.tensors[:-3]] == shapes  # all but the KV cache
+        return [tensor.shape for tensor in call.tensors[:-4]] == shapes  # all but the KV cache
 
     def is_correct(self, recorded: RecordedCall) -> bool:
         """Whether the kernel computes what the layer did, up to `LAYER_TOLERANCE`."""
@@ -186,7 +186,7 @@ def _find_dimensions(one: LayerCall, other: LayerCall) -> list[tuple[Any, ...]] 
     for shape, changed in zip(*([tensor.shape for tensor in call.tensors] for call in (one, other)), strict=True):
         pairs = list(zip(shape, changed, strict=True))
         dimensions.append(tuple(a if a == b else symbols.get((a, b)) for a, b in pairs))
-    for place in (-3, -2):
+    for place in (-4, -3):
         batch, heads, _, size = dimensions[place]
         dimensions[place] = batch, heads, "C", size
     known = all(size is not None for sizes in dimensions for size in sizes)

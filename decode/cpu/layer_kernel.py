@@ -43,7 +43,7 @@ class LayerCall(NamedTuple):
     form: what must be equal for two calls to run the same kernel, sizes aside. Each argument's type, which also tells
     1, 1.0 and True apart, or a tuple of types; the values that are neither tensors nor the KV cache; and each tensor's
     dtype. tensors: the call's, states [B, N, ...] first, then the layer's keys and values [B, H, C, D], then the new
-    nodes' slots [B, N].
+    nodes' slots and rows [B, N]. In a flat pass, all but keys and values have one row.
     """
 
     form: tuple[Any, ...]
@@ -77,14 +77,14 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not tensors or tensors[0].dim() < 2 or not all(_is_plain(value) for value in constants):
         return None
     sizes = tensors[0].shape[0], tensors[0].shape[1], cache.used
-    return LayerCall((*form, tuple(constants)), sizes, [*tensors, *states, cache.node_slots])
+    return LayerCall((*form, tuple(constants)), sizes, [*tensors, *states, cache.node_slots, cache.node_rows])
 
 
 def rebuild_call(form: tuple[Any, ...], used: int, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a flattened call, with a `LayerCache` of `used` slots for the KV cache."""
-    *arguments, keys, values, slots = tensors
+    *arguments, keys, values, slots, rows = tensors
     args, kwargs, constants = form
-    cache, left, constants = LayerCache(keys, values, slots, used), iter(arguments), iter(constants)
+    cache, left, constants = LayerCache(keys, values, slots, rows, used), iter(arguments), iter(constants)
 
     def rebuild(kind: Any) -> Any:
         if isinstance(kind, tuple):
@@ -102,18 +102,18 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass
 class LayerCache:
-    """A kernel's view of the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots [B, N], and S."""
+    """A kernel's view of the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots and rows, and S."""
 
     keys: Tensor
     values: Tensor
     slots: Tensor
+    rows: Tensor
     used: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `TreeCacheLayer.update`, but writes to the whole tensors: a compiler would copy slices of them."""
-        row = torch.arange(self.slots.shape[0])[:, None]
-        self.keys[row, :, self.slots] = key_states.transpose(1, 2)
-        self.values[row, :, self.slots] = value_states.transpose(1, 2)
+        self.keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
+        self.values[self.rows, :, self.slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 

@@ -19,8 +19,6 @@
 
 #include "vectors.h"
 
-thread_local draftless::Selection draftless::selection;
-
 namespace {
 
 using namespace draftless;
@@ -37,10 +35,7 @@ struct Layer {
   const Weight* packed;
   const Number* bias;
   Number* outputs;
-  const int64_t* places;       // of the rows that are computed among all rows; null: all are
   int64_t rows, steps, count;  // input rows, steps over the inputs, outputs
-
-  int64_t place(int64_t row) const { return places ? places[row] : row; }
 
   // Adds `length` steps, from `step` on, to the sums of R rows. Meanwhile `lines` of what is next are fetched.
   template <int R>
@@ -49,7 +44,7 @@ struct Layer {
     Vector sums[R][VECTORS];
     std::memcpy(sums, kept, sizeof(sums));
     const Number* inputs_of[R];
-    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + (place(row + r) * steps + step) * T::STEP;
+    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + ((row + r) * steps + step) * T::STEP;
     for (int64_t k = 0, line = 0; k < length;) {
       const int64_t until = std::min(k + BURST, length);
       for (; line < lines * until / length; ++line) __builtin_prefetch(next + line * LINE, 0, 2);
@@ -62,7 +57,7 @@ struct Layer {
     const int64_t first = panel * PANEL;
     const int columns = (int)std::min<int64_t>(PANEL, count - first);
     for (int64_t r = 0; r < size; ++r, sums += PANEL) {
-      Number* into = outputs + place(row + r) * count + first;
+      Number* into = outputs + (row + r) * count + first;
       for (int n = 0; n < columns; ++n) into[n] = T::narrow(sums[n] + (bias ? T::widen(bias[first + n]) : 0.0f));
     }
   }
@@ -100,33 +95,15 @@ struct Layer {
 
 using torch::stable::Tensor;
 
-// counts [B]: the first nodes of each row of the batch are computed, of `nodes`; none: all are again.
-int64_t keep_nodes(std::optional<Tensor> counts, int64_t nodes) {
-  selection = {};
-  if (!counts) return 0;
-  const int64_t* first = reinterpret_cast<const int64_t*>(counts->const_data_ptr());
-  selection.nodes = nodes;
-  selection.counts.assign(first, first + counts->numel());
-  for (int64_t row = 0; row < counts->numel(); ++row)
-    for (int64_t node = 0; node < nodes; ++node)
-      (node < first[row] ? selection.kept : selection.skipped).push_back(row * nodes + node);
-  return (int64_t)selection.kept.size();
-}
-
 template <class T>
 void run(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& output) {
   using Number = typename T::Number;
   const int64_t inputs = input.size(input.dim() - 1), outputs = output.size(output.dim() - 1);
-  const bool some = input.dim() == 3 && selection.fits(input.size(0), input.size(1));
-  if (some)
-    for (int64_t row : selection.skipped)
-      std::memset(reinterpret_cast<Number*>(output.mutable_data_ptr()) + row * outputs, 0, outputs * sizeof(Number));
   Layer<T>{reinterpret_cast<const Number*>(input.const_data_ptr()),
            reinterpret_cast<const typename T::Weight*>(packed.const_data_ptr()),
            bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr,
            reinterpret_cast<Number*>(output.mutable_data_ptr()),
-           some ? selection.kept.data() : nullptr,
-           some ? (int64_t)selection.kept.size() : inputs ? input.numel() / inputs : 0,
+           inputs ? input.numel() / inputs : 0,
            inputs / T::STEP,
            outputs}
       .run();
@@ -154,10 +131,8 @@ int64_t panel_size() { return PANEL; }
 STABLE_TORCH_LIBRARY(draftless, m) {
   m.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
   m.def("panel_size() -> int");
-  m.def("keep_nodes(Tensor? counts, int nodes) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CompositeExplicitAutograd, m) {
   m.impl("panel_size", TORCH_BOX(&panel_size));
-  m.impl("keep_nodes", TORCH_BOX(&keep_nodes));
 }

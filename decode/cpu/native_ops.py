@@ -42,16 +42,16 @@ def load_native_ops() -> str | None:
 
 
 @contextmanager
-def skipping_padding(counts: Tensor, nodes: int) -> Iterator[None]:
-    """Compute only the first `counts` [B] of each row's `nodes` nodes; the outputs of the others are zeros.
+def passing_flat(counts: Tensor) -> Iterator[None]:
+    """Let attention take the nodes of all rows as one row: `counts` [B] of each row of the KV cache, in their order.
 
-    It holds for the ops on this thread, with inputs of B rows and so many nodes. Others are computed whole.
+    It holds on this thread, for queries of so many nodes.
     """
-    torch.ops.draftless.keep_nodes(counts.contiguous(), nodes)
+    torch.ops.draftless.set_counts(counts.contiguous())
     try:
         yield
     finally:
-        torch.ops.draftless.keep_nodes(None, 0)
+        torch.ops.draftless.set_counts(None)
 
 
 def can_run(inputs: Tensor) -> bool:

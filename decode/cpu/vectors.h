@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -104,14 +103,5 @@ inline void with_rows(int64_t rows, const Block& block) {
   if (rows == R) return block.template operator()<R>();
   if constexpr (R > 1) with_rows<R - 1>(rows, block);
 }
-
-// The nodes that the ops compute on this thread: the first counts[b] of each row's `nodes`, in inputs of that shape.
-struct Selection {
-  int64_t nodes = 0;
-  std::vector<int64_t> counts, kept, skipped;  // by row; places of the nodes among all rows' nodes
-
-  bool fits(int64_t batch, int64_t each) const { return nodes == each && (int64_t)counts.size() == batch; }
-};
-extern thread_local Selection selection;
 
 }  // namespace draftless

@@ -43,8 +43,11 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
         return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
     if keys is not None:
         return follow(tree, draw_all(tree, logits, sampling, keys))
-    # A CPU is slow at half precision. A GPU would need the memory of all logits once more.
-    return follow(tree, choose_greedily(upcast_half(logits) if logits.device.type == "cpu" else logits))
+    if logits.device.type != "cpu":
+        return follow(tree, choose_greedily(logits))
+    chosen = torch.zeros_like(tree.tokens)
+    chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))  # a CPU is slow at half precision
+    return follow(tree, chosen)
 
 
 def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
@@ -82,9 +85,9 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
 
 
 def choose_greedily(logits: Tensor) -> Tensor:
-    """The most likely token [B, N] by logits [B, N, V]; NO_TOKEN if its logit is NaN or infinite."""
-    chosen = logits.argmax(dim=-1, keepdim=True)  # [B, N, 1]; NaN counts as the largest
-    return torch.where(logits.gather(2, chosen).isfinite(), chosen, NO_TOKEN)[:, :, 0]
+    """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
+    chosen = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    return torch.where(logits.gather(-1, chosen).isfinite(), chosen, NO_TOKEN)[..., 0]
 
 
 def follow(tree: Tree, chosen: Tensor) -> tuple[Tensor, Tensor]:

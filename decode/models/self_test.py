@@ -69,6 +69,28 @@ def self_test(target: StockModel) -> float:
     )
 
 
+@torch.inference_mode()
+def agrees_flat(target: StockModel) -> bool:
+    """Whether a model computes the same for trees of different sizes in a flat pass as for each alone."""
+    prompt, tokens = _make_example(target)
+    rows = [[*prompt, *tokens.tolist()], prompt, [*prompt, int(tokens[0])]]
+    try:
+        session = Session(target, len(rows))
+        session.verify(Tree.chain([prompt[: len(prompt) - row] for row in range(len(rows))]))
+        session.keep([list(range(len(prompt) - row)) for row in range(len(rows))])
+        together = session.verify(Tree.chain(rows)).logits
+        errors = []
+        for row, drafted in enumerate(rows):
+            alone = Session(target, 1)
+            alone.verify(Tree.chain([prompt[: len(prompt) - row]]))
+            alone.keep([list(range(len(prompt) - row))])
+            expected = alone.verify(Tree.chain([drafted])).logits[0]
+            errors.append((together[row, : len(drafted)] - expected).abs().max() / expected.float().std())
+    except Exception:  # anything from the model's code
+        return False
+    return float(torch.stack(errors).max()) <= find_tolerance(target) / 4
+
+
 def _refuse_no_numbers(target: StockModel) -> None:
     """Raise ValueError for a model whose own logits are NaN or infinite, with the weight that is to blame."""
     prompt, tokens = _make_example(target)

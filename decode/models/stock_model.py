@@ -39,14 +39,14 @@ class StockModel:
         return sees_texts_whole(self.model)
 
     @property
-    def skips_padding(self) -> bool:
-        """Whether a pass takes as long as its tokens, however they are spread over rows."""
+    def passes_flat(self) -> bool:
+        """Whether a pass takes the tokens of all rows as one row, without padding, and as long as these take."""
         return False
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """The model's forward pass, which reads and extends a KV cache.
 
-        counts [B]: how many inputs of each row, the first ones, are no padding; None: unknown.
+        counts [B]: how many inputs each row has, in a flat pass.
         """
         with choosing_kernels(self.device):
             return self.model(**inputs, **{self._cache_name: cache}, use_cache=True)

@@ -59,7 +59,7 @@ class TimedModel(StockModel):
         """
         if self.deterministic:
             return
-        batch_size = 1 if self.skips_padding else batch_size
+        batch_size = 1 if self.passes_flat else batch_size
         wanted = [(rows, context) for rows in measured_batches(batch_size) for context in measured_contexts(self, rows)]
         missing = [each for each in wanted if each not in self._cost_curves]
         # The bar appears only if this takes longer than a second.
@@ -76,7 +76,7 @@ class TimedModel(StockModel):
         """
         if self.deterministic:
             return self._find_fixed_curve(batch_size)
-        if self.skips_padding and batch_size > 1:
+        if self.passes_flat and batch_size > 1:
             single, shortest = TimedModel.cost_curve(self, 1, context), TimedModel.cost_curve(self)
             if (single, batch_size) not in self._batch_curves:
                 each_row = max(single.seconds[0] - shortest.seconds[0], 0.0)

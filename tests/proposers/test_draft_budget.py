@@ -156,7 +156,7 @@ def test_a_slow_reader_does_not_count_as_a_slow_target(monkeypatch: pytest.Monke
 def test_rows_share_a_budget_where_padding_costs_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is sure of its draft gets more nodes than others. The text stays the same."""
     target = Target(tiny("llama", dtype=torch.float32), accelerate="packed")
-    assert target.skips_padding
+    assert target.passes_flat
     rise = 0.02 if kind == "medusa" else 0.3  # a random head is sure of nothing
     fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, 1 + rise, 1 + 63 * rise]))
     made = {"ngram": NGramProposer, "merged": MergedProposer, "medusa": lambda: MedusaProposer(make_head(kind, target))}

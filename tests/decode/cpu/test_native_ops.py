@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from decode.cpu import build_cache
 from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.native_ops import load_native_ops, pack, skipping_padding
+from decode.cpu.native_ops import load_native_ops, pack, passing_flat
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
@@ -53,32 +53,26 @@ def make_layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> tup
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_padding_is_skipped(dtype: torch.dtype, seed: int) -> None:
-    """Other nodes get the same bits, padding zeros; inputs of another shape are computed whole, and so is all later."""
+def test_attention_takes_the_nodes_of_all_rows_as_one_row(dtype: torch.dtype, seed: int) -> None:
+    """They get the same bits as in rows of their own. Queries of another number are no flat pass, nor later ones."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    rows, nodes, size, heads = draw.randint(1, 5), draw.randint(1, 14), 2 * draw.randint(1, 40), draw.choice([2, 6])
+    rows, nodes, heads = draw.randint(2, 5), draw.randint(1, 14), draw.choice([2, 6])
     counts = torch.randint(0, nodes + 1, (rows,))
+    counts[0] = nodes
     real = torch.arange(nodes) < counts[:, None]
-    _, packed = make_layer(size, draw.randint(1, 150), draw.random() < 0.5, dtype)
-    inputs, others = torch.randn(rows, nodes, size).to(dtype), torch.randn(rows * nodes, size).to(dtype)
     query = torch.randn(rows, heads, nodes, 16).to(dtype)
     keys, values = (torch.randn(rows, 2, 300, 16).to(dtype) for _ in range(2))
     mask = torch.zeros(rows, 1, nodes, 300, dtype=dtype).masked_fill_(
         torch.rand(rows, 1, nodes, 300) < 0.5, torch.finfo(dtype).min
     )
-
-    def compute() -> list[Tensor]:
-        attended = torch.ops.draftless.attention(query, keys, values, mask, 0.25)
-        return [packed(inputs), attended, packed(others), packed(inputs[:, :-1])]
-
-    expected = compute()
-    with skipping_padding(counts, nodes):
-        found = compute()
-    for whole, skipped in zip(expected[:2], found[:2], strict=True):
-        assert torch.equal(skipped[real], whole[real]) and not skipped[~real].any()
-    for first, second in zip([*expected[2:], *expected], [*found[2:], *compute()], strict=True):
-        assert torch.equal(first, second)
+    attend = torch.ops.draftless.attention
+    expected = attend(query, keys, values, mask, 0.25)
+    flat_query, flat_mask = query.transpose(1, 2)[real].transpose(0, 1)[None], mask[:, 0][real][None, None]
+    with passing_flat(counts):
+        assert torch.equal(attend(flat_query, keys, values, flat_mask, 0.25)[0], expected[real])
+        assert torch.equal(attend(query, keys, values, mask, 0.25), expected)
+    assert torch.equal(attend(query[:1], keys[:1], values[:1], mask[:1], 0.25), expected[:1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -225,7 +225,7 @@ def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: py
 def test_without_padding_the_curve_of_a_batch_is_that_of_its_tokens(measured: Measured) -> None:
     """Nothing more is measured, and rows may have any number of nodes."""
     target = Target(tiny("llama", dtype=torch.float32), accelerate="packed")
-    assert target.skips_padding
+    assert target.passes_flat
     target.warm_up(8)
     assert measured == [(1, 256)]
     single, batch = target.cost_curve(), target.cost_curve(4)
