@@ -33,18 +33,16 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """The same as transformers' sdpa attention, but queries share their key-value heads instead of repeating them.
 
-    A mask may be narrower than the keys: all nodes see the slots before those that it is for. Without a mask, the nodes
-    are the last tokens.
+    A mask may be narrower than the keys: all nodes see the slots before those that it is for. With a mask of no slots,
+    the nodes are the last tokens, and each sees those up to its own. transformers would make a mask of that itself.
     """
     scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-    seen = key.shape[2] - (query.shape[2] if attention_mask is None else attention_mask.shape[3])
-    if kwargs.get("position_bias") is None:
-        if attention_mask is None and seen and query.shape[2] == 1:
-            return attend_stacked(query, key, value, None, scale), None
-        if attention_mask is None and seen:
-            return attend_in_two(query, key, value, None, seen, scale), None
-        if attention_mask is not None and attention_mask.dtype == query.dtype:
+    if kwargs.get("position_bias") is None and attention_mask is not None and attention_mask.dtype == query.dtype:
+        if attention_mask.shape[3]:
             return attend_grouped(query, key, value, attention_mask, scale), None
+        if query.shape[2] == 1:
+            return attend_stacked(query, key, value, None, scale), None
+        return attend_in_two(query, key, value, None, key.shape[2] - query.shape[2], scale), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
