@@ -163,7 +163,11 @@ class Session:
         target, depth = self.target, tree.depth[:, start:]
         positions = (lengths[:, None] + depth).clamp(max=target.context - 1)
         masks: Any = None
-        if not self._needs_no_mask(tree, start):
+        if self._needs_no_mask(tree, start):
+            if any(self.lengths):  # see `grouped_sdpa`
+                masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
+                masks = dict.fromkeys(target.windows, masks) if len(target.windows) > 1 else masks
+        else:
             ancestors = None if tree.is_chain else tree.ancestors[:, start:]
             depth = depth if tree.is_chain else tree.depth
             seen = self._count_seen()

@@ -33,18 +33,16 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """The same as transformers' sdpa attention, but queries share their key-value heads instead of repeating them.
 
-    A mask may be narrower than the keys: all nodes see the slots before those that it is for. Without a mask, the nodes
-    are the last tokens.
+    A mask may be narrower than the keys: all nodes see the slots before those that it is for. With a mask of no slots,
+    the nodes are the last tokens, and each sees those up to its own. transformers would make a mask of that itself.
     """
     scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-    seen = key.shape[2] - (query.shape[2] if attention_mask is None else attention_mask.shape[3])
-    if kwargs.get("position_bias") is None:
-        if attention_mask is None and seen and query.shape[2] == 1:
-            return attend_stacked(query, key, value, None, scale), None
-        if attention_mask is None and seen:
-            return attend_in_two(query, key, value, None, seen, scale), None
-        if attention_mask is not None and attention_mask.dtype == query.dtype:
+    if kwargs.get("position_bias") is None and attention_mask is not None and attention_mask.dtype == query.dtype:
+        if attention_mask.shape[3]:
             return attend_grouped(query, key, value, attention_mask, scale), None
+        if query.shape[2] == 1:
+            return attend_stacked(query, key, value, None, scale), None
+        return attend_in_two(query, key, value, None, key.shape[2] - query.shape[2], scale), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -144,10 +142,11 @@ def repeat_mask(mask: Tensor, times: int) -> Tensor:
 
 def sees_texts_whole(model: PreTrainedModel) -> bool:
     """Whether the nodes of a model's full-attention layers may see long texts without a mask (`attend_in_two`)."""
-    config = model.config.get_text_config(decoder=True)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    is_grouped = model.config._attn_implementation == ATTENTION and getattr(config, "kv_lora_rank", None) is None
-    return is_grouped and gains_from_two(model.device, model.dtype, size)
+    shape = model.config.get_text_config(decoder=True).to_dict()  # reading what differs between layers raises
+    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    is_plain = not shape.get("kv_lora_rank") and not shape.get("global_head_dim")
+    is_grouped = model.config._attn_implementation == ATTENTION
+    return is_plain and is_grouped and gains_from_two(model.device, model.dtype, size)
 
 
 def gains_from_two(device: torch.device, dtype: torch.dtype, size: int) -> bool:
@@ -155,8 +154,9 @@ def gains_from_two(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     return device.type == "cuda" and dtype in HALVES and size % MULTIPLE == 0 and size <= LARGEST_HEAD
 
 
-def count_seen(lengths: Sequence[int], multiple: int = SLOTS) -> int:
+def count_seen(lengths: Sequence[int], multiple: int | None = None) -> int:
     """The slots of texts of these lengths that all nodes should see without a mask; 0 if texts are short."""
+    multiple = multiple or SLOTS
     seen = min(lengths) // multiple * multiple
     return seen if seen >= LONG else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from decode import Target, generate
 from decode import session as session_module
+from decode.models.compatibility import AttentionWindow
 from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk, run_through
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head
@@ -62,12 +64,21 @@ def test_the_first_pass_has_no_mask(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_passes_are_as_long_as_the_device_pays() -> None:
-    cpu, gpu, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-    assert choose_chunk(cpu, 1, 100_000, half) == CHUNK
-    assert choose_chunk(gpu, 1, 2000, half) == LARGEST
-    assert choose_chunk(gpu, 1, 32_768, half) == 4096 and 4096 * 32_768 * half.itemsize == MASK_BYTES
-    assert choose_chunk(gpu, 4, 2000, half) == 2048
-    assert choose_chunk(gpu, 16, 100_000, torch.float32) == CHUNK
+    def choose(device: str, rows: int, longest: int, dtype: torch.dtype = torch.bfloat16, **others: Any) -> int:
+        shape = SimpleNamespace(num_attention_heads=8, num_key_value_heads=others.pop("groups", 8))
+        others = {"sees_texts_whole": False, "windows": {"": AttentionWindow()}} | others
+        target: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, config=shape, **others)
+        return choose_chunk(target, rows, longest)
+
+    assert choose("cpu", 1, 100_000) == CHUNK
+    assert choose("cuda", 1, 2000) == LARGEST
+    assert choose("cuda", 1, 32_768) == 4096 and MASK_BYTES == 4096 * 32_768 * 2
+    assert choose("cuda", 1, 32_768, groups=2) == 1024  # the mask is repeated for four heads
+    assert choose("cuda", 4, 2000) == 2048
+    assert choose("cuda", 16, 100_000, torch.float32) == CHUNK
+    assert choose("cuda", 1, 32_768, sees_texts_whole=True) == LARGEST  # without a mask
+    windows = {"": AttentionWindow(window=512)}
+    assert choose("cuda", 1, 32_768, sees_texts_whole=True, windows=windows) == 4096
 
 
 def make_proposer(name: str, target: Target) -> Any:

@@ -113,7 +113,7 @@ def test_predictions_after_every_node_are_recycled() -> None:
     """Rejected nodes too, by the last one to three tokens of their own paths."""
     recycled = Recycled()
     predictions = [Predictions((node,), (7,)) for node in range(5)]
-    recycled.learn([1, 2], [3, 4, 5, 6, 0], [-1, 0, 0, 1, -1], predictions[:4])  # the last one is padding
+    recycled.learn([1, 2], [3, 4, 5, 6], [-1, 0, 0, 1], predictions[:4])
     for tail, node in {(1, 2, 3): 0, (2, 3, 4): 1, (2, 3, 5): 2, (3, 4, 6): 3}.items():
         assert recycled.find(tail) == (ORDERS, predictions[node])
         assert recycled.find((9, *tail[1:])) == (2, predictions[node])
