@@ -54,7 +54,7 @@ class TreeCache(Cache):
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
-        self.node_rows = torch.arange(len(self.lengths), device=device)[:, None].expand_as(self.node_slots)
+        self.node_rows = torch.arange(len(self.lengths), device=device)[:, None].repeat(1, count)
         return lengths
 
     def reserve_flat(self, real: Tensor) -> None:

@@ -299,7 +299,7 @@ class Session:
 
 
 def _flatten(inputs: Any, real: Tensor) -> Any:
-    """An input [B, N, ...] of the nodes `real` as [1, T, ...]; masks [B, 1, N, S] or a dict of them, as [1, 1, T, S]."""
+    """An input [B, N, ...] of the nodes `real` as [1, T, ...]; masks [B, 1, N, S], or a dict, as [1, 1, T, S]."""
     if isinstance(inputs, dict):
         return {name: _flatten(each, real) for name, each in inputs.items()}
     return inputs[:, 0][real][None, None] if inputs.dim() == 4 else inputs[real][None]

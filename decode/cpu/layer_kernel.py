@@ -160,6 +160,9 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
     module = nn.Module()  # torch.export takes modules only
     vars(module)["forward"] = compute
     inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors)]
+    for states in (-4, -3):  # keys and values: in a flat pass, the other tensors have fewer rows
+        rows, *others = inputs[states].shape
+        inputs[states] = inputs[states].new_empty(rows + 1, *others)
     dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
     shapes = [*({} for _ in names), *dynamic]
     config: Any = torch.fx.experimental._config

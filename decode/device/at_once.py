@@ -43,7 +43,7 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
         return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
     if keys is not None:
         return follow(tree, draw_all(tree, logits, sampling, keys))
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():  # a step of fixed shape
         return follow(tree, choose_greedily(logits))
     chosen = torch.zeros_like(tree.tokens)
     chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))  # a CPU is slow at half precision

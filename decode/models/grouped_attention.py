@@ -49,14 +49,15 @@ def grouped_sdpa(
 def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Queries [B, heads, N, D] and keys and values [B, groups, S, D] -> [B, N, heads, D].
 
-    mask: [B, 1, N, S] to add to the scores, in the queries' dtype. It may be narrower, see `grouped_sdpa`.
+    mask: [B, 1, N, S] to add to the scores, in the queries' dtype. Where the project's op does not run, it may be
+    narrower, see `grouped_sdpa`.
     """
-    if seen := key.shape[2] - mask.shape[3]:
-        return attend_in_two(query, key, value, mask, seen, scale)
     can_run_all = can_run(query) and can_run(key) and can_run(value)  # an adapter may be on one of them only
     if can_run_all and mask.shape[1] == 1 and load_native_ops() is None:
         output: Tensor = torch.ops.draftless.attention(query, key, value, mask, scale)
         return output
+    if seen := key.shape[2] - mask.shape[3]:
+        return attend_in_two(query, key, value, mask, seen, scale)
     return attend_stacked(query, key, value, mask, scale)
 
 
@@ -142,8 +143,9 @@ def repeat_mask(mask: Tensor, times: int) -> Tensor:
 
 def sees_texts_whole(model: PreTrainedModel) -> bool:
     """Whether the nodes of a model's full-attention layers may see long texts without a mask (`attend_in_two`)."""
-    shape = model.config.get_text_config(decoder=True).to_dict()  # reading what differs between layers raises
-    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    config = model.config.get_text_config(decoder=True)
+    shape = config.to_dict()  # reading an attribute that differs between layers raises
+    size = shape.get("head_dim") or config.hidden_size // config.num_attention_heads
     is_plain = not shape.get("kv_lora_rank") and not shape.get("global_head_dim")
     is_grouped = model.config._attn_implementation == ATTENTION
     return is_plain and is_grouped and gains_from_two(model.device, model.dtype, size)
