@@ -49,14 +49,15 @@ def grouped_sdpa(
 def attend_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Queries [B, heads, N, D] and keys and values [B, groups, S, D] -> [B, N, heads, D].
 
-    mask: [B, 1, N, S] to add to the scores, in the queries' dtype. It may be narrower, see `grouped_sdpa`.
+    mask: [B, 1, N, S] to add to the scores, in the queries' dtype. Where the project's op does not run, it may be
+    narrower, see `grouped_sdpa`.
     """
-    if seen := key.shape[2] - mask.shape[3]:
-        return attend_in_two(query, key, value, mask, seen, scale)
     can_run_all = can_run(query) and can_run(key) and can_run(value)  # an adapter may be on one of them only
     if can_run_all and mask.shape[1] == 1 and load_native_ops() is None:
         output: Tensor = torch.ops.draftless.attention(query, key, value, mask, scale)
         return output
+    if seen := key.shape[2] - mask.shape[3]:
+        return attend_in_two(query, key, value, mask, seen, scale)
     return attend_stacked(query, key, value, mask, scale)
 
 
