@@ -143,8 +143,9 @@ def repeat_mask(mask: Tensor, times: int) -> Tensor:
 
 def sees_texts_whole(model: PreTrainedModel) -> bool:
     """Whether the nodes of a model's full-attention layers may see long texts without a mask (`attend_in_two`)."""
-    shape = model.config.get_text_config(decoder=True).to_dict()  # reading what differs between layers raises
-    size = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    config = model.config.get_text_config(decoder=True)
+    shape = config.to_dict()  # reading an attribute that differs between layers raises
+    size = shape.get("head_dim") or config.hidden_size // config.num_attention_heads
     is_plain = not shape.get("kv_lora_rank") and not shape.get("global_head_dim")
     is_grouped = model.config._attn_implementation == ATTENTION
     return is_plain and is_grouped and gains_from_two(model.device, model.dtype, size)
