@@ -37,7 +37,7 @@ class TreeCache(Cache):
         self.used = 0  # slots that attention sees
         self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
-        self.node_rows = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
+        self._node_rows: Tensor | None = None
 
     def reserve(
         self, start: int, count: int, device: torch.device, lengths: Tensor | None = None, exact: bool = False
@@ -54,13 +54,21 @@ class TreeCache(Cache):
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
         self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
-        self.node_rows = torch.arange(len(self.lengths), device=device)[:, None].repeat(1, count)
+        self._node_rows = None
         return lengths
 
     def reserve_flat(self, real: Tensor) -> None:
         """Make the nodes that were reserved one row, without padding: `real` [B, N] tells those that are none."""
+        self._node_rows = real.nonzero()[:, 0][None]
         self.slots = self.node_slots = self.node_slots[real][None]  # [1, T]
-        self.node_rows = self.node_rows[real][None]
+
+    @property
+    def node_rows(self) -> Tensor:
+        """The rows of the nodes [B, N], as `node_slots`."""
+        if self._node_rows is None:
+            rows, nodes = self.node_slots.shape
+            self._node_rows = torch.arange(rows, device=self.node_slots.device)[:, None].repeat(1, nodes)
+        return self._node_rows
 
     def keep(self, path: Tensor, counts: Sequence[int]) -> None:
         """Commit the first counts[b] nodes of each row's path, and forget the others. See `plan_moves` for the path."""

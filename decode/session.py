@@ -113,8 +113,7 @@ class Session:
         self._moves = self._upload = None
         unmasked = self._needs_no_mask(tree, start)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
-        real = tree.real[:, start:]
-        if target.passes_flat and len(real) > 1 and not bool(real.all()):
+        if target.passes_flat and tree.batch > 1 and not bool((real := tree.real[:, start:]).all()):
             return self._run_flat(tree, start, lengths, real, range(count) if only is None else only)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
         verdict = self._run_model(tree, start, lengths, **extra)

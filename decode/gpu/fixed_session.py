@@ -58,7 +58,7 @@ class FixedCache(TreeCache):
     def place(self, lengths: Tensor, nodes: int) -> None:
         """Reserve the slots of so many nodes after the committed tokens, `lengths` [B]."""
         self.slots = self.node_slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
-        self.node_rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        self._node_rows = None
 
     @property
     def states(self) -> list[Tensor]:

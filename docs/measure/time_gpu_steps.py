@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modes", nargs="*", default=MODES, metavar="MODE", help=f"of {', '.join(MODES)} (default: all)")
     parser.add_argument("--contexts", default="512", help="tokens of prompts (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has it")
     parser.add_argument("--batch", type=int, default=8, help="rows of the last cases (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -107,6 +108,8 @@ def main() -> None:
         for mode in options.modes:
             target = Target(model, accelerate=mode)
             for name, (make, batch, sampling) in rows.items():
+                if options.only not in name:
+                    continue
                 times = time_steps(target, make(), prompt, batch, sampling)
                 print(f"{context} {mode:9} {name:26}", *(f"{each:8.1f}" for each in times), flush=True)
 

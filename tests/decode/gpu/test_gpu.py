@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from time import perf_counter
 
 import pytest
 import torch
 
-from decode import Engine, Proposer, Request, Sampling, Target, generate
+from decode import Engine, Proposer, Request, Sampling, Target, Tree, generate
 from decode.gpu import graph
-from proposers import HEAD_PROPOSERS, DraftProposer, NGramProposer
+from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
@@ -88,6 +89,45 @@ def test_half_precision_differs_at_near_ties_only(kind: str, dtype: torch.dtype)
                 logits = target.model(ids).logits[0, -1].float()
                 best, second = logits.topk(2).values
                 assert best - second < 0.1 * logits.std()
+
+
+@pytest.mark.parametrize("accelerate", ["off", "packed", "graphs"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_texts(dtype: torch.dtype, accelerate: str) -> None:
+    """In half precision they are seen without a mask. Each token is the best by transformers, but for rounding."""
+    shape = {"max_position_embeddings": 8192, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}
+    model = tiny("llama", dtype=dtype, **shape).cuda()
+    target = Target(model, accelerate=accelerate)
+    assert target.sees_texts_whole == (dtype == torch.bfloat16 and accelerate != "off")
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in (2600, 2600, 3000)]
+    prompts = [[*prompt, *prompt[:40], *prompt[:20]] for prompt in prompts]
+    merged = MergedProposer(drafter=DraftProposer(target, depth=3, width=2), nodes=9)
+    for proposer in (None, NGramProposer(length=4), make_eagle3(target), MergedProposer(nodes=9), merged):
+        for batch_size in (1, 3):
+            settings = {"max_new_tokens": 40, "batch_size": batch_size, "stop_ids": []}
+            for answer in generate(target, prompts, proposer, **settings):
+                ids = torch.tensor([answer.prompt + answer.tokens], device="cuda")
+                with torch.no_grad():
+                    logits = model(ids).logits[0, len(answer.prompt) - 1 : -1].float()
+                chosen = logits.gather(1, torch.tensor(answer.tokens, device="cuda")[:, None])[:, 0]
+                gap = (logits.max(dim=1).values - chosen) / logits.std(dim=1)
+                assert gap.max() < (0.1 if dtype == torch.bfloat16 else 1e-3)
+    assert not graph._failed
+
+
+def test_passes_of_new_shapes_take_no_longer() -> None:
+    """cuDNN would make a plan for each number of nodes and slots."""
+    session, times = on_gpu("llama", torch.bfloat16, "packed").open(1), list[float]()
+    for step in range(60):
+        tree = Tree.chain([[5] * (1 + step % 13)])
+        torch.cuda.synchronize()
+        begun = perf_counter()
+        session.verify(tree)
+        torch.cuda.synchronize()
+        times.append(perf_counter() - begun)
+        session.keep([[*range(tree.width // 3 + 1)]])
+    assert max(times[30:]) < 0.03
 
 
 def test_sampled_drafts_keep_the_distribution() -> None:
