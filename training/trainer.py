@@ -23,6 +23,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
+from decode.models.grouped_attention import choosing_kernels
 from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
 from training.objectives import Loss
@@ -153,9 +154,10 @@ class Trainer:
         batch = send_to_device(self.load_batch(mine or numbers[:1]), accelerator.device, non_blocking=True)
         if not mine:  # more processes than examples: take part without anchors
             batch.answers.zero_()
-        loss: Loss = self.objective(batch)
-        # Gradients are averaged over processes; we want the mean over answer tokens.
-        accelerator.backward(loss.total * (accelerator.num_processes / answers))
+        with choosing_kernels(accelerator.device):  # nearly every batch has a length of its own
+            loss: Loss = self.objective(batch)
+            # Gradients are averaged over processes; we want the mean over answer tokens.
+            accelerator.backward(loss.total * (accelerator.num_processes / answers))
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), MAX_NORM)
         sums = torch.cat([loss.total[None].detach(), loss.anchors, loss.agreed])
         total, *counts = accelerator.reduce(sums, "sum").tolist()

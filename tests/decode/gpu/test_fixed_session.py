@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
 from decode.accept import accept, unpack
-from decode.gpu import graph
+from decode.gpu import fixed_session, graph
 from decode.gpu.fixed_session import FixedSession, make_buffer
 from decode.gpu.graph import round_up
+from decode.models import grouped_attention
 from decode.noise import KEY_NAMES, TEXT, row_keys
 from tests.support.drafting import tree_of_rows
 from tests.support.models import tiny
@@ -94,6 +95,31 @@ def test_results_are_those_of_a_session(kind: str, sampling: Sampling, is_alike:
         assert fixed.lengths == session.lengths
     assert fixed.cache.layers[0].keys.shape[0] == round_up(rows) == 4
     assert len(capacities) == 2 and longest > 1
+
+
+def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the slots in use alone, in few different numbers; old graphs are given up."""
+    for name, value in {"LONG": 64, "SLOTS": 8, "STRIDE": 32}.items():
+        monkeypatch.setattr(grouped_attention, name, value)
+    monkeypatch.setattr(Target, "needs_masks", False)
+    monkeypatch.setattr(Target, "sees_texts_whole", True)
+    monkeypatch.setattr(fixed_session, "MOST_GRAPHS", 4)
+    target = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), accelerate="packed")
+    plain = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024))
+    monkeypatch.setattr(plain, "sees_texts_whole", False, raising=False)
+    choose, sessions = random.Random(2), (FixedSession(target, 3, ()), Session(plain, 3))
+    for session in sessions:
+        session.extend([[(7 * row + place) % VOCABULARY for place in range(70 + row)] for row in range(3)])
+    windows = set()
+    for _ in range(40):
+        tree = make_trees(choose, 3, choose.choice([1, 5, 8]))
+        found, expected = (session.verify(tree) for session in sessions)
+        torch.testing.assert_close(found.logits[tree.real], expected.logits[tree.real])
+        for session in sessions:
+            session.keep([[0]] * 3)
+        windows.add((sessions[0]._count_seen(), sessions[0].cache.used))
+        assert len(sessions[0].memory.steps) <= 4
+    assert windows == {(64, 96), (64, 128), (96, 128)}
 
 
 class Step(nn.Module):

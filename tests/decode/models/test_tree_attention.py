@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decode import Sampling, Target, Tree, generate, session
+from decode import Sampling, Target, Tree, generate, loop, session
 from decode.masks import AttentionWindow, tree_masks
-from decode.models import grouped_attention
+from decode.models import grouped_attention, stock_model
 from decode.models.grouped_attention import grouped_sdpa
 from heads.layer_cache import attend
 from proposers import DraftProposer, NGramProposer
@@ -149,6 +150,19 @@ def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest
                 found = generate(target, prompts, proposer, batch_size=batch_size, **settings)
                 assert [answer.tokens for answer in found] == expected
     assert used["mask"] > 100 and (kind != "llama" or used["no mask"] > 100)  # windows need masks
+
+
+def test_passes_and_drafts_choose_among_torchs_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but cuDNN's, on a GPU."""
+    with grouped_attention.choosing_kernels(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    chosen: Counter[str] = Counter()
+    for module in (loop, stock_model):
+        name = module.__name__
+        monkeypatch.setattr(module, "choosing_kernels", lambda _, name=name: chosen.update([name]) or nullcontext())
+    (answer,) = generate(target, [[5, 6, 7]], None, max_new_tokens=9, stop_ids=[])
+    assert chosen == {"decode.loop": 8, "decode.models.stock_model": answer.stats.steps}
 
 
 @pytest.mark.slow
