@@ -3,7 +3,8 @@
 // The slots are cut into parts of PART slots, so that all threads have work even with one row and few heads. A part's
 // keys are transposed once, then all queries of the group go over them in blocks of rows, as in the linear op. Every
 // part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding", 2023). A query's
-// result depends neither on the other queries nor on slots that it does not see.
+// result depends neither on the other queries nor on slots that it does not see. What no query of a block sees is left
+// out: texts are shorter than the longest one, and tokens of a prompt see none after them. No bit changes by that.
 //
 // In a flat pass the nodes of all rows lie one after the other in a single row, [1, T]; `set_counts` tells how many each
 // row of the KV cache has.
@@ -32,6 +33,7 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 constexpr int64_t PART = 256, LINE = 64;  // slots; bytes of a cache line
 static_assert(PART % PANEL == 0);
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
+constexpr float HIDDEN = -1e38f;  // a mask's number for what is not seen is lower, in both formats
 
 int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 
@@ -142,10 +144,34 @@ struct Attention {
     for (int d = 0; d < WIDTH; ++d) std::memcpy(into + d * PANEL, &block[d], sizeof(Vector));
   }
 
+  // Narrows the slots from `first` to `last` of a mask's row to those that are seen, if others are to be seen as well.
+  static void find_seen(const Number* mask, int64_t count, int64_t& first, int64_t& last) {
+    int64_t s = 0, e = count;
+    while (s < first && T::widen(mask[s]) < HIDDEN) ++s;
+    while (e > last && T::widen(mask[e - 1]) < HIDDEN) --e;
+    if (s < first) first = s;
+    if (e > last) last = e;
+  }
+
+  // What a query finds in slots that it does not see.
+  void write_nothing(float* partial) const {
+    std::fill(partial, partial + value_width(), 0.0f);
+    partial[value_width()] = LOWEST;
+    partial[value_width() + 1] = 0;
+  }
+
   // The queries of one row of the batch and one head over one part of the slots.
   void run_part(int64_t row, int64_t head, int64_t begin, Scratch& scratch, float* partial) const {
     float *query = scratch.query.get(), *key = scratch.key.get(), *value = scratch.value.get();
-    const int64_t count = std::min(PART, slots - begin), width = round_up(count, PANEL);
+    const int64_t used = live(row);  // nodes; those of each group lie together
+    const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
+    const int64_t part = std::min(PART, slots - begin);
+    int64_t unseen = part, count = 0;  // slots before the first and up to the last one that is seen
+    for (int64_t node = 0; node < used; ++node) find_seen(mask + node * slots, part, unseen, count);
+    if (count == 0) {
+      for (int64_t each = 0; each < groups * used; ++each) write_nothing(partial + each * partial_width());
+      return;
+    }
     const Number* from = keys + row * key_row + head * key_head + begin * key_size;
     const Number* other = values + row * value_row + head * value_head + begin * value_size;
     for (int64_t s = 0; s < count; s += WIDTH) {  // panels of keys [key_size, PANEL]
@@ -165,25 +191,30 @@ struct Attention {
     }
     const int64_t place = flat ? head * groups * nodes_in_row + firsts_of[row] : (row * heads + head) * rows();
     const Number* asked = queries + place * key_size;
-    const int64_t used = live(row);  // nodes; those of each group lie together
     for (int64_t group = 0; group < groups; ++group)
       for (int64_t i = 0; i < used * key_size; ++i)
         query[group * used * key_size + i] = T::widen(asked[group * nodes_in_row * key_size + i]) * scale;
-    const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
     for (int64_t first = 0; first < groups * used; first += ROWS) {
       const int64_t size = std::min<int64_t>(ROWS, groups * used - first);
       with_rows(size, [&]<int R>() {
-        run_block<R>(first, used, count, width, query, key, value_panel, mask, scratch.scores.get(), partial);
+        run_block<R>(first, used, count, query, key, value_panel, mask, scratch.scores.get(), partial);
       });
     }
   }
 
   template <int R>
-  void run_block(int64_t first, int64_t used, int64_t count, int64_t width, const float* query, const float* key, const float* value,
+  void run_block(int64_t first, int64_t used, int64_t count, const float* query, const float* key, const float* value,
                  const Number* mask, float* scores, float* partial) const {
+    int64_t unseen = count, end = 0;
+    for (int r = 0; r < R; ++r) find_seen(mask + (first + r) % used * slots, count, unseen, end);
+    if (end == 0) {
+      for (int r = 0; r < R; ++r) write_nothing(partial + (first + r) * partial_width());
+      return;
+    }
+    const int64_t begin = unseen / PANEL * PANEL, width = round_up(end, PANEL);
     const float* inputs[R];
     for (int r = 0; r < R; ++r) inputs[r] = query + (first + r) * key_size;
-    for (int64_t panel = 0; panel < width; panel += PANEL) {
+    for (int64_t panel = begin; panel < width; panel += PANEL) {
       Vector sums[R][VECTORS] = {};
       for (int64_t d = 0; d < key_size; ++d) Float32::step<R>(key + panel * key_size + d * PANEL, inputs, d, sums);
       for (int r = 0; r < R; ++r) std::memcpy(scores + r * width + panel, sums[r], sizeof(sums[r]));
@@ -192,17 +223,17 @@ struct Attention {
     for (int r = 0; r < R; ++r) {
       float* row = scores + r * width;
       const Number* seen = mask + (first + r) % used * slots;
-      for (int64_t s = 0; s < count; ++s) row[s] += T::widen(seen[s]);
-      std::fill(row + count, row + width, LOWEST);
+      for (int64_t s = begin; s < end; ++s) row[s] += T::widen(seen[s]);
+      std::fill(row + end, row + width, LOWEST);
       float lanes[WIDTH];  // compilers find the maximum of vectors only lane by lane
       std::fill(lanes, lanes + WIDTH, LOWEST);
-      for (int64_t s = 0; s < width; s += WIDTH)
+      for (int64_t s = begin; s < width; s += WIDTH)
         for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = std::max(lanes[lane], row[s + lane]);
       largest[r] = *std::max_element(lanes, lanes + WIDTH);
-      for (int64_t s = 0; s < width; ++s) row[s] = exp_negative(row[s] - largest[r]);
+      for (int64_t s = begin; s < width; ++s) row[s] = exp_negative(row[s] - largest[r]);
       inputs[r] = row;
     }
-    for (int64_t s = 0; s < count; ++s)  // in the order of slots: unseen ones in between change no bit of a total
+    for (int64_t s = begin; s < end; ++s)  // in the order of slots: unseen ones in between change no bit of a total
       for (int r = 0; r < R; ++r) totals[r] += inputs[r][s];
     for (int r = 0; r < R; ++r) {
       float* result = partial + (first + r) * partial_width() + value_width();
@@ -211,7 +242,7 @@ struct Attention {
     }
     for (int64_t panel = 0; panel < value_width(); panel += PANEL) {
       Vector sums[R][VECTORS] = {};
-      for (int64_t s = 0; s < count; ++s) Float32::step<R>(value + s * value_width() + panel, inputs, s, sums);
+      for (int64_t s = begin; s < end; ++s) Float32::step<R>(value + s * value_width() + panel, inputs, s, sums);
       for (int r = 0; r < R; ++r)
         std::memcpy(partial + (first + r) * partial_width() + panel, sums[r], sizeof(sums[r]));
     }
@@ -233,7 +264,7 @@ struct Attention {
       total += weight * part[value_width() + 1];
       for (int64_t d = 0; d < value_size; ++d) sums[d] += weight * part[d];
     }
-    for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(sums[d] / total);
+    for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(total > 0 ? sums[d] / total : 0.0f);
   }
 
   void run(Number* outputs) const {

@@ -76,6 +76,25 @@ def test_attention_takes_the_nodes_of_all_rows_as_one_row(dtype: torch.dtype, se
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_slots_that_no_node_sees_are_left_out(dtype: torch.dtype) -> None:
+    """They change no bit, and NaN in them does no harm."""
+    torch.manual_seed(0)
+    query, seen = torch.randn(1, 6, 9, 16).to(dtype), torch.zeros(900, dtype=torch.bool)
+    seen[70:75] = seen[300:301] = seen[560:700] = True
+    keys, values = (torch.randn(1, 2, 900, 16).to(dtype) for _ in range(2))
+    mask = torch.where(torch.rand(1, 1, 9, 900) < 0.5, 0.0, torch.finfo(dtype).min).to(dtype)
+    mask[..., ~seen] = torch.finfo(dtype).min
+    mask[..., 300] = 0
+    expected = torch.ops.draftless.attention(query, keys, values, mask, 0.25)
+    for states in (keys, values):
+        states[:, :, 768:] = torch.nan  # a part of 256 slots
+    assert torch.equal(torch.ops.draftless.attention(query, keys, values, mask, 0.25), expected)
+    first = [each[:, :, :768] for each in (keys, values)]
+    assert torch.equal(torch.ops.draftless.attention(query, *first, mask[..., :768], 0.25), expected)
+    assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_linear_layers_of_random_shapes(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
