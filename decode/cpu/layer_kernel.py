@@ -26,6 +26,7 @@ from torch.func import functional_call
 
 from decode.cpu.build_cache import digest, environment
 from decode.kv_cache import TreeCache
+from decode.models.grouped_attention import ATTENTION
 
 Kernel = Callable[[list[Tensor]], list[Tensor]]
 OPTIONS: dict[str, Any] = {  # Inductor's
@@ -160,7 +161,8 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
     module = nn.Module()  # torch.export takes modules only
     vars(module)["forward"] = compute
     inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors)]
-    for states in (-4, -3):  # keys and values: in a flat pass, the other tensors have fewer rows
+    attends = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in layer.modules()}
+    for states in (-4, -3) if ATTENTION in attends else ():  # in a flat pass, keys and values alone have all rows
         rows, *others = inputs[states].shape
         inputs[states] = inputs[states].new_empty(rows + 1, *others)
     dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
