@@ -104,7 +104,9 @@ class Target(TimedModel):
         return curve.padded if self.has_graphs else curve
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        return (self._fixed_sessions.open if self.has_graphs else Session)(self, batch_size, layers)
+        return (
+            self._fixed_sessions.open(self, batch_size, layers) if self.has_graphs else super().open(batch_size, layers)
+        )
 
 
 def check_target(target: Any) -> None:

@@ -264,7 +264,7 @@ struct Attention {
       total += weight * part[value_width() + 1];
       for (int64_t d = 0; d < value_size; ++d) sums[d] += weight * part[d];
     }
-    for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(total > 0 ? sums[d] / total : 0.0f);
+    for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(total == 0 ? 0.0f : sums[d] / total);  // NaN stays NaN
   }
 
   void run(Number* outputs) const {

@@ -78,8 +78,8 @@ def list_numbers(
 ) -> dict[str, Tensor]:
     """A step as tensors, for proposers that draft on the device.
 
-    counts [B]: committed tokens. following [B, T]: the token after each committed one,
-    path [B, T]: its node in the verified tree; both are padded with 0.
+    counts [B]: committed tokens. following [B, T]: the token after each committed one, path [B, T]: its node in the
+    verified tree; both are padded with 0.
     """
     following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
     return {

@@ -74,9 +74,9 @@ def attend_stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def attend_in_two(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seen: int, scale: float) -> Tensor:
     """`attend_grouped` where all nodes see the first `seen` slots.
 
-    mask [B, 1, N, S - seen]: what they see of the others. Without a mask these are the nodes themselves, each of which
-    sees those up to its own. On a GPU, a kernel without a mask shares the slots among all processors, a kernel with one
-    does not. The two parts are joined by the sums of their weights, as in FlashAttention (Dao et al., 2022, section 3).
+    mask [B, 1, N, S - seen]: what they see of the other slots. None: these hold the nodes, and a node sees the nodes
+    up to its own. On a GPU, a kernel without a mask shares the slots among all processors, a kernel with one does not.
+    The two parts are joined by the sums of their weights, as in FlashAttention (Dao et al., 2022, section 3).
     """
     stacked, repeated = _stack(query, key, mask)
     first, first_sum = _attend(stacked, key[:, :, :seen], value[:, :, :seen], None, scale)

@@ -21,7 +21,7 @@ from decode import Proposer, Sampling, Target, stream
 from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 
-MODES = "off", "packed", "compiled", "graphs"
+MODES = "off", "packed", "graphs"
 NEW_TOKENS = 96
 SIZES = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY = 4096, 128256, 32000

@@ -76,6 +76,21 @@ def test_attention_takes_the_nodes_of_all_rows_as_one_row(dtype: torch.dtype, se
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_hides_no_fault(dtype: torch.dtype) -> None:
+    """NaN in a query, or in a key or value that is seen, is NaN in its results; a node that sees nothing gets zeros."""
+    for fault in range(3):
+        query, keys, values = torch.ones(1, 2, 3, 16), torch.ones(1, 2, 300, 16), torch.ones(1, 2, 300, 16)
+        mask = torch.zeros(1, 1, 3, 300)
+        mask[..., 1, :] = torch.finfo(dtype).min
+        (query[:, :, 0], keys[:, :, 5], values[:, :, 5])[fault].fill_(torch.nan)
+        given = [each.to(dtype) for each in (query, keys, values, mask)]
+        found = torch.ops.draftless.attention(*given, 0.25)[0]  # [N, heads, D]
+        assert found[0].isnan().all() and (fault or found[2].isfinite().all())
+        alone = torch.ops.draftless.attention(given[0][:, :, 1:2], *given[1:3], given[3][:, :, 1:2], 0.25)
+        assert not alone.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_slots_that_no_node_sees_are_left_out(dtype: torch.dtype) -> None:
     """They change no bit, and NaN in them does no harm."""
     torch.manual_seed(0)
