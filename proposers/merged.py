@@ -19,9 +19,7 @@ from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer
 from proposers.trees.search import ScoredDrafter
 
-NEWS = (
-    0.3  # the share of a drafter's levels that name the right token better than the other sources, before any is seen
-)
+NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
 # Trees that grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
 Growth: TypeAlias = tuple[float, list[GrowingTree]]

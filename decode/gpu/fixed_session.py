@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
-from decode.gpu.graph import MOST_KEPT, Captured, make_pool, round_up
+from decode.gpu.graph import MOST_GRAPHS, MOST_KEPT, Captured, make_pool, round_up
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
@@ -28,7 +28,6 @@ from decode.sampling import Sampling
 from decode.session import Fuse, Read, Session, Verdict
 from decode.tree import Tree
 
-MOST_GRAPHS = 64  # of steps; each takes some megabytes
 OPTIONAL = ("q", "wrong")  # tensors that only some trees have
 
 

@@ -13,6 +13,7 @@ from decode.models.user_cache import print_notice
 
 Result = TypeVar("Result")
 MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next batch, whose attention would see them all
+MOST_GRAPHS = 64  # of a batch's steps, and of a head's drafts; each takes some megabytes
 _failed = False  # in this process: the model's code reads from the device, for example
 
 

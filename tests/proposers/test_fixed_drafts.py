@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from decode import Target
 from decode.cpu.packed_linear import MergedPart, merge_layers
 from heads import LayerCache
+from proposers import fast_heads
 from proposers.eagle import EagleDrafter, FixedEagleDrafter
 from proposers.feature_history import attend_like_target, pick_last
 from tests.support.drafting import make_head
@@ -60,3 +62,13 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
                     grown.extend(parents, tokens)
                 paths = WIDTH
             assert caches.pop().lengths == caches[0].lengths
+
+
+def test_old_graphs_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that grow, and rows that join, take more and more of them."""
+    monkeypatch.setattr(fast_heads, "MOST_GRAPHS", 3)
+    graphs, model = fast_heads.DraftGraphs(), nn.Linear(1, 1)
+    for rows in [*range(1, 9), 8, 2]:
+        inputs = {"roots": torch.arange(rows)}
+        found: Any = graphs.run(model, None, "kind", lambda given: given["roots"] + 1, inputs)  # type: ignore[arg-type]
+        assert torch.equal(found, torch.arange(rows) + 1) and len(graphs._captured) <= 3
