@@ -6,13 +6,15 @@ is its position. The nodes being verified follow: node i of row b is in slot len
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.device.transfer import copy_packed
@@ -49,7 +51,7 @@ class TreeCache(Cache):
         longest = max(self.lengths)
         end = longest + start + count
         self.used = -(-end // BUCKET) * BUCKET
-        self.grow(self.used)
+        self.grow(self.used, start)
         self.used = end if exact else self.used
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
         self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
@@ -107,23 +109,26 @@ class TreeCache(Cache):
         return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in ascending order."""
-        unmoved = next((index for index, row in enumerate(rows) if index != row), len(rows))
-        moved = torch.tensor(rows[unmoved:], dtype=torch.long)
-        on_device: dict[torch.device, Tensor] = {}
+        """Go on with these rows only, in this order. None may come later than it was: `rows[i] >= i`."""
+        moves = [(row, place, self.lengths[row]) for place, row in enumerate(rows) if row != place]
         for block in self.blocks:
-            device = block.keys.device
-            if device not in on_device:
-                on_device[device] = copy_packed({"rows": moved}, device)["rows"]
-            block.select(unmoved, on_device[device], max(self.lengths), self.round_rows(len(rows)))
+            block.move_rows(moves)
         self.lengths = [self.lengths[row] for row in rows]
+        self._show_rows()
 
     def add_rows(self, count: int) -> None:
         """Add empty rows after the others."""
         self.lengths += [0] * count
+        self._show_rows()
+
+    def _show_rows(self) -> None:
+        """Let layers see as many rows as there are. New ones are allocated for as many again: few joins allocate."""
         rows = self.round_rows(len(self.lengths))
         for block in self.blocks:
-            block.resize(rows)
+            have = block.keys.shape[1]
+            if rows > have:
+                block.allocate(max(rows, 2 * have), self.capacity, self.lengths)
+            block.show(rows)
 
     def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
         """Replace these rows by rows of another cache: `sources`, or all of them, in order."""
@@ -150,14 +155,15 @@ class TreeCache(Cache):
         """How many rows are allocated for so many."""
         return rows
 
-    def grow(self, slots: int) -> None:
-        """Allocate so many slots of each row, and some more."""
+    def grow(self, slots: int, nodes: int = 0) -> None:
+        """Allocate so many slots of each row, and some more. nodes: of each row that are kept with its tokens."""
         for block in self.blocks:
             block.trim()  # all layers have been written to
         if slots > self.capacity:
             capacity = -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
+            filled = [min(length + nodes, self.capacity) for length in self.lengths]
             for block in self.blocks:
-                block.grow(capacity)
+                block.allocate(block.keys.shape[1], capacity, filled)
             self.capacity = capacity
 
     def add(self, layer: TreeCacheLayer, keys: Tensor, values: Tensor) -> None:
@@ -204,17 +210,13 @@ class Block:
         if count < len(self.keys):
             self.hold(self.keys[:count].clone(), self.values[:count].clone())
 
-    def grow(self, slots: int) -> None:
-        missing = 0, 0, 0, slots - self.keys.shape[3]
-        self.hold(nn.functional.pad(self.keys, missing), self.values)  # one after the other takes less memory
-        self.hold(self.keys, nn.functional.pad(self.values, missing))
+    def allocate(self, rows: int, slots: int, filled: Sequence[int]) -> None:
+        """Move to new memory for so many rows and slots, with the first `filled[b]` slots of each row."""
+        self.hold(_enlarge(self.keys, rows, slots, filled), self.values)  # one after the other takes less memory
+        self.hold(self.keys, _enlarge(self.values, rows, slots, filled))
 
-    def resize(self, rows: int) -> None:
-        """Let layers see so many rows. New ones are allocated for as many again, so that few joins allocate."""
-        missing = rows - self.keys.shape[1]
-        if missing > 0:
-            more = 0, 0, 0, 0, 0, 0, 0, max(missing, self.keys.shape[1])
-            self.keys, self.values = nn.functional.pad(self.keys, more), nn.functional.pad(self.values, more)
+    def show(self, rows: int) -> None:
+        """Let layers see so many rows."""
         self.rows = rows
         self.hold(self.keys, self.values)
 
@@ -234,15 +236,11 @@ class Block:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
         move_slots(self.keys, self.values, source, destination)
 
-    def select(self, unmoved: int, moved: Tensor, slots: int, rows: int) -> None:
-        """Go on with the first `unmoved` rows and the rows `moved`, whose first slots are moved up in place.
-
-        Copying all rows would cost more than a forward pass. rows: how many layers see from now on.
-        """
-        if len(moved):
+    def move_rows(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy rows in order, each (source, destination, slots) of them."""
+        for source, destination, slots in moves:
             for states in (self.keys, self.values):
-                states[:, unmoved : unmoved + len(moved), :, :slots] = states[:, moved, :, :slots]
-        self.resize(rows)
+                states[:, destination, :, :slots] = states[:, source, :, :slots]
 
 
 def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
@@ -252,8 +250,21 @@ def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor
         states[:, row, :, destination] = states[:, row, :, source]
 
 
+def _enlarge(states: Tensor, rows: int, slots: int, filled: Sequence[int]) -> Tensor:
+    larger = _allocate(states, len(states), rows, slots)
+    for row, count in enumerate(filled[: states.shape[1]]):
+        larger[:, row, :, :count] = states[:, row, :, :count]
+    return larger
+
+
 def _allocate(like: Tensor, layers: int, rows: int, slots: int) -> Tensor:
-    return like.new_zeros(layers, rows, like.shape[1], slots, like.shape[3])
+    """Zeros. The system maps a page of a CPU's memory once it is used: slots that no text reaches take none."""
+    shape = layers, rows, like.shape[-3], slots, like.shape[-1]
+    if like.device.type != "cpu" or not prod(shape):
+        return like.new_zeros(shape)
+    memory = torch.frombuffer(mmap.mmap(-1, prod(shape) * like.dtype.itemsize), dtype=like.dtype)
+    with torch.enable_grad():  # see `Block.hold`
+        return memory.view(shape)
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:

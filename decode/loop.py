@@ -41,14 +41,17 @@ class Verified:
     places: list[int]  # each row's index in this pass
     is_new: bool = False  # it read the prompts
 
-    def without_ended(self) -> list[Verified]:
-        """The same without the rows of requests that have ended; nothing if all have."""
-        rows = [row for row, request in enumerate(self.requests) if request.finish is None]
-        if len(rows) in (0, len(self.requests)):
-            return [self] if rows else []
+    def select(self, rows: Sequence[int]) -> Verified:
+        """The same for some rows only."""
         parts = self.tree.select(rows), self.verdict.select(rows), self.accepted.select(rows)
         requests, places = [self.requests[row] for row in rows], [self.places[row] for row in rows]
-        return [Verified(requests, *parts, places, self.is_new)]
+        return Verified(requests, *parts, places, self.is_new)
+
+    def list_running(self) -> list[int]:
+        """The rows of requests that go on. The last ones take the places of others: moving a row takes time."""
+        running = [row for row, request in enumerate(self.requests) if request.finish is None]
+        late = [row for row in running if row >= len(running)]
+        return [row if self.requests[row].finish is None else late.pop() for row in range(len(running))]
 
 
 class Batch:
@@ -122,8 +125,13 @@ class Batch:
 
     def release(self) -> bool:
         """Free the rows of requests that have ended. Returns whether others are left; if not, the batch ends."""
-        requests = self.requests
-        kept = [row for row, request in enumerate(requests) if request.finish is None]
+        requests, kept, parts, begin = self.requests, list[int](), list[Verified](), 0
+        for part in self._rows:
+            running = part.list_running()
+            kept += [begin + row for row in running]
+            begin += len(part.requests)
+            if running:
+                parts.append(part if len(running) == len(part.requests) else part.select(running))
         if self.prefixes is not None and len(kept) < len(requests):
             for text, request in zip(self.list_texts(), requests, strict=True):
                 if request.finish not in (None, "error"):
@@ -134,7 +142,7 @@ class Batch:
             self.close()
         elif len(kept) < len(requests):
             self.session.select(kept)
-            self._rows = [running for part in self._rows for running in part.without_ended()]
+            self._rows = parts
             if any(request.finish == "error" for request in requests):
                 self.session.clear_free_slots()
         return bool(kept)

@@ -277,7 +277,7 @@ class Session:
         self.cache.commit([len(row) for row in path])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in ascending order. Nodes that were not kept are lost."""
+        """Go on with these rows only, in this order: `rows[i] >= i`. Nodes that were not kept are lost."""
         self._move_now()
         self.cache.select(rows)
 

@@ -127,12 +127,12 @@ class LayerCache:
         """Go on with these rows of the batch, in this order."""
         self._lengths = None
         self.lengths = [self.lengths[row] for row in rows]
-        unmoved = next((place for place, row in enumerate(rows) if place != row), len(rows))
-        if self.held is not None and unmoved < len(rows):
-            moved = [held[list(rows[unmoved:])] for held in self.held]
+        places = [place for place, row in enumerate(rows) if place != row]
+        if self.held is not None and places:
+            moved = [held[[rows[place] for place in places]] for held in self.held]
             self._hold(self.held, 0, len(rows))
             for held, each in zip(self.held, moved, strict=True):
-                held[unmoved : len(rows)] = each
+                held[places] = each
 
     def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int) -> None:
         """Have so many slots and rows of keys and values like these."""

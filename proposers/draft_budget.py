@@ -107,7 +107,7 @@ class DraftBudget:
         unit = 1 / self._rows if step.target.passes_flat else 1
         if unit != self.unit:
             self.unit, self._least_slopes = unit, {}
-        cost = step.target.cost_curve(len(step.sequences), max(map(len, step.sequences)))
+        cost = step.target.cost_after(step.sequences)
         if step.is_first or cost is not self.cost:
             self.begin(cost, new_texts=step.is_first)
 

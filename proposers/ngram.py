@@ -54,8 +54,7 @@ class NGramProposer:
         rows = zip(texts, step.room, step.stop_ids, strict=True)
         drafts = [text.draft(min(longest, room - 1), stops) for text, room, stops in rows]
         if self.adaptive and any(drafts):
-            longest_text = max(map(len, step.sequences))
-            cost = step.target.cost_curve(len(texts), longest_text)
+            cost = step.target.cost_after(step.sequences)
             drafts = _cut_drafts(texts, drafts, cost, shares=step.target.passes_flat)
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)

@@ -23,6 +23,7 @@ from decode.tree import Tree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CONTEXTS = (256, 4096)  # committed tokens while measuring
+STEP = 64  # contexts between these are rounded up to its multiples
 MAX_CACHED = 1 << 16  # committed tokens of all rows together while measuring: their keys and values take gigabytes
 MAX_COST = 4.0  # larger sizes than the first above this cost are not timed: few trees gain that much
 ROUNDS, PATIENCE = 5, 2.0  # passes of each size; seconds after which no further round begins

@@ -25,6 +25,7 @@ from decode.cpu.compiled_layers import compiled_layers
 from decode.models.cost_curve import (
     CONTEXTS,
     SIZES,
+    STEP,
     CostCurve,
     fixed_curve,
     for_batch,
@@ -71,20 +72,22 @@ class TimedModel(StockModel):
 
         Measured now unless `warm_up` has done it or the user's cache has it. Where padding is skipped, the curve of a
         batch follows from that of one text. Else batch sizes are rounded up to powers of four. Contexts are rounded up
-        to multiples of 256. Between the measured contexts the seconds are linear, beyond them constant.
+        to multiples of 64. Between the measured contexts the seconds are linear, beyond them constant.
         With `deterministic` nothing is measured, and the context does not count.
+        context: where padding is skipped, the average of the rows, else the longest (`cost_after` chooses).
         """
         if self.deterministic:
             return self._find_fixed_curve(batch_size)
+        context = -(-max(context, 1) // STEP) * STEP
         if self.passes_flat and batch_size > 1:
-            single, shortest = TimedModel.cost_curve(self, 1, context), TimedModel.cost_curve(self)
+            single = TimedModel.cost_curve(self, 1, context)
             if (single, batch_size) not in self._batch_curves:
-                each_row = max(single.seconds[0] - shortest.seconds[0], 0.0)
+                each_row = context * self._slot_seconds
                 self._batch_curves[single, batch_size] = for_batch(single, batch_size, each_row)
             return self._batch_curves[single, batch_size]
         rows = measured_batches(batch_size)[-1]
         contexts = measured_contexts(self, rows)
-        context = min(-(-max(context, 1) // contexts[0]) * contexts[0], contexts[-1])
+        context = min(max(context, contexts[0]), contexts[-1])
         key = rows, context
         if key not in self._cost_curves:
             if context in contexts:
@@ -94,6 +97,18 @@ class TimedModel(StockModel):
                 shortest, longest = (TimedModel.cost_curve(self, rows, each) for each in contexts)
                 self._cost_curves[key] = shortest.blend(longest, share)
         return self._cost_curves[key]
+
+    def cost_after(self, texts: Sequence[Sequence[int]]) -> CostCurve:
+        """The cost curve of a batch of these texts."""
+        lengths = [*map(len, texts)]
+        return self.cost_curve(len(texts), sum(lengths) // len(lengths) if self.passes_flat else max(lengths))
+
+    @property
+    def _slot_seconds(self) -> float:
+        """The time in which attention reads one more committed token; 0 if only one context is measured."""
+        first, *more = measured_contexts(self, 1)
+        short, long = (TimedModel.cost_curve(self, 1, each).seconds[0] for each in (first, *more, first)[:2])
+        return max(long - short, 0.0) / (more[0] - first) if more else 0.0
 
     def _find_fixed_curve(self, rows: int) -> CostCurve:
         if (1, 0) not in self._cost_curves:  # no context of a measured one

@@ -112,8 +112,8 @@ def test_contexts_between_the_measured_ones_have_seconds_between_theirs(measured
     short, long = target.cost_curve(2), target.cost_curve(4, 4096)
     assert (short.seconds[0], long.seconds[0]) == (260, 4100) and measured == [(4, 256), (4, 4096)]
     assert target.cost_curve(3, 1) is target.cost_curve(3, 256) is short
-    assert target.cost_curve(3, 4000) is target.cost_curve(3, 100_000) is long
-    middle = target.cost_curve(4, 2100)
+    assert target.cost_curve(3, 4040) is target.cost_curve(3, 100_000) is long
+    middle = target.cost_curve(4, 2241)
     assert middle is target.cost_curve(3, 2304) and middle is not target.cost_curve(4, 2305)
     assert middle.seconds == pytest.approx([2304 + 4 * size for size in SIZES[:4]])
     assert short(4) > middle(4) > long(4) > 1 and len(measured) == 2
@@ -232,6 +232,17 @@ def test_without_padding_the_curve_of_a_batch_is_that_of_its_tokens(measured: Me
     assert batch is target.cost_curve(4) and len(measured) == 1
     for tokens in (4, 5, 6, 8, 12, 16, 32):
         assert batch(tokens / 4) == pytest.approx(single(tokens) / single(4))
+
+
+def test_rows_that_are_not_padded_cost_what_they_read_on_average(measured: Measured) -> None:
+    """A single long text in the batch must not make the others look expensive."""
+    target = Target(tiny("llama", dtype=torch.float32, max_position_embeddings=5000), accelerate="packed")
+    texts = [[5] * length for length in (100, 100, 120, 1600)]
+    assert target.passes_flat
+    assert target.cost_after(texts) is target.cost_curve(4, 480)
+    assert target.cost_after(texts).seconds[0] == pytest.approx((512 + 4) + 3 * 512)  # a slot takes 1 in `make_curve`
+    padded = long_target()
+    assert padded.cost_after(texts) is padded.cost_curve(4, 1600)
 
 
 def test_each_row_of_a_batch_reads_its_own_keys_and_values() -> None:
