@@ -17,7 +17,7 @@ from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
 from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLinear
-from decode.gpu.fixed_session import FixedSessions
+from decode.gpu.fixed_session import FixedSessions, find_graph_fault
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
 from decode.models.grouped_attention import ATTENTION
@@ -53,8 +53,10 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
-        self.has_graphs: bool = getattr(self.model, "has_graphs", False)  # its steps on a GPU are CUDA graphs
+        self.has_graphs = False  # its steps on a GPU are CUDA graphs
         self_test(self)
+        if (mode := getattr(self.model, "graphs", None)) is not None:
+            self._use_graphs(must=mode == "graphs")
 
     @classmethod
     def load(
@@ -73,6 +75,13 @@ class Target(TimedModel):
         """
         loaded = load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate)
         return cls(*loaded, deterministic=deterministic)
+
+    def _use_graphs(self, must: bool) -> None:
+        """Make steps CUDA graphs, if the model's code allows it. Raises ValueError if it must and does not."""
+        fault = find_graph_fault(self)
+        if fault is not None and must:
+            raise ValueError(f"{self.config.model_type} cannot have CUDA graphs ({fault}); choose auto or packed")
+        self.has_graphs = fault is None
 
     @cached_property  # every pass asks, and finding out takes half a millisecond
     def compiled(self) -> bool:

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
-from decode.gpu.graph import MOST_GRAPHS, Captured, GraphPool, make_pool, round_up
+from decode.gpu.graph import Captured, GraphPool, forget_oldest, make_pool, round_up
 from heads.vocabulary import VocabularyHead
 from proposers.tree_proposer import Inputs
 from proposers.trees.draft import Draft
@@ -77,8 +77,7 @@ class DraftGraphs:
         shapes = {name: pad_shape(name, tensor) for name, tensor in inputs.items()}
         key = kind, *shapes.items()
         if key not in self._captured:
-            if len(self._captured) >= MOST_GRAPHS:
-                del self._captured[next(iter(self._captured))]
+            forget_oldest(self._captured)
             buffers = {name: tensor.new_zeros(shapes[name]) for name, tensor in inputs.items()}
             self._captured[key] = Captured(self._pool, buffers)
         return self._captured[key].run(draft, inputs)

@@ -1,4 +1,4 @@
-"""Measure speed as Spec-Bench does: plain decoding, proposers and Hugging Face's generate; or forward passes."""
+"""Measure speed as Spec-Bench does: plain decoding, proposers and Hugging Face's generate; or passes; or a device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from decode import Sampling
 from decode.models.loading import DTYPES
 from proposers.load import check_options
 from scripts.benchmark import files, measurement
+from scripts.benchmark.first_hour import run_first_hour
 from scripts.benchmark.methods import METHODS_HELP, PEERS, make_methods, parse_methods
 from scripts.benchmark.passes import ROUNDS, format_passes, run_passes
 from scripts.benchmark.plot import describe, draw_methods, draw_passes
@@ -54,6 +55,10 @@ With --passes: the time of a forward pass over 1 to 64 nodes, in float32 and bfl
 tokens (or what the model has room for), in batches of 1 and 4. Every round times each of them once, in random order,
 right after an untimed pass of the same kind; times are medians. llama-bench runs once in every round. It computes the
 logits of a pass's last token, Draftless those of all nodes.
+
+With --first-hour: what to run first on a new GPU (--device, cuda by default): the tests of a checkout, steps at the
+sizes of an 8B Llama with random weights, passes and methods. FOLDER gets page.md, report.json and the reports of
+passes and methods. Each part has a time limit and a process of its own; one that fails is a line of the page.
 """
 
 
@@ -61,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        if args.first_hour is not None:
+            print(run_first_hour(args))
+            return
         for name in METHOD_OPTIONS if args.passes else PASS_OPTIONS:
             if getattr(args, name) != parser.get_default(name):
                 raise ValueError(f"--{name.replace('_', '-')} is for {'--questions' if args.passes else '--passes'}")
@@ -86,6 +94,7 @@ def make_parser() -> Parser:
     source = parser.add_mutually_exclusive_group().add_argument
     source("--questions", type=Path, default=BUILT_IN, metavar="FILE", help=QUESTIONS_HELP)
     source("--passes", action="store_true", help="time forward passes over 1 to 64 nodes instead of methods")
+    source("--first-hour", type=Path, metavar="FOLDER", help="test and measure a GPU; go on if it was interrupted")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole = parser.add_argument, at_least(1)
     add("--methods", help=f"{METHODS_HELP} (default: {DEFAULT_METHODS}; with --from: all)")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
-from decode.gpu.graph import MOST_GRAPHS, MOST_KEPT, Captured, make_pool, round_up
+from decode.gpu.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
@@ -134,8 +134,7 @@ class FixedSession(Session):
         levels, window = round_up(tree.height + 1), (self._seen, self.cache.used)
         key = rows, nodes, levels, kind, window, *((name, tensor.dtype) for name, tensor in inputs.items())
         if key not in steps:
-            if len(steps) >= MOST_GRAPHS:
-                del steps[next(iter(steps))]
+            forget_oldest(steps)
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             steps[key] = Captured(self.memory.pool, buffers)
         self._has_moved = kind is not None
@@ -149,12 +148,16 @@ class FixedSession(Session):
 
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}
-        key = tree.tokens.shape, tree.height, tree.is_chain, nodes
-        checks = self.memory.checks
+        rows, width = map(round_up, tree.tokens.shape)
+        key, checks = (rows, width, tree.height, tree.is_chain, nodes), self.memory.checks
         if key not in checks:
-            checks[key] = Captured(self.memory.check_pool, {name: tensor.clone() for name, tensor in inputs.items()})
+            forget_oldest(checks)
+            buffers = {name: make_buffer(name, tensor, rows, width) for name, tensor in inputs.items()}
+            checks[key] = Captured(self.memory.check_pool, buffers)
         compute = partial(self.compute_check, height=tree.height, is_chain=tree.is_chain, nodes=nodes)
-        return tree.with_tensors(checks[key].run(compute, inputs))
+        checked = checks[key].run(compute, inputs)
+        whole = slice(len(roots)), slice(tree.width), slice(tree.width)
+        return tree.with_tensors({name: tensor[whole[: tensor.dim()]] for name, tensor in checked.items()})
 
     def compute_check(
         self, buffers: Mapping[str, Tensor], *, height: int, is_chain: bool, nodes: int
@@ -200,6 +203,16 @@ class FixedSession(Session):
             return super().keep(path)
         self._upload = None
         self.cache.commit([len(row) for row in path])
+
+
+@torch.inference_mode()  # as in the loop
+def find_graph_fault(target: StockModel) -> str | None:
+    """Why steps of the model cannot be graphs; None if they can. It captures the graph of a small one."""
+    session = FixedSession(target, 1, ())
+    for _ in range(2):
+        session.verify(Tree.chain([[0]]))
+    pool = session.memory.pool
+    return None if pool is None else pool.fault
 
 
 def make_buffer(name: str, like: Tensor, rows: int, nodes: int) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from decode.models.user_cache import print_notice
 Result = TypeVar("Result")
 MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next batch, whose attention would see them all
 MOST_GRAPHS = 64  # of a batch's steps, and of a head's drafts; each takes some megabytes
-_failed = False  # in this process: the model's code reads from the device, for example
 
 
 def round_up(count: int) -> int:
@@ -23,17 +23,36 @@ def round_up(count: int) -> int:
 
 
 class GraphPool:
-    """What graphs share that are never replayed at the same time: memory, and the stream that they are captured on."""
+    """What graphs share that are never replayed at the same time: memory, and the stream that they are captured on.
+
+    fault: why one could not be captured, other than for a lack of memory. No more are tried then.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.memory, self.stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
+        self.fault: str | None = None
+
+    def renew(self) -> None:
+        """Go on after a capture that has failed, with other memory: that of a failed first capture is unusable.
+
+        Before torch 2.13, its allocator goes on as if the capture were under way (pytorch#180395).
+        """
+        if hasattr(torch._C, "_cuda_endAllocateToPool"):
+            with suppress(RuntimeError):  # it was ended
+                torch._C._cuda_endAllocateToPool(self.stream.device_index, self.memory)
         self.memory = torch.cuda.graph_pool_handle()
-        self.stream = _capture_stream(device)
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One a device: cuBLAS keeps a workspace for each."""
     return torch.cuda.Stream(device)
+
+
+def forget_oldest(graphs: dict[Any, Any]) -> None:
+    """Make room for one more graph."""
+    if len(graphs) >= MOST_GRAPHS:
+        del graphs[next(iter(graphs))]
 
 
 def make_pool(device: torch.device) -> GraphPool | None:
@@ -60,7 +79,7 @@ class Captured(Generic[Result]):
         """
         for name, tensor in inputs.items():
             self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
-        if self._captured is None and self._is_warm and self._pool is not None and not _failed:
+        if self._captured is None and self._is_warm and self._pool is not None and self._pool.fault is None:
             self._captured = _capture(partial(function, self.buffers), self._pool)
             self._pool = None  # one attempt is enough
         self._is_warm = True
@@ -74,9 +93,8 @@ class Captured(Generic[Result]):
 def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cuda.CUDAGraph, Result] | None:
     """The function's graph, and the result that a replay will fill. None if it cannot be captured.
 
-    A lack of memory concerns this function alone. Other errors come from the model's code, so no graph is tried again.
+    A lack of memory concerns this function alone. Other errors come from the model's code.
     """
-    global _failed
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads may go on using the GPU meanwhile.
@@ -86,9 +104,11 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
         ):
             result = function()
     except RuntimeError as error:  # nothing was computed
-        is_memory = isinstance(error, torch.OutOfMemoryError)
-        _failed = _failed or not is_memory
-        what = "no CUDA graph of this shape" if is_memory else "no CUDA graphs"
-        print_notice(f"{what} ({str(error).splitlines()[0]}): decoding goes on without")
+        fault = str(error).splitlines()[0]
+        pool.renew()
+        pool.fault = None if isinstance(error, torch.OutOfMemoryError) else fault
+        print_notice(
+            f"no CUDA graph{' of this shape' if pool.fault is None else 's'} ({fault}): decoding goes on without"
+        )
         return None
     return graph, result

@@ -144,7 +144,7 @@ def curve_file(target: StockModel, batch: int, context: int) -> Path | None:
     machine = device, torch.get_num_threads(), torch.get_float32_matmul_precision(), environment()
     versions = transformers.__version__, _digest_package()
     # A model's repr tells packed, quantized and adapted layers apart. Addresses in it change with every start.
-    mode = bool(compiled_layers(model)), getattr(model, "has_graphs", False)
+    mode = bool(compiled_layers(model)), getattr(target, "has_graphs", False)
     key = repr((batch, context, settings, repr(model), mode, machine, versions))
     digest = hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", key).encode()).hexdigest()
     try:

@@ -21,8 +21,8 @@ from scripts.shared.command import at_least
 
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
-packed and auto make attention faster, graphs also makes steps CUDA graphs. off changes nothing (default:
-%(default)s)"""
+packed makes attention faster, graphs also makes steps CUDA graphs, and so does auto for models that allow it. off
+changes nothing (default: %(default)s)"""
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the pretrained head of the default model. Also a head's folder, or a class of your own as
 FILE.py:CLASS (default: %(default)s)"""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -150,10 +150,8 @@ def wait(*_: Any) -> None:
     torch.ones(1, device="cuda").tolist()
 
 
-def list_graph_faults() -> Iterator[str]:
+def list_graph_faults(notices: Sequence[str]) -> Iterator[str]:
     """Where graphs give other texts than steps that are none, or a step is a graph that cannot be one."""
-    if graph._failed:
-        yield "a graph could not be captured"
     target, other = (make_target("llama", cuda=True, accelerate=mode) for mode in ("graphs", "off"))
     for settings, batch_size in product(SAMPLINGS, (1, 4)):  # sampled drafts differ between devices and batches
         drafters = [(each, DraftProposer(each, depth=3, sampled=True, nodes=4)) for each in (target, other)]
@@ -166,11 +164,20 @@ def list_graph_faults() -> Iterator[str]:
     processed = replace(processed, temperature=0.8, seed=3)
     if decode(target, PaddedTrees(), processed, nodes=3) != decode(other, None, processed):
         yield "trees that are padded beyond the budget"
+    if notices:
+        yield f"a graph could not be captured: {notices}"
     with target.model.register_forward_pre_hook(wait):
         if decode(target, None, Sampling()) != decode(other, None, Sampling()):
             yield "a model that waits for the device"
-    if not graph._failed:
-        yield "a wait was captured"
+        if Target(target.model, accelerate="auto").has_graphs:
+            yield "a wait was captured"
+        try:
+            yield f"graphs of a wait: {Target(target.model, accelerate='graphs')}"
+        except ValueError as error:
+            if "cannot have CUDA graphs" not in str(error):
+                yield f"graphs of a wait: {error}"
+    if len(notices) < 3:
+        yield f"no notice: {notices}"
 
 
 def main() -> None:
@@ -178,10 +185,11 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="steps are graphs; fewer proposers")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with simulate(), recorded_graphs():
+    notices: list[str] = []
+    with simulate(), recorded_graphs(), patch.object(graph, "print_notice", notices.append):
         if options.graphs:
             faults = [*list_differences("graphs", GRAPH_CASES), *list_accepted_faults("graphs"), *list_recaptured()]
-            faults += list_graph_faults()
+            faults += list_graph_faults(notices)
         else:
             faults = [*list_differences("off"), *list_accepted_faults("off")]
         print(json.dumps(faults))

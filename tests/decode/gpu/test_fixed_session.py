@@ -181,9 +181,8 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is captured once. Other graphs are tried if it was memory that this one lacked."""
-    monkeypatch.setattr(graph, "_failed", False)
+def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError]) -> None:
+    """It is captured once. Other graphs of its pool are tried if it was memory that this one lacked."""
     calls = []
 
     def compute(buffers: Mapping[str, Tensor]) -> Tensor:
@@ -193,10 +192,11 @@ def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError], monkey
         return buffers["x"] + 1
 
     with recorded_graphs():
-        captured = graph.Captured(graph.make_pool(torch.device("cuda")), {"x": torch.zeros(1)})
+        pool = graph.make_pool(torch.device("cuda"))
+        captured = graph.Captured(pool, {"x": torch.zeros(1)})
         assert [float(captured.run(compute, {"x": torch.tensor([x])})) for x in (1.0, 2.0, 3.0)] == [2, 3, 4]
     assert len(calls) == 4
-    assert graph._failed == (error is RuntimeError)
+    assert pool is not None and pool.fault == ("not now" if error is RuntimeError else None)
 
 
 def test_graphs_need_a_gpu() -> None:
