@@ -124,15 +124,12 @@ class LayerCache:
             self.lengths[row] = length
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order."""
-        self._lengths = None
-        self.lengths = [self.lengths[row] for row in rows]
-        places = [place for place, row in enumerate(rows) if place != row]
-        if self.held is not None and places:
-            moved = [held[[rows[place] for place in places]] for held in self.held]
-            self._hold(self.held, 0, len(rows))
-            for held, each in zip(self.held, moved, strict=True):
-                held[places] = each
+        """Go on with these rows of the batch, in this order. None may come later than it was: `rows[i] >= i`."""
+        for held in self.held or ():
+            for place, row in enumerate(rows):
+                if row != place:
+                    held[place, :, : self.lengths[row]] = held[row, :, : self.lengths[row]]
+        self._lengths, self.lengths = None, [self.lengths[row] for row in rows]
 
     def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int) -> None:
         """Have so many slots and rows of keys and values like these."""

@@ -15,7 +15,7 @@ from functools import partial
 from weakref import finalize, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
@@ -147,8 +147,9 @@ class FixedSession(Session):
         return self._seen
 
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
-        inputs = {"tokens": tree.tokens, "parents": tree.parents, "sizes": tree.sizes, "roots": roots}
         rows, width = map(round_up, tree.tokens.shape)
+        parents = nn.functional.pad(tree.parents, (0, width - tree.width), value=-1)  # a node's would be a fault
+        inputs = {"tokens": tree.tokens, "parents": parents, "sizes": tree.sizes, "roots": roots}
         key, checks = (rows, width, tree.height, tree.is_chain, nodes), self.memory.checks
         if key not in checks:
             forget_oldest(checks)
@@ -209,7 +210,7 @@ class FixedSession(Session):
 def find_graph_fault(target: StockModel) -> str | None:
     """Why steps of the model cannot be graphs; None if they can. It captures the graph of a small one."""
     session = FixedSession(target, 1, ())
-    for _ in range(2):
+    for _ in range(3):  # the first allocates the KV cache, the second is the first with it, the third is captured
         session.verify(Tree.chain([[0]]))
     pool = session.memory.pool
     return None if pool is None else pool.fault

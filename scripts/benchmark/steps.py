@@ -124,7 +124,8 @@ def counting_captures(captures: list[object]) -> Iterator[None]:
 
 def list_kernels(target: Target, prompt: list[int], settings: Any) -> list[str]:
     """Those that take longest in plain decoding, with their milliseconds a step."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]) as profiled:
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
+    with profile(activities=kinds, acc_events=True) as profiled:
         steps = sum(1 for _ in stream(target, [prompt], None, **settings))
     events, is_gpu = profiled.key_averages(), target.device.type == "cuda"
     times = {each.key: each.self_device_time_total if is_gpu else each.self_cpu_time_total for each in events}

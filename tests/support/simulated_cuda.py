@@ -346,7 +346,7 @@ def recorded_graphs() -> Iterator[None]:
         "CUDAGraph": RecordedGraph,
         "graph": record_graph,
         "graph_pool_handle": int,
-        "Stream": lambda device: None,
+        "Stream": lambda device: SimpleNamespace(device_index=0),
         "stream": nullcontext,
     }
     with patch.multiple("torch.cuda", **fakes):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
 from decode.accept import accept, unpack
-from decode.gpu import fixed_session, graph
+from decode.gpu import graph
 from decode.gpu.fixed_session import FixedSession, make_buffer
 from decode.gpu.graph import round_up
 from decode.models import grouped_attention
@@ -103,7 +103,7 @@ def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(grouped_attention, name, value)
     monkeypatch.setattr(Target, "needs_masks", False)
     monkeypatch.setattr(Target, "sees_texts_whole", True)
-    monkeypatch.setattr(fixed_session, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(graph, "MOST_GRAPHS", 4)
     target = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), accelerate="packed")
     plain = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024))
     monkeypatch.setattr(plain, "sees_texts_whole", False, raising=False)

@@ -214,8 +214,7 @@ def test_a_head_is_trained(save_model: Callable[..., Path], tmp_path: Path) -> N
 
 def test_flex_attention() -> None:
     """It is compiled for each shape, so there are few steps."""
-    shape = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "dtype": torch.float32}
-    model = tiny("llama", **shape).cuda()
+    model = tiny("llama", dtype=torch.float32, **LONG | {"head_dim": 16}).cuda()
     prompt, settings = PROMPTS[1], {"max_new_tokens": 8, "stop_ids": []}
     (expected,) = generate(Target(model), [prompt], None, **settings)
     model.set_attn_implementation("flex_attention")
