@@ -12,11 +12,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.device.at_once import accept_at_once, can_accept_at_once, choose_greedily, choose_stream, follow
+from decode.device.at_once import accept_at_once, can_accept_at_once, choose_stream
 from decode.device.transfer import Upload, copy_packed, read
 from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.rejection import judge_chains
-from decode.sampling import NO_TOKEN, Sampling, group_rows, upcast_half
+from decode.sampling import NO_TOKEN, Sampling, group_rows
 from decode.tree import Tree
 
 
@@ -65,11 +65,6 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     Deterministic drafts are walked. Sampled chains are accepted by block verification (`decode.rejection`).
     """
     tree = tree.to(logits.device)
-    is_greedy = sampling.greedy and tree.q is None and not sampling.processors
-    if is_greedy and logits.device.type == "cpu" and int(tree.sizes.min()) < tree.width:  # without the padding
-        chosen = torch.zeros_like(tree.tokens)
-        chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real])[None])[0]
-        return read_accepted(tree, *follow(tree, chosen))
     if can_accept_at_once(tree, sampling):
         stream = choose_stream(tree, sampling)
         keys = None if stream is None else find_keys(stream, tree.width, sampling, texts, logits.device, upload)

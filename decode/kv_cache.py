@@ -21,6 +21,7 @@ from decode.device.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
 TOGETHER = 8  # layers that share tensors; with more of them, growing and moving rows would need more memory
 
 
@@ -112,7 +113,7 @@ class TreeCache(Cache):
         """Go on with these rows only, in this order. None may come later than it was: `rows[i] >= i`."""
         moves = [(row, place, self.lengths[row]) for place, row in enumerate(rows) if row != place]
         for block in self.blocks:
-            block.move_rows(moves)
+            block.move_rows(moves, self.used)
         self.lengths = [self.lengths[row] for row in rows]
         self._show_rows()
 
@@ -236,11 +237,15 @@ class Block:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
         move_slots(self.keys, self.values, source, destination)
 
-    def move_rows(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy rows in order, each (source, destination, slots) of them."""
+    def move_rows(self, moves: Sequence[tuple[int, int, int]], used: int) -> None:
+        """Copy rows in order, each (source, destination, slots) of them.
+
+        used: slots that may have been written to. Those of the row before are cleared: 0 times a NaN would be NaN.
+        """
         for source, destination, slots in moves:
             for states in (self.keys, self.values):
                 states[:, destination, :, :slots] = states[:, source, :, :slots]
+                states[:, destination, :, slots:used] = 0
 
 
 def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
@@ -258,13 +263,16 @@ def _enlarge(states: Tensor, rows: int, slots: int, filled: Sequence[int]) -> Te
 
 
 def _allocate(like: Tensor, layers: int, rows: int, slots: int) -> Tensor:
-    """Zeros. The system maps a page of a CPU's memory once it is used: slots that no text reaches take none."""
+    """Zeros. The system maps a page of a CPU's memory once it is written to: slots that no text reaches take none."""
     shape = layers, rows, like.shape[-3], slots, like.shape[-1]
     if like.device.type != "cpu" or not prod(shape):
         return like.new_zeros(shape)
-    memory = torch.frombuffer(mmap.mmap(-1, prod(shape) * like.dtype.itemsize), dtype=like.dtype)
+    try:
+        memory = mmap.mmap(-1, prod(shape) * like.dtype.itemsize, **PRIVATE)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"not enough memory for a KV cache of {shape}: {error}") from error
     with torch.enable_grad():  # see `Block.hold`
-        return memory.view(shape)
+        return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:

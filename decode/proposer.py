@@ -28,9 +28,9 @@ LOAD_CALL = "load_proposer(name, target)"
 class Step:
     """A verified tree and what was accepted of it, for the rows that go on.
 
-    Requests join and leave at any step, so a request's row changes while its request id stays. Rows keep their order,
-    and requests join after the others. In a request's first step its row commits the whole prompt, and its `tree` is
-    the prompt's last token alone.
+    Requests join and leave at any step, so a request's row changes while its request id stays. The last rows take the
+    places of those that have left, and requests join after the others. In a request's first step its row commits the
+    whole prompt, and its `tree` is the prompt's last token alone.
     """
 
     request_ids: list[int]

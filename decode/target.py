@@ -53,7 +53,6 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
-        self.has_graphs = False  # its steps on a GPU are CUDA graphs
         self_test(self)
         if (mode := getattr(self.model, "graphs", None)) is not None:
             self._use_graphs(must=mode == "graphs")

@@ -124,11 +124,15 @@ class LayerCache:
             self.lengths[row] = length
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order. None may come later than it was: `rows[i] >= i`."""
-        for held in self.held or ():
-            for place, row in enumerate(rows):
-                if row != place:
-                    held[place, :, : self.lengths[row]] = held[row, :, : self.lengths[row]]
+        """Go on with these rows of the batch, in this order."""
+        moves = [(place, row, self.lengths[row]) for place, row in enumerate(rows) if place != row]
+        if self.held is not None and moves:
+            moved = [[held[row, :, :length].clone() for _, row, length in moves] for held in self.held]
+            self._hold(self.held, 0, len(rows))
+            for held, parts in zip(self.held, moved, strict=True):
+                for (place, _, length), part in zip(moves, parts, strict=True):
+                    held[place, :, :length] = part
+                    held[place, :, length:] = 0  # a NaN of the row before would be seen: 0 times it is NaN
         self._lengths, self.lengths = None, [self.lengths[row] for row in rows]
 
     def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int) -> None:

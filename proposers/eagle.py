@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from decode import Step, Target
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
-from heads.rope import RotaryTable
 from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, Counts, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
@@ -119,16 +118,8 @@ class EagleDrafter:
 # ---- the same at fixed shapes, for a GPU ----
 
 
-class Paths(NamedTuple):
-    """The paths of a level, at fixed shapes."""
-
-    states: Tensor  # [B, W, H]: the last one of each path
-    mask: Tensor  # [B, R, W, S]: what it attends to, the same for all R
-    logits: Tensor  # [B, W, D]: of the next token
-
-
 class FixedEagleDrafter:
-    """Drafts as `EagleDrafter` does, on a GPU: a few fused kernels a level, and nothing that the host must wait for.
+    """Drafts as `EagleDrafter` does, on a GPU: without anything that the host must wait for.
 
     It reads the features that are new first. Attention sees all slots, so shapes stay the same from level to level and
     from step to step. Draft tokens take the last slots.
@@ -147,88 +138,35 @@ class FixedEagleDrafter:
         drafted: int,
         window: tuple[int, int],
     ) -> None:
-        keys, values = cache.allocated()
-        self.cache = keys[:, :, : window[1]], values[:, :, : window[1]]
-        self.slot = torch.arange(*window, device=inputs["features"].device)  # [S]
-        self.paths, self.table = read_features(
-            head,
-            embed,
-            *self.cache,
-            inputs["features"],
-            inputs["following"],
-            inputs["counts"],
-            inputs["lengths"],
-            self.slot,
-            levels,
-        )
-        self.head, self.embed = head, embed
+        features, counts, lengths = inputs["features"], inputs["counts"], inputs["lengths"]
+        keys, values = (held[:, :, : window[1]] for held in cache.allocated())
+        layer, dtype, count, device = head.config.layer, keys.dtype, features.shape[1], features.device
+        self.head, self.embed, self.cache = head, embed, (keys, values)
+        self.slot = torch.arange(*window, device=device)  # [S]: those that need a mask
         self.level, self.begin = 0, len(self.slot) - drafted  # the place of the next level's first slot
+        positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
+        every = torch.cat([positions, after + torch.arange(levels, device=device)], dim=1)
+        table = layer.rotary_table(every, dtype)
+        self.table = table.part(count, count + levels)
+        slots = FixedSlots(keys, values, positions, hide(self.slot > positions[..., None], dtype)[:, None], attend)
+        states = head(embed(inputs["following"]).to(dtype), features.to(dtype), table.part(0, count), slots.attend)
+        self.states = pick_last(states, counts)[:, None]  # [B, W, H]: the last one of each path
+        shared = layer.num_attention_heads // layer.num_key_value_heads
+        # [B, R, W, S]: what the last one of each path attends to, the same for all R
+        self.mask = hide(self.slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
 
     def logits(self, level: int) -> Tensor:
-        return self.paths.logits
+        return self.head.logits(self.states)
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
         end = self.begin + parents.shape[1]
-        table, new = self.table.part(self.level, self.level + 1), self.slot[self.begin : end]
-        self.paths = extend_paths(
-            self.head, self.embed, *self.cache, self.paths, table, self.slot, new, parents, tokens
-        )
+        new, table = self.slot[self.begin : end], self.table.part(self.level, self.level + 1)
+        above = parents[:, None, :, None].expand(-1, self.mask.shape[1], -1, self.mask.shape[3])
+        self.mask = self.mask.gather(2, above).masked_fill(self.slot == new[:, None], 0)
+        states = self.states.gather(1, expand_last(parents, self.states))
+        slots = FixedSlots(*self.cache, new, self.mask.flatten(1, 2)[:, None], attend)
+        self.states = self.head(self.embed(tokens).to(states.dtype), states, table, slots.attend)
         self.level, self.begin = self.level + 1, end
-
-
-def read_features(
-    head: Any,
-    embed: Callable[[Tensor], Tensor],
-    keys: Tensor,
-    values: Tensor,
-    features: Tensor,
-    following: Tensor,
-    counts: Tensor,
-    lengths: Tensor,
-    slot: Tensor,
-    levels: int,
-) -> tuple[Paths, RotaryTable]:
-    """Read the target's fused features [B, T, H] and the tokens [B, T] after them, `counts` [B] in each row.
-
-    lengths [B]: tokens that were read before. slot [S]: all slots that need a mask. Returns the only path of the first
-    level, and the rotary table of the positions of all levels.
-    """
-    dtype, layer, count, device = keys.dtype, head.config.layer, features.shape[1], keys.device
-    positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
-    next_positions = after + torch.arange(levels, device=device)
-    table = layer.rotary_table(torch.cat([positions, next_positions], dim=1), dtype)
-    mask = hide(slot > positions[..., None], dtype)[:, None]
-    slots = FixedSlots(keys, values, positions, mask, attend)
-    states = head(embed(following).to(dtype), features.to(dtype), table.part(0, count), slots.attend)
-    last = pick_last(states, counts)[:, None]
-    shared = layer.num_attention_heads // layer.num_key_value_heads
-    mask = hide(slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
-    return Paths(last, mask, head.logits(last)), table.part(count, count + levels)
-
-
-def extend_paths(
-    head: Any,
-    embed: Callable[[Tensor], Tensor],
-    keys: Tensor,
-    values: Tensor,
-    before: Paths,
-    table: RotaryTable,
-    slot: Tensor,
-    new: Tensor,
-    parents: Tensor,
-    tokens: Tensor,
-) -> Paths:
-    """Continue the paths `parents` [B, W] by their next tokens [B, W], which go to the slots `new` [W].
-
-    table: of the next position. slot [S]: all slots that need a mask.
-    """
-    shared, size = before.mask.shape[1], before.mask.shape[3]
-    own = slot == new[:, None]
-    mask = before.mask.gather(2, parents[:, None, :, None].expand(-1, shared, -1, size)).masked_fill(own, 0)
-    states = before.states.gather(1, expand_last(parents, before.states))
-    slots = FixedSlots(keys, values, new, mask.flatten(1, 2)[:, None], attend)
-    states = head(embed(tokens).to(states.dtype), states, table, slots.attend)
-    return Paths(states, mask, head.logits(states))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from training.rendering import Renderer
 
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
 METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
-PASS_OPTIONS, GGUF = ("llama_bench", "gguf"), "DTYPE=FILE"
+PASS_OPTIONS = ("llama_bench", "gguf")
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
 QUESTIONS_HELP = "JSONL with question_id, category and turns, as Spec-Bench's (default: 12 short ones of six tasks)"
 GGUF, GGUF_HELP = (

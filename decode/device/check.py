@@ -19,41 +19,23 @@ def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> 
     """
     known = vars(tree).get("ancestors") if tree.is_chain else None  # what is known of a chain stays true
     limit = min(budget, tree.width, tree.height + 1 if tree.is_chain else tree.width)
-    return tree.with_tensors(
-        _mend(tree.tokens, tree.parents, tree.sizes, roots, known, limit, vocabulary, tree.height, tree.is_chain)
-    )
-
-
-def _mend(
-    given: Tensor,
-    given_parents: Tensor,
-    given_sizes: Tensor,
-    roots: Tensor,
-    ancestors: Tensor | None,
-    limit: int,
-    vocabulary: int,
-    height: int,
-    is_chain: bool,
-) -> dict[str, Tensor]:
-    """Mend a tree, given by its tensors, and mark the rows with faults. Returns its tensors by name, cached ones too.
-
-    ancestors: None if unknown. limit: nodes at most.
-    """
-    node = torch.arange(given.shape[1], device=given.device)
-    sizes = given_sizes.clamp(1, limit)
+    node = torch.arange(tree.width, device=tree.tokens.device)
+    sizes = tree.sizes.clamp(1, limit)
     real = node < sizes[:, None]
-    tokens = torch.where(node > 0, given.clamp(0, vocabulary - 1), roots[:, None])
-    parents = torch.where(real, node - 1 if is_chain else given_parents.clamp(min=0).minimum(node - 1), -1)
-    ancestors = find_ancestors(parents, height) if ancestors is None else ancestors
-    depth = (ancestors.sum(dim=2) - 1).clamp(max=height)
+    tokens = torch.where(node > 0, tree.tokens.clamp(0, vocabulary - 1), roots[:, None])
+    parents = torch.where(real, node - 1 if tree.is_chain else tree.parents.clamp(min=0).minimum(node - 1), -1)
+    ancestors = find_ancestors(parents, tree.height) if known is None else known
+    depth = (ancestors.sum(dim=2) - 1).clamp(max=tree.height)
     too_deep = depth != depth.gather(1, parents.clamp(min=0)) + 1
-    wrong = (real & (node > 0) & ((tokens != given) | too_deep)) | (parents != given_parents)
-    return {
-        "tokens": tokens,
-        "parents": parents,
-        "sizes": sizes,
-        "real": real,
-        "ancestors": ancestors,
-        "depth": depth,
-        "wrong": wrong.any(dim=1) | (sizes != given_sizes),
-    }
+    wrong = (real & (node > 0) & ((tokens != tree.tokens) | too_deep)) | (parents != tree.parents)
+    return tree.with_tensors(
+        {
+            "tokens": tokens,
+            "parents": parents,
+            "sizes": sizes,
+            "real": real,
+            "ancestors": ancestors,
+            "depth": depth,
+            "wrong": wrong.any(dim=1) | (sizes != tree.sizes),
+        }
+    )

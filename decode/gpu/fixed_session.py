@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from decode.accept import pack
 from decode.device.at_once import accept_at_once, choose_stream
-from decode.gpu.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up
+from decode.gpu.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up, tell_fault
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
@@ -138,7 +138,10 @@ class FixedSession(Session):
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             steps[key] = Captured(self.memory.pool, buffers)
         self._has_moved = kind is not None
-        return steps[key].run(partial(self.compute, levels=levels, kind=kind), inputs).first(*tree.tokens.shape)
+        verdict = steps[key].run(partial(self.compute, levels=levels, kind=kind), inputs)
+        if self.memory.pool is not None and self.memory.pool.fault is not None:
+            self.target.has_graphs = False  # the next batch's session pads nothing
+        return verdict.first(*tree.tokens.shape)
 
     def _needs_no_mask(self, tree: Tree, start: int) -> bool:
         return False
@@ -210,8 +213,11 @@ class FixedSession(Session):
 def find_graph_fault(target: StockModel) -> str | None:
     """Why steps of the model cannot be graphs; None if they can. It captures the graph of a small one."""
     session = FixedSession(target, 1, ())
-    for _ in range(3):  # the first allocates the KV cache, the second is the first with it, the third is captured
-        session.verify(Tree.chain([[0]]))
+    try:
+        for _ in range(3):  # the first allocates the KV cache, the second is the first with it, the third is captured
+            session.verify(Tree.chain([[0]]))
+    except Exception as error:  # anything from the model's code, in steps of fixed shape
+        return tell_fault(error)
     pool = session.memory.pool
     return None if pool is None else pool.fault
 

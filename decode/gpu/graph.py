@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from decode.models.user_cache import print_notice
 
 Result = TypeVar("Result")
+_capturing = Lock()  # a capture begins by waiting for the device, which ends another one
 MOST_KEPT = 4096  # slots of a row: a larger KV cache is not kept for the next batch, whose attention would see them all
 MOST_GRAPHS = 64  # of a batch's steps, and of a head's drafts; each takes some megabytes
 
@@ -90,6 +92,14 @@ class Captured(Generic[Result]):
         return result
 
 
+def tell_fault(error: Exception) -> str:
+    """Tell the user why there is no graph, and return the reason."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    which = "graph of this shape" if isinstance(error, torch.OutOfMemoryError) else "graphs"
+    print_notice(f"no CUDA {which} ({reason}): decoding goes on without")
+    return reason
+
+
 def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cuda.CUDAGraph, Result] | None:
     """The function's graph, and the result that a replay will fill. None if it cannot be captured.
 
@@ -99,16 +109,14 @@ def _capture(function: Callable[[], Result], pool: GraphPool) -> tuple[torch.cud
     try:
         # Other threads may go on using the GPU meanwhile.
         with (
+            _capturing,
             torch.cuda.stream(pool.stream),  # a capture that fails to begin leaves its stream as the current one
             torch.cuda.graph(graph, pool.memory, pool.stream, capture_error_mode="thread_local"),
         ):
             result = function()
-    except RuntimeError as error:  # nothing was computed
-        fault = str(error).splitlines()[0]
+    except Exception as error:  # nothing was computed
         pool.renew()
+        fault = tell_fault(error)
         pool.fault = None if isinstance(error, torch.OutOfMemoryError) else fault
-        print_notice(
-            f"no CUDA graph{' of this shape' if pool.fault is None else 's'} ({fault}): decoding goes on without"
-        )
         return None
     return graph, result

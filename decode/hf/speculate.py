@@ -51,7 +51,7 @@ def speculate(
     *,
     proposer: Proposer | str | Path | None = "auto",
     nodes: int = 64,
-    accelerate: str | None = None,
+    accelerate: str = "off",
     deterministic: bool | CostCurve = False,
     stop_strings: str | list[str] | None = None,
     **inputs: Any,
@@ -62,8 +62,8 @@ def speculate(
     reproducible by `torch.manual_seed`. Rows also end at the model's context length.
 
     proposer, nodes: as in `decode.stream`. accelerate, deterministic: as in `Target`. The accelerated copy is kept
-    until the weights change (hooks that are added later are not noticed). By default it is "packed" on a GPU, where it
-    shares all weights, and "off" elsewhere. The model is tested once and never changed.
+    until the weights change. Hooks that are added later are not noticed, nor adapters that are switched. The model is
+    tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
     A single row has the objects themselves. In a batch each row has a deep copy of yours, with its own row of the
@@ -92,7 +92,6 @@ def speculate(
     returns_logits = generation_config.output_scores or generation_config.output_logits
     returns_more = bool(generation_config.return_dict_in_generate)
     recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
-    accelerate = accelerate or ("packed" if model.device.type == "cuda" else "off")
     target = _find_target(model, accelerate, deterministic)
     proposer = as_proposer(proposer, target)
     target = PromptTarget(target, prompts, recording)

@@ -22,7 +22,12 @@ MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most t
 
 
 class StockModel:
-    """A decoder-only transformers model and the properties that a forward pass over a tree depends on."""
+    """A decoder-only transformers model and the properties that a forward pass over a tree depends on.
+
+    has_graphs: its steps on a GPU are CUDA graphs.
+    """
+
+    has_graphs = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

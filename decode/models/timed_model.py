@@ -47,7 +47,7 @@ class TimedModel(StockModel):
         super().__init__(model)
         self.deterministic = deterministic
         self._cost_curves: dict[tuple[int, int], CostCurve] = {}  # by batch and context
-        self._batch_curves: dict[tuple[CostCurve, int], CostCurve] = {}  # by one text's curve and batch
+        self._batch_curves: dict[tuple[int, int], CostCurve] = {}  # the same, where padding is skipped
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
@@ -78,13 +78,12 @@ class TimedModel(StockModel):
         """
         if self.deterministic:
             return self._find_fixed_curve(batch_size)
-        context = -(-max(context, 1) // STEP) * STEP
+        context = min(-(-max(context, 1) // STEP) * STEP, measured_contexts(self, 1)[-1])
         if self.passes_flat and batch_size > 1:
-            single = TimedModel.cost_curve(self, 1, context)
-            if (single, batch_size) not in self._batch_curves:
-                each_row = context * self._slot_seconds
-                self._batch_curves[single, batch_size] = for_batch(single, batch_size, each_row)
-            return self._batch_curves[single, batch_size]
+            if (batch_size, context) not in self._batch_curves:
+                single, each_row = TimedModel.cost_curve(self, 1, context), context * self._slot_seconds
+                self._batch_curves[batch_size, context] = for_batch(single, batch_size, each_row)
+            return self._batch_curves[batch_size, context]
         rows = measured_batches(batch_size)[-1]
         contexts = measured_contexts(self, rows)
         context = min(max(context, contexts[0]), contexts[-1])
@@ -144,7 +143,7 @@ def curve_file(target: StockModel, batch: int, context: int) -> Path | None:
     machine = device, torch.get_num_threads(), torch.get_float32_matmul_precision(), environment()
     versions = transformers.__version__, _digest_package()
     # A model's repr tells packed, quantized and adapted layers apart. Addresses in it change with every start.
-    mode = bool(compiled_layers(model)), getattr(target, "has_graphs", False)
+    mode = bool(compiled_layers(model)), target.has_graphs
     key = repr((batch, context, settings, repr(model), mode, machine, versions))
     digest = hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", key).encode()).hexdigest()
     try:

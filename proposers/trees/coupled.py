@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from decode import Sampling, Step
 from decode.accept import find_keys
@@ -41,25 +40,19 @@ class Coupling:
         token_map [D]: the target's tokens of draft ids.
         """
         keys, logits = self.keys[:, level], logits.expand(len(self.keys), -1, -1)
+        tokens = torch.arange(logits.shape[2], device=logits.device) if token_map is None else token_map
 
         def perturb(sampling: Sampling, rows: Any) -> Tensor:
+            scores = upcast_half(logits[rows])
             if sampling.greedy:
-                return upcast_half(logits[rows])
-            return _perturb(logits[rows], keys[rows], token_map, sampling.temperature, [*sampling.warpers])
+                return scores
+            noise = make_exponential(keys[rows], tokens).log_().neg_().float()  # [B, D] Gumbel noise
+            warped = scores.flatten(0, 1)
+            for warper in sampling.warpers:
+                warped = warper(None, warped)
+            return sampling.temperature * (warped.view(scores.shape) + noise[:, None])
 
         return for_groups(self.samplings, perturb)
-
-
-def _perturb(
-    logits: Tensor, keys: Tensor, token_map: Tensor | None, temperature: float, warpers: Sequence[LogitsProcessor]
-) -> Tensor:
-    """`Coupling.perturb` for keys [B] of one level."""
-    tokens = torch.arange(logits.shape[2], device=logits.device) if token_map is None else token_map
-    noise = make_exponential(keys, tokens).log_().neg_().float()  # [B, D] Gumbel noise
-    scores = upcast_half(logits).flatten(0, 1)
-    for warper in warpers:
-        scores = warper(None, scores)
-    return temperature * (scores.view(logits.shape) + noise[:, None])
 
 
 def find_noise(step: Step, levels: int, stream: int = TEXT) -> Tensor:

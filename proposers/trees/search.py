@@ -54,33 +54,18 @@ class ScoredDrafter:
         The best `width` ones of the level are returned as four tensors [B, width]: scores, the indices of their paths,
         tokens, and places.
         """
-        logits = self.inner.logits(level)
+        logits, path = self.inner.logits(level), scores[:, :, None]
         if self.coupling is not None:
             logits = self.coupling.perturb(logits, level, self.token_map)
-        return rank_paths(logits, ranks, scores, level, self.token_map, self.calibration, first_place, width)
-
-
-def rank_paths(
-    logits: Tensor,
-    ranks: int,
-    scores: Tensor,
-    level: int,
-    token_map: Tensor | None,
-    calibration: Calibration | None,
-    first_place: int,
-    width: int,
-) -> tuple[Tensor, ...]:
-    """`ScoredDrafter.next_paths` by logits [B, W, D]."""
-    ids, log_p = top_tokens(logits, ranks)  # [B, W, R]
-    path = scores[:, :, None]
-    if calibration is not None:
-        log_p = calibration.log_probabilities(level, log_p, path)
-    longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
-    tokens = (ids if token_map is None else token_map[ids]).expand_as(longer)
-    best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
-    index = best.indices[:, :width]
-    chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
-    return tokens, longer, best.values[:, :width], *chosen
+        ids, log_p = top_tokens(logits, ranks)  # [B, W, R]
+        if self.calibration is not None:
+            log_p = self.calibration.log_probabilities(level, log_p, path)
+        longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
+        tokens = (ids if self.token_map is None else self.token_map[ids]).expand_as(longer)
+        best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
+        index = best.indices[:, :width]
+        chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
+        return tokens, longer, best.values[:, :width], *chosen
 
 
 def search(
@@ -126,20 +111,10 @@ def search(
             scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
-    tokens, parents, scores, right = join_levels(found, longer.shape[2], None if waits or budget is None else best)
+    right = None if waits or budget is None else expect_right(best)
+    tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))  # of all levels
+    parents = places.repeat_interleave(longer.shape[2], dim=1)
     return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures, shares)
-
-
-def join_levels(
-    found: Sequence[tuple[Tensor, Tensor, Tensor]], ranks: int, best: Sequence[Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tokens, parents and scores [B, M] of all levels' candidates, and `expect_right(best)`.
-
-    found: of each level, tokens and scores [B, W R] of its candidates, and the places [B, W] of their parents.
-    """
-    tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    parents = places.repeat_interleave(ranks, dim=1)
-    return tokens, parents, scores, None if best is None else expect_right(best)
 
 
 def expect_right(best: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from scripts.benchmark.rows import to_markdown
 from scripts.shared.options import ModelOptions
 
 REPORT, PAGE = "report.json", "page.md"
-FIELDS = ("name", "status", "seconds", "output", "errors")  # of a part in the report
+FIELDS = ("name", "command", "status", "seconds", "output", "errors")  # of a part in the report
 DONE = "done"
 SHOWN = 60  # lines of a part's output that the page shows, and of its errors the report keeps
 OWN = "draftless: "  # begins a notice
@@ -45,7 +45,7 @@ def list_parts(args: Namespace, folder: Path) -> list[Part]:
     modes = ("packed", "graphs") if torch.device(device).type == "cuda" else ("packed",)
     cases = [(mode, 512, 1) for mode in modes] + [(modes[-1], context, 1) for context in (4096, 32768)]
     bench = [sys.executable, "-m", "scripts.bench", "--device", device]
-    bench += list_options(args, "model", "dtype", "repeats", "threads")
+    bench += list_options(args, "model", "dtype", "accelerate", "repeats", "threads")
     methods = [*bench, *list_options(args, "limit", "max_new_tokens"), "--methods"]
 
     def save(name: str) -> list[str]:
@@ -72,12 +72,12 @@ def list_options(args: Namespace, *names: str) -> list[str]:
 
 
 def run_parts(parts: Sequence[Part], folder: Path, device: torch.device) -> dict[str, Any]:
-    """Run the parts that the folder's report does not have as done, and return the report."""
+    """Run the parts that the folder's report does not have as done by the same command, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = {"machine": describe_machine(device) | {"commit": find_commit()}}
     found = {part["name"]: part for part in read_report(folder / REPORT, setup)}
     for part in parts:
-        if found.get(part.name, {}).get("status") != DONE:
+        if [found.get(part.name, {}).get(name) for name in ("command", "status")] != [[*part.command], DONE]:
             print(f"{OWN}{part.name}, at most {part.minutes:g} minutes", file=sys.stderr, flush=True)
             found[part.name] = run_part(part, folder)
         report = setup | {"parts": [found[each.name] for each in parts if each.name in found]}
@@ -92,9 +92,7 @@ def read_report(file: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        parts = [
-            {name: part[name] for name in ("name", "status", "seconds", "output", "errors")} for part in report["parts"]
-        ]
+        parts = [{name: part[name] for name in FIELDS} for part in report["parts"]]
         machine = report["machine"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error!r}); remove it to start again") from error
@@ -109,20 +107,21 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     with log.open("w", encoding="utf-8") as output:
         try:
             ended = subprocess.run(
-                part.command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60 * part.minutes, cwd=ROOT
+                part.command, stdout=output, stderr=subprocess.PIPE, timeout=60 * part.minutes, cwd=ROOT
             )
             errors, status = ended.stderr, DONE if ended.returncode == 0 else f"failed ({ended.returncode})"
         except subprocess.TimeoutExpired as late:
-            errors = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
+            errors = late.stderr or b""
             status = f"killed after {part.minutes:g} minutes"
     text = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()
     return {
         "name": part.name,
+        "command": [*part.command],
         "status": status,
         "seconds": round(perf_counter() - begun, 1),
         "output": text.splitlines(),
-        "errors": errors.splitlines()[-SHOWN:],
+        "errors": errors.decode(errors="replace").splitlines()[-SHOWN:],
     }
 
 
@@ -142,7 +141,10 @@ def format_page(report: dict[str, Any]) -> str:
 
 def run_first_hour(args: Namespace) -> str:
     """Run all parts for the command's options. Returns the page."""
-    folder = args.first_hour.resolve()
-    options = ModelOptions.from_args(args)
+    folder, options = args.first_hour.resolve(), ModelOptions.from_args(args)
+    if options.device_map is not None:
+        raise ValueError("--first-hour is for one device; --device chooses it")
+    if options.model is not None and Path(options.model).exists():
+        args.model = Path(options.model).resolve()  # parts run in another folder
     report = run_parts(list_parts(args, folder), folder, torch.device(options.device or "cuda"))
     return format_page(report)

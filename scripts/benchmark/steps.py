@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -92,10 +91,10 @@ def time_steps(target: Target, proposer: Proposer | None, prompts: list[list[int
 
     Kernels and graphs are made in the first answer; "captures" counts the graphs of the second.
     """
-    runs, captures = [], list[object]()
+    runs = []
     for _ in range(2):
-        ends, captures = [time.perf_counter()], []
-        with counting_captures(captures):
+        ends = [time.perf_counter()]
+        with patch.object(graph, "_capture", wraps=graph._capture) as capture:
             for chunk in stream(target, prompts, proposer, batch_size=len(prompts), **settings):
                 if chunk.request_id == len(prompts) - 1:
                     ends.append(time.perf_counter())
@@ -104,22 +103,10 @@ def time_steps(target: Target, proposer: Proposer | None, prompts: list[list[int
     return {
         "step": f"{statistics.median(steps):.1f}",
         "longest": f"{max(steps):.1f}",
-        "captures": str(len(captures)),
+        "captures": str(capture.call_count),
         "prompts": f"{read:.1f}",
         "first answer": f"{sum(runs[0]):.0f}",
     }
-
-
-@contextmanager
-def counting_captures(captures: list[object]) -> Iterator[None]:
-    capture = graph._capture
-
-    def count(*given: Any) -> Any:
-        captures.append(None)
-        return capture(*given)
-
-    with patch.object(graph, "_capture", count):
-        yield
 
 
 def list_kernels(target: Target, prompt: list[int], settings: Any) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from decode import Target
 from decode.cpu.packed_linear import MergedPart, merge_layers
+from decode.gpu import graph
 from heads import LayerCache
 from proposers import fast_heads
 from proposers.eagle import EagleDrafter, FixedEagleDrafter
@@ -66,7 +67,7 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
 
 def test_old_graphs_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that grow, and rows that join, take more and more of them."""
-    monkeypatch.setattr(fast_heads, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(graph, "MOST_GRAPHS", 3)
     graphs, model = fast_heads.DraftGraphs(), nn.Linear(1, 1)
     for rows in [*range(1, 9), 8, 2]:
         inputs = {"roots": torch.arange(rows)}

@@ -196,7 +196,7 @@ def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError]) -> Non
         captured = graph.Captured(pool, {"x": torch.zeros(1)})
         assert [float(captured.run(compute, {"x": torch.tensor([x])})) for x in (1.0, 2.0, 3.0)] == [2, 3, 4]
     assert len(calls) == 4
-    assert pool is not None and pool.fault == ("not now" if error is RuntimeError else None)
+    assert pool is not None and pool.fault == ("RuntimeError: not now" if error is RuntimeError else None)
 
 
 def test_graphs_need_a_gpu() -> None:

@@ -194,8 +194,8 @@ def test_caches_grow_and_batches_change(notices: list[str]) -> None:
     assert not notices
 
 
-@pytest.mark.parametrize("accelerate", [None, "graphs"])
-def test_generate_by_transformers(accelerate: str | None) -> None:
+@pytest.mark.parametrize("accelerate", ["off", "packed", "graphs"])
+def test_generate_by_transformers(accelerate: str) -> None:
     model = tiny("llama", dtype=torch.float32).cuda()
     ids, settings = torch.tensor([PROMPTS[1]], device="cuda"), {"max_new_tokens": 24, "do_sample": False}
     drafting = {"proposer": make_eagle3(Target(model)), "accelerate": accelerate}
