@@ -42,8 +42,9 @@ def list_parts(args: Namespace, folder: Path) -> list[Part]:
     """The parts for a device, in order."""
     device = args.device or "cuda"
     steps = [sys.executable, "-m", "scripts.benchmark.steps", "--device", device]
-    modes = ("packed", "graphs") if torch.device(device).type == "cuda" else ("packed",)
-    cases = [(mode, 512, 1) for mode in modes] + [(modes[-1], context, 1) for context in (4096, 32768)]
+    is_gpu = torch.device(device).type == "cuda"
+    modes, contexts = (("packed", "graphs"), (4096, 32768)) if is_gpu else (("packed",), (1024,))
+    cases = [*((mode, 512, 1) for mode in modes), *((modes[-1], each, 1) for each in contexts), (modes[-1], 512, 8)]
     bench = [sys.executable, "-m", "scripts.bench", "--device", device]
     bench += list_options(args, "model", "dtype", "accelerate", "repeats", "threads")
     methods = [*bench, *list_options(args, "limit", "max_new_tokens"), "--methods"]
@@ -55,10 +56,13 @@ def list_parts(args: Namespace, folder: Path) -> list[Part]:
     return [
         Part("tests", test, 25),
         *(
-            Part(f"steps, {mode}, {context} tokens, {rows} rows", [*steps, mode, f"--context={context}"], 5)
+            Part(
+                f"steps, {mode}, {context} tokens, {rows} rows",
+                [*steps, mode, f"--context={context}", f"--rows={rows}"],
+                5,
+            )
             for mode, context, rows in cases
         ),
-        Part(f"steps, {modes[-1]}, 512 tokens, 8 rows", [*steps, modes[-1], "--rows", "8"], 5),
         Part("passes", [*bench, "--passes", *save("passes")], 10),
         Part("methods", [*methods, "none,hf,ngram,merged", *save("methods")], 20),
         Part("methods, 8 rows", [*methods, "none,ngram,merged", "--batch-size", "8", *save("batches")], 10),

@@ -45,7 +45,7 @@ class Sizes:
 LARGE = Sizes(
     4096, 32, 128256, 32000, {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}, 96
 )
-TINY = Sizes(64, 2, 512, 64, {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}, 12)
+TINY = Sizes(64, 4, 512, 64, {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}, 12)
 
 
 def make_model(sizes: Sizes, device: torch.device) -> LlamaForCausalLM:

@@ -53,7 +53,7 @@ def test_the_same_command_goes_on_after_what_is_done(tmp_path: Path, monkeypatch
 def test_the_whole_hour_is_rehearsed_on_a_cpu(
     save_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = save_model(dtype=torch.float32, num_hidden_layers=1)
+    model = save_model(dtype=torch.float32, num_hidden_layers=1, max_position_embeddings=512)
     listed = first_hour.list_parts
     limit = {"methods": 0.01}  # minutes
     monkeypatch.setattr(
