@@ -17,7 +17,7 @@ from decode import Step, Target
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
-from proposers.feature_history import CHUNK, Counts, expand_last, pick_last
+from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
 
@@ -43,7 +43,7 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
-        read, device = partial(self.read, step.target), step.target.device
+        read, device = partial(self._read, step.target), step.target.device
         self._history.read_prompts(read)
         cache = self._history.cache
         if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
@@ -58,18 +58,11 @@ class EagleProposer(HeadProposer):
 
         return {"states": self._history.read_all(read)}
 
-    def read(
-        self,
-        target: Target,
-        cache: LayerCache,
-        features: Tensor,
-        tokens: Tensor,
-        counts: Counts,
-        on_device: Tensor | None,
-    ) -> Tensor:
-        positions, embed = cache.positions(features.shape[1], features.device), self.embedding(target)
-        states: Tensor = self.head(embed(tokens), features.to(self.dtype), positions, cache.attend)
-        cache.keep(counts, on_device)
+    def _read(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+        features, embed = part.features.to(self.dtype), self.embedding(target)
+        positions = cache.positions(features.shape[1], features.device)
+        states: Tensor = self.head(embed(part.following), features, positions, cache.attend)
+        cache.keep(part.counts, part.counts_tensor)
         return states
 
     def is_fixed(self, inputs: Inputs) -> bool:

@@ -23,9 +23,8 @@ from proposers.tree_proposer import numbers_of
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
 Counts: TypeAlias = list[int]  # of features, by row
-# A head reads features [B, T, F], padded at the right, and the tokens [B, T] after them, and adds both to its cache. It
-# also gets each row's number of features: as a list, and as a tensor [B] if it is there. Returns its states [B, T, H].
-ReadFeatures: TypeAlias = Callable[[LayerCache, Tensor, Tensor, Counts, Tensor | None], Tensor]
+# A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
+ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]
 
 
 class FeatureHistory:
@@ -139,12 +138,12 @@ class FeaturePart:
 def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tensor:
     """Let a head read features into its cache, some in a pass. Returns the states [B, T, H]."""
     if max(part.counts) <= CHUNK:
-        return read(cache, part.features, part.following, part.counts, part.counts_tensor)
+        return read(cache, part)
     states = []
     for begin in range(0, max(part.counts), CHUNK):
-        columns = slice(begin, begin + CHUNK)
-        sizes = [min(max(count - begin, 0), CHUNK) for count in part.counts]
-        states.append(read(cache, part.features[:, columns], part.following[:, columns], sizes, None))
+        columns, sizes = slice(begin, begin + CHUNK), [min(max(count - begin, 0), CHUNK) for count in part.counts]
+        given = part.features[:, columns], part.following[:, columns], (part.counts_tensor - begin).clamp(0, CHUNK)
+        states.append(read(cache, FeaturePart(*given, sizes)))
     return torch.cat(states, dim=1)
 
 

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from decode import Sampling, Step, Target
 from decode.sampling import group_rows
-from heads import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
-from proposers.feature_history import Counts, FeatureHistory
+from proposers.feature_history import FeatureHistory
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS
@@ -134,21 +133,6 @@ class HeadProposer(TreeProposer):
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
         embed: Any = getattr(self.head, "embed_tokens", None) or target.model.get_input_embeddings()
         return lambda tokens: embed(tokens).to(self.dtype)
-
-    def read(
-        self,
-        target: Target,
-        cache: LayerCache,
-        features: Tensor,
-        tokens: Tensor,
-        counts: Counts,
-        on_device: Tensor | None,
-    ) -> Tensor:
-        """Read features [B, T, *] and the tokens [B, T] after them into the head's cache. For heads that have one.
-
-        Returns the states [B, T, H]. counts: the features of each row; on_device [B]: the same, if they are there.
-        """
-        raise NotImplementedError
 
     def is_fixed(self, inputs: Inputs) -> bool:
         """Whether drafting from these inputs can be a CUDA graph: the same tensor operations in every step."""

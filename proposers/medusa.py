@@ -7,7 +7,6 @@ vocabulary, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import LayerCache
-from proposers.feature_history import Counts, pick_last_features
+from proposers.feature_history import FeaturePart, pick_last_features
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
 
@@ -61,19 +60,11 @@ class HydraProposer(HeadProposer):
     def read_step(self, step: Step) -> Inputs:
         if not self.head.reads_all_features:
             return {"last": pick_last_features(step)}
+        return {"last": self._history.read_all(self._read)}
 
-        return {"last": self._history.read_all(partial(self.read, step.target))}
-
-    def read(
-        self,
-        target: Target,
-        cache: LayerCache,
-        features: Tensor,
-        tokens: Tensor,
-        counts: Counts,
-        on_device: Tensor | None,
-    ) -> Tensor:
-        return self.head.contextualize(features.to(self.dtype), cache, counts)
+    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
+        states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
+        return states
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
         return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))

@@ -10,6 +10,7 @@ import torch
 
 from decode import Sampling, Tree
 from decode.accept import read_accepted, walk
+from decode.device import at_once
 from decode.device.at_once import draw_all, follow
 from decode.device.check import check_on_device
 from decode.device.transfer import Upload, copy_packed
@@ -36,6 +37,16 @@ def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], m
             assert found.tokens[0][: len(expected.tokens[0])] == expected.tokens[0]
             if not has_twins(tree):
                 assert (found.path, found.bonus) == (expected.path, expected.bonus)
+
+
+def test_noise_is_made_for_each_level_of_a_tree_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a level share it: a vocabulary of it for each node would cost as much as the pass."""
+    made, make = list[int](), at_once.make_exponential
+    monkeypatch.setattr(at_once, "make_exponential", lambda keys, tokens: made.append(len(keys)) or make(keys, tokens))
+    tree = Tree(torch.ones(2, 40, dtype=torch.long), torch.tensor([[-1, *[0] * 39]] * 2), torch.tensor([40, 40]), 1)
+    keys = row_keys(1, [4, 7], [3, 1], 40, TEXT)
+    draw_all(tree, torch.randn(2, 40, VOCABULARY), Sampling(temperature=1.0, seed=1), keys)
+    assert made == [2 * 2]  # rows and levels
 
 
 def has_twins(tree: Tree) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decode import Target, Tree, generate
+from decode.gpu.fixed_session import FixedSession
 from decode.models import cost_curve, timed_model
 from decode.models.cost_curve import SIZES, CostCurve, for_batch, measured_batches
 from decode.session import Session
@@ -141,6 +142,22 @@ def test_later_starts_measure_nothing(measured: Measured, folder: Path) -> None:
     again.warm_up(4)
     other_weights.warm_up(4)
     assert len(measured) == 4 and again.cost_curve(4, 4096).seconds == make_curve(4, 4096).seconds
+
+
+def test_steps_of_fixed_shape_are_measured_as_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their curve is another than that of passes that are launched one by one."""
+    sessions = list[Session]()
+
+    def measure(session: Session, context: int) -> CostCurve:
+        sessions.append(session)
+        return make_curve(1, context)
+
+    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    for has_graphs in (False, True):
+        target = Target(tiny("llama"))
+        target.has_graphs = has_graphs
+        target.cost_curve()
+    assert [type(session) for session in sessions] == [Session, FixedSession]
 
 
 CHANGES: dict[str, dict[str, Any]] = {  # of the model, or a function that the curve's file depends on
