@@ -235,7 +235,9 @@ class Block:
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
-        move_slots(self.keys, self.values, source, destination)
+        row = torch.arange(len(source), device=source.device)[:, None]
+        for states in (self.keys, self.values):
+            states[:, row, :, destination] = states[:, row, :, source]
 
     def move_rows(self, moves: Sequence[tuple[int, int, int]], used: int) -> None:
         """Copy rows in order, each (source, destination, slots) of them.
@@ -246,13 +248,6 @@ class Block:
             for states in (self.keys, self.values):
                 states[:, destination, :, :slots] = states[:, source, :, :slots]
                 states[:, destination, :, slots:used] = 0
-
-
-def move_slots(keys: Tensor, values: Tensor, source: Tensor, destination: Tensor) -> None:
-    """`Block.move`."""
-    row = torch.arange(len(source), device=source.device)[:, None]
-    for states in (keys, values):
-        states[:, row, :, destination] = states[:, row, :, source]
 
 
 def _enlarge(states: Tensor, rows: int, slots: int, filled: Sequence[int]) -> Tensor:

@@ -95,27 +95,15 @@ def follow(tree: Tree, chosen: Tensor) -> tuple[Tensor, Tensor]:
     if tree.width == 1:
         return torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0]
     if tree.is_chain:
-        return find_prefix(chosen, tree.tokens, tree.real)
-    return find_path(chosen, tree.tokens, tree.parents, tree.real, tree.ancestors, tree.depth)
-
-
-def find_prefix(chosen: Tensor, tokens: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """`follow` for chains."""
-    wrong = ~real
-    wrong[:, 1:] |= chosen[:, :-1] != tokens[:, 1:]
-    on_path = wrong.cumsum(dim=1) == 0
-    last = on_path.sum(dim=1, keepdim=True) - 1
-    return on_path, chosen.gather(1, last)[:, 0]
-
-
-def find_path(
-    chosen: Tensor, tokens: Tensor, parents: Tensor, real: Tensor, ancestors: Tensor, depth: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`follow` for trees."""
-    wrong = chosen.gather(1, parents.clamp(min=0)) != tokens
+        wrong = ~tree.real
+        wrong[:, 1:] |= chosen[:, :-1] != tree.tokens[:, 1:]
+        on_path = wrong.cumsum(dim=1) == 0
+        last = on_path.sum(dim=1, keepdim=True) - 1
+        return on_path, chosen.gather(1, last)[:, 0]
+    wrong = chosen.gather(1, tree.parents.clamp(min=0)) != tree.tokens
     wrong[:, 0] = False
-    wrong |= ~real
-    reached = ~(ancestors & wrong[:, None]).any(dim=2)  # [B, N]
-    last = torch.where(reached, depth, -1).argmax(dim=1)
-    on_path = ancestors[torch.arange(len(last), device=last.device), last]
+    wrong |= ~tree.real
+    reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
+    last = torch.where(reached, tree.depth, -1).argmax(dim=1)
+    on_path = tree.ancestors[torch.arange(len(last), device=last.device), last]
     return on_path, chosen.gather(1, last[:, None])[:, 0]
