@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import mmap
 import random
 from threading import Thread
 from time import sleep
@@ -319,6 +321,26 @@ def test_a_prompt_without_memory_ends_its_request(
     list(engine)
     assert large.answer is not None and large.answer.exception is error
     assert small.answer is not None and len(small.answer.tokens) == 9
+
+
+def test_a_kv_cache_without_memory_ends_its_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses to map memory; later requests are answered."""
+    limit, allocate = 40_000, mmap.mmap
+
+    def allocate_little(file: int, size: int, **options: Any) -> mmap.mmap:
+        if size > limit:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return allocate(file, size, **options)
+
+    monkeypatch.setattr("decode.kv_cache.mmap.mmap", allocate_little)
+    engine = Engine(target, None)
+    large = engine.add(PROMPTS[0], max_new_tokens=5)
+    list(engine)
+    assert large.answer is not None and large.answer.finish == "error" and "not enough memory" in large.answer.error
+    limit = 1 << 30
+    small = engine.add(PROMPTS[0], max_new_tokens=5, stop_ids=[])
+    list(engine)
+    assert small.answer is not None and len(small.answer.tokens) == 5
 
 
 def test_other_errors_end_all_requests_and_are_raised(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
