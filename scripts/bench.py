@@ -30,6 +30,7 @@ from training.rendering import Renderer
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
 METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
 PASS_OPTIONS = ("llama_bench", "gguf")
+CHOSEN_BY_PART = ("methods", "temperature", "seed", "batch_size", "json", "plot", *PASS_OPTIONS)  # of the first hour
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
 QUESTIONS_HELP = "JSONL with question_id, category and turns, as Spec-Bench's (default: 12 short ones of six tasks)"
 GGUF, GGUF_HELP = (
@@ -67,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         if args.first_hour is not None:
+            for name in CHOSEN_BY_PART:
+                if getattr(args, name) != parser.get_default(name):
+                    raise ValueError(f"--{name.replace('_', '-')} is not for --first-hour, whose parts have their own")
             print(run_first_hour(args))
             return
         for name in METHOD_OPTIONS if args.passes else PASS_OPTIONS:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from heads.atomic_write import write_aside
 from scripts.benchmark.files import ROOT, describe_machine, find_commit, write_report
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.options import ModelOptions
@@ -86,7 +87,8 @@ def run_parts(parts: Sequence[Part], folder: Path, device: torch.device) -> dict
             found[part.name] = run_part(part, folder)
         report = setup | {"parts": [found[each.name] for each in parts if each.name in found]}
         write_report(folder / REPORT, report)
-        (folder / PAGE).write_text(format_page(report), encoding="utf-8")
+        page = format_page(report).encode()
+        write_aside(folder / PAGE, lambda file, page=page: file.write(page))
     return report
 
 
@@ -150,5 +152,7 @@ def run_first_hour(args: Namespace) -> str:
         raise ValueError("--first-hour is for one device; --device chooses it")
     if options.model is not None and Path(options.model).exists():
         args.model = Path(options.model).resolve()  # parts run in another folder
-    report = run_parts(list_parts(args, folder), folder, torch.device(options.device or "cuda"))
-    return format_page(report)
+    device = torch.device(options.device or "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--first-hour measures a GPU, and torch finds none; --device cpu rehearses it")
+    return format_page(run_parts(list_parts(args, folder), folder, device))

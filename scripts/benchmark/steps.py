@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from decode import Proposer, Sampling, Target, stream
 from decode.gpu import graph
 from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
+from scripts.benchmark.methods import clock
 from scripts.benchmark.rows import to_markdown
 
 KERNELS = 6  # that are named, of a step
@@ -73,14 +75,11 @@ def make_head(sizes: Sizes, device: torch.device) -> torch.nn.Module:
 def time_transformers(model: LlamaForCausalLM, prompt: list[int], new_tokens: int) -> float:
     """Milliseconds a token of `generate`, without the prompt."""
     ids = torch.tensor([prompt], device=model.device)
-    wait = torch.get_device_module(model.device).synchronize
+    settings = {"attention_mask": torch.ones_like(ids)}
 
     def run(tokens: int) -> float:
-        wait()
-        begun = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens)
-        wait()
-        return time.perf_counter() - begun
+        limits = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        return clock(lambda: model.generate(ids, **settings, **limits), model.device)[1]
 
     run(8)
     return statistics.median(1000 * (run(1 + new_tokens) - run(1)) / new_tokens for _ in range(3))
@@ -152,7 +151,7 @@ def main() -> None:
         found = time_steps(target, make(), prompts, settings | {"sampling": sampling})
         lines = lines or [["ms", *found]]
         lines.append([name, *found.values()])
-        print(to_markdown([lines[0], lines[-1]]).splitlines()[-1], flush=True)  # what was found before a kill
+        print(name, found, file=sys.stderr, flush=True)  # the page shows it if the next case fails
     print(to_markdown(lines))
     print("\n".join(list_kernels(target, prompts[0], settings | {"max_new_tokens": 16})))
 

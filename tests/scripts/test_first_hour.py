@@ -49,6 +49,23 @@ def test_the_same_command_goes_on_after_what_is_done(tmp_path: Path, monkeypatch
         run_parts(parts, tmp_path, CPU)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--methods", "ngram"], "--methods is not for --first-hour"),
+        (["--device-map", "auto"], "for one device"),
+        (["--device", "cuda"], "torch finds none"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    options: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.main(["--first-hour", str(tmp_path / "hour"), *options])
+    assert reason in capsys.readouterr().err and not (tmp_path / "hour").exists()
+
+
 @pytest.mark.slow
 def test_the_whole_hour_is_rehearsed_on_a_cpu(
     save_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
