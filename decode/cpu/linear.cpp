@@ -1,9 +1,10 @@
 // A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
 //
-// Packed weights lie in panels of PANEL outputs: [panels, K, PANEL] in float32, [panels, K / 2, PANEL, 2] in bfloat16.
-// float32 inputs take both forms: weights that bfloat16 holds exactly are read from half the memory.
+// A packed layer is one tensor of bytes: a header of 64-bit integers, then one or more weights with the same inputs, each
+// in a form of its own. The header: how many weights there are, K, and for each its form, outputs, and offset in bytes.
+// Weights lie in panels of PANEL outputs: [panels, K / STEP, unit]. Zeros fill up. float32 inputs take every form.
 // A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
-// CHUNK steps each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
+// CHUNK bytes each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
 // Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
 
@@ -17,122 +18,285 @@
 #include <optional>
 #include <vector>
 
-#include "vectors.h"
+#include "blocks.h"
 
 namespace {
 
 using namespace draftless;
+using torch::stable::Tensor;
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
-constexpr int64_t CHUNK = 64, FEW = 4;  // steps (16 KiB of a panel), and the blocks that take turns after each chunk
+constexpr int64_t CHUNK = 16 << 10, FEW = 4;  // bytes of a panel, and the blocks that take turns after each chunk
+constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
+
+// Calls `block.template operator()<Form>()`. forms: ggml's numbers. Forms in groups and float16 take float32 inputs.
+template <class Number, class Block>
+void with_form(int64_t form, const Block& block) {
+  constexpr bool is_float = std::is_same_v<Number, float>;
+  if (form == 30) return block.template operator()<std::conditional_t<is_float, FromBFloat16, BFloat16>>();
+  if constexpr (is_float) switch (form) {
+      case 0: return block.template operator()<Float32>();
+      case 1: return block.template operator()<FromFloat16>();
+      case 2: return block.template operator()<Q4_0>();
+      case 3: return block.template operator()<Q4_1>();
+      case 6: return block.template operator()<Q5_0>();
+      case 7: return block.template operator()<Q5_1>();
+      case 8: return block.template operator()<Q8_0>();
+      case 12: return block.template operator()<Q4_K>();
+      case 13: return block.template operator()<Q5_K>();
+      case 14: return block.template operator()<Q6_K>();
+    }
+  STD_TORCH_CHECK(false, "weights of form ", form, " cannot be packed, or not for inputs of this dtype");
+}
+
+int64_t round_up(int64_t number, int64_t step) { return (number + step - 1) / step * step; }
+int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
+int64_t units_of(int64_t inputs, int64_t step) { return (inputs + step - 1) / step; }
+
+struct Part {
+  int64_t form, outputs, offset;
+};
+
+// What the header of a packed layer says.
+struct Layout {
+  const uint8_t* data;
+  int64_t inputs, outputs = 0, panels = 0;
+  std::vector<Part> parts;
+
+  explicit Layout(const Tensor& packed) : data(reinterpret_cast<const uint8_t*>(packed.const_data_ptr())) {
+    int64_t sizes[2];
+    STD_TORCH_CHECK(packed.numel() >= LINE, "not a packed layer");
+    std::memcpy(sizes, data, sizeof(sizes));
+    inputs = sizes[1];
+    parts.resize(sizes[0]);
+    std::memcpy(parts.data(), data + sizeof(sizes), sizes[0] * sizeof(Part));
+    for (const Part& part : parts) outputs += part.outputs, panels += panels_of(part.outputs);
+  }
+};
 
 template <class T>
 struct Layer {
   using Number = typename T::Number;
-  using Weight = typename T::Weight;
   const Number* inputs;
-  const Weight* packed;
-  const Number* bias;
-  Number* outputs;
-  int64_t rows, steps, count;  // input rows, steps over the inputs, outputs
+  const float* totals;    // [rows, inputs / TOTALS], for forms with a minimum
+  const uint8_t* packed;  // of this weight
+  const Number* bias;     // of its outputs
+  Number* outputs;        // the first one of this weight
+  int64_t rows, size, count, stride;  // input rows, inputs, outputs of this weight and of the layer
 
-  // Adds `length` steps, from `step` on, to the sums of R rows. Meanwhile `lines` of what is next are fetched.
+  // Adds `length` units, from `unit` on, to the sums of R rows. Meanwhile `lines` of what is next are fetched.
   template <int R>
-  void add_block(const Weight* weights, int64_t row, int64_t step, int64_t length, const char* next, int64_t lines,
+  void add_block(const uint8_t* weights, int64_t row, int64_t unit, int64_t length, const char* next, int64_t lines,
                  float* kept) const {
-    Vector sums[R][VECTORS];
-    std::memcpy(sums, kept, sizeof(sums));
     const Number* inputs_of[R];
-    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + ((row + r) * steps + step) * T::STEP;
-    for (int64_t k = 0, line = 0; k < length;) {
-      const int64_t until = std::min(k + BURST, length);
-      for (; line < lines * until / length; ++line) __builtin_prefetch(next + line * LINE, 0, 2);
-      for (; k < until; ++k, weights += T::STEP * PANEL) T::template step<R>(weights, inputs_of, k, sums);
+    for (int r = 0; r < R; ++r) inputs_of[r] = inputs + (row + r) * size;
+    int64_t line = 0;
+    if constexpr (T::IN_GROUPS) {
+      const float* totals_of[R];
+      for (int r = 0; r < R; ++r) totals_of[r] = T::HAS_MINIMUM ? totals + (row + r) * (size / TOTALS) : nullptr;
+      for (int64_t k = 0; k < length; ++k, weights += T::BYTES) {
+        for (; line < lines * (k + 1) / length; ++line) __builtin_prefetch(next + line * LINE, 0, 2);
+        T::template add<R>(weights, inputs_of, (unit + k) * T::STEP, totals_of, kept);
+      }
+    } else {
+      Vector sums[R][VECTORS];
+      std::memcpy(sums, kept, sizeof(sums));
+      for (int r = 0; r < R; ++r) inputs_of[r] += unit * T::STEP;
+      for (int64_t k = 0; k < length;) {
+        const int64_t until = std::min(k + BURST, length);
+        for (; line < lines * until / length; ++line) __builtin_prefetch(next + line * LINE, 0, 2);
+        for (; k < until; ++k, weights += T::BYTES)
+          T::template step<R>(reinterpret_cast<const typename T::Weight*>(weights), inputs_of, k, sums);
+      }
+      std::memcpy(kept, sums, sizeof(sums));
     }
-    std::memcpy(kept, sums, sizeof(sums));
   }
 
-  void write_block(int64_t panel, int64_t row, int64_t size, const float* sums) const {
+  void write_block(int64_t panel, int64_t row, int64_t number, const float* sums) const {
     const int64_t first = panel * PANEL;
     const int columns = (int)std::min<int64_t>(PANEL, count - first);
-    for (int64_t r = 0; r < size; ++r, sums += PANEL) {
-      Number* into = outputs + (row + r) * count + first;
-      for (int n = 0; n < columns; ++n) into[n] = T::narrow(sums[n] + (bias ? T::widen(bias[first + n]) : 0.0f));
+    for (int64_t r = 0; r < number; ++r, sums += PANEL) {
+      Number* into = outputs + (row + r) * stride + first;
+      for (int n = 0; n < columns; ++n) into[n] = narrow(sums[n] + (bias ? widen(bias[first + n]) : 0.0f));
     }
+  }
+
+  static float widen(Number number) {
+    if constexpr (std::is_same_v<Number, float>) return number;
+    else return T::widen(number);
+  }
+  static Number narrow(float number) {
+    if constexpr (std::is_same_v<Number, float>) return number;
+    else return T::narrow(number);
   }
 
   // One panel, for the blocks of rows from `begin` to `end`. limit: the end of the weights to fetch, if any.
   void run_blocks(int64_t panel, int64_t begin, int64_t end, int64_t blocks, const char* limit) const {
+    constexpr int64_t units = std::max<int64_t>(1, CHUNK / T::BYTES);
+    const int64_t steps = units_of(size, T::STEP);
     alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
-    const Weight* weights = packed + panel * steps * T::STEP * PANEL;
-    for (int64_t step = 0; step < steps; step += CHUNK, weights += CHUNK * T::STEP * PANEL) {
-      const int64_t length = std::min(CHUNK, steps - step), size = length * T::STEP * PANEL;
-      const char* next = reinterpret_cast<const char*>(weights + size);
-      const int64_t lines = limit ? std::min<int64_t>(size * sizeof(Weight), limit - next) / LINE : 0;
+    const uint8_t* weights = packed + panel * steps * T::BYTES;
+    for (int64_t unit = 0; unit < steps; unit += units, weights += units * T::BYTES) {
+      const int64_t length = std::min(units, steps - unit), bytes = length * T::BYTES;
+      const char* next = reinterpret_cast<const char*>(weights + bytes);
+      const int64_t lines = limit ? std::min<int64_t>(bytes, limit - next) / LINE : 0;
       for (int64_t block = begin; block < end; ++block) {
         const int64_t row = rows * block / blocks, block_rows = rows * (block + 1) / blocks - row;
         const int64_t from = lines * (block - begin) / (end - begin), to = lines * (block + 1 - begin) / (end - begin);
         float* kept = sums + (block - begin) * ROWS * PANEL;
         with_rows(block_rows, [&]<int R>() {
-          add_block<R>(weights, row, step, length, next + from * LINE, to - from, kept);
+          add_block<R>(weights, row, unit, length, next + from * LINE, to - from, kept);
         });
-        if (step + length == steps) write_block(panel, row, block_rows, kept);
+        if (unit + length == steps) write_block(panel, row, block_rows, kept);
       }
     }
   }
 
-  void run() const {
-    const int64_t panels = (count + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS;
-    torch::stable::parallel_for(0, panels, 1, [&](int64_t first, int64_t last) {
-      const char* limit = reinterpret_cast<const char*>(packed + last * steps * T::STEP * PANEL);
-      for (int64_t panel = first; panel < last; ++panel)
-        for (int64_t block = 0; block < blocks; block += FEW)
-          run_blocks(panel, block, std::min(block + FEW, blocks), blocks, block + FEW < blocks ? nullptr : limit);
-    });
+  void run(int64_t first, int64_t last) const {
+    const int64_t blocks = (rows + ROWS - 1) / ROWS, bytes = units_of(size, T::STEP) * T::BYTES;
+    const char* limit = reinterpret_cast<const char*>(packed + last * bytes);
+    for (int64_t panel = first; panel < last; ++panel)
+      for (int64_t block = 0; block < blocks; block += FEW)
+        run_blocks(panel, block, std::min(block + FEW, blocks), blocks, block + FEW < blocks ? nullptr : limit);
   }
 };
 
-using torch::stable::Tensor;
-
-template <class T>
-void run(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, Tensor& output) {
-  using Number = typename T::Number;
-  const int64_t inputs = input.size(input.dim() - 1), outputs = output.size(output.dim() - 1);
-  Layer<T>{reinterpret_cast<const Number*>(input.const_data_ptr()),
-           reinterpret_cast<const typename T::Weight*>(packed.const_data_ptr()),
-           bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr,
-           reinterpret_cast<Number*>(output.mutable_data_ptr()),
-           inputs ? input.numel() / inputs : 0,
-           inputs / T::STEP,
-           outputs}
-      .run();
+// The sums of TOTALS inputs each, which minima are multiplied with.
+template <class Number>
+std::vector<float> add_up(const Number* inputs, int64_t rows, int64_t size) {
+  std::vector<float> totals(rows * (size / TOTALS));
+  if constexpr (std::is_same_v<Number, float>)
+    for (int64_t i = 0; i < (int64_t)totals.size(); ++i) {
+      const float* from = inputs + i / (size / TOTALS) * size + i % (size / TOTALS) * TOTALS;
+      Vector sums = {};
+      for (int k = 0; k < TOTALS; k += WIDTH) sums += *reinterpret_cast<const Vector*>(from + k);
+      for (int k = 0; k < WIDTH; ++k) totals[i] += sums[k];
+    }
+  return totals;
 }
 
-// input [..., K], packed as above, bias [N]; K is a multiple of the packed pairs' size.
+template <class Number>
+void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>& bias, Tensor& output) {
+  const Number* inputs = reinterpret_cast<const Number*>(input.const_data_ptr());
+  const Number* biases = bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr;
+  Number* outputs = reinterpret_cast<Number*>(output.mutable_data_ptr());
+  const int64_t rows = layout.inputs ? input.numel() / layout.inputs : 0;
+  std::vector<float> totals;
+  for (const Part& part : layout.parts)
+    with_form<Number>(part.form, [&]<class T>() {
+      if (T::HAS_MINIMUM && totals.empty()) totals = add_up(inputs, rows, layout.inputs);
+    });
+  torch::stable::parallel_for(0, layout.panels, 1, [&](int64_t first, int64_t last) {
+    int64_t panel = 0, done = 0;  // of earlier weights
+    for (const Part& part : layout.parts) {
+      const int64_t begin = std::max(first, panel), end = std::min(last, panel + panels_of(part.outputs));
+      if (begin < end)
+        with_form<Number>(part.form, [&]<class T>() {
+          Layer<T>{inputs, totals.data(), layout.data + part.offset, biases ? biases + done : nullptr, outputs + done,
+                   rows, layout.inputs, part.outputs, layout.outputs}
+              .run(begin - panel, end - panel);
+        });
+      panel += panels_of(part.outputs), done += part.outputs;
+    }
+  });
+}
+
+// input [..., K], bias [N].
 Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
-  const int64_t inputs = packed.size(1) * (packed.dim() == 4 ? 2 : 1);
-  const bool halved = packed.dim() == 4 && input.scalar_type() == torch::headeronly::ScalarType::Float;
-  STD_TORCH_CHECK((halved || input.scalar_type() == packed.scalar_type()) && input.size(input.dim() - 1) == inputs,
-                  "inputs must have the dtype and the ", inputs, " columns of the packed weight");
+  const Layout layout(packed);
+  const bool is_float = input.scalar_type() == torch::headeronly::ScalarType::Float;
+  STD_TORCH_CHECK(is_float || input.scalar_type() == torch::headeronly::ScalarType::BFloat16,
+                  "inputs must be in float32 or bfloat16");
+  STD_TORCH_CHECK(input.dim() && input.size(input.dim() - 1) == layout.inputs && outputs == layout.outputs,
+                  "inputs must have the ", layout.inputs, " columns of the packed weight, and outputs its ",
+                  layout.outputs);
   input = torch::stable::contiguous(input);
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
   Tensor output = torch::stable::new_empty(input, shape);
-  const bool full = packed.dim() == 3;
-  (halved ? run<HalvedFloat32> : full ? run<Float32> : run<BFloat16>)(input, packed, bias, output);
+  (is_float ? run<float> : run<uint16_t>)(input, layout, bias, output);
   return output;
 }
 
-int64_t panel_size() { return PANEL; }
+// weights [N, bytes of a row], with the same inputs; forms: ggml's numbers; orders: row i of a weight is its row
+// orders[i], or none.
+Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector<Tensor> orders, int64_t inputs) {
+  std::vector<int64_t> header{(int64_t)weights.size(), inputs};
+  int64_t size = round_up(8 * (2 + 3 * weights.size()), LINE);
+  for (size_t i = 0; i < weights.size(); ++i)
+    with_form<float>(forms[i], [&]<class T>() {
+      STD_TORCH_CHECK(!T::IN_GROUPS || inputs % T::STEP == 0, "a row must be of whole blocks");
+      const int64_t outputs = weights[i].size(0);
+      header.insert(header.end(), {forms[i], outputs, size});
+      size += round_up(panels_of(outputs) * units_of(inputs, T::STEP) * T::BYTES, LINE);
+    });
+  Tensor packed = torch::stable::new_zeros(weights[0], {size}, torch::headeronly::ScalarType::Byte);
+  uint8_t* data = reinterpret_cast<uint8_t*>(packed.mutable_data_ptr());
+  std::memcpy(data, header.data(), 8 * header.size());
+  for (size_t i = 0; i < weights.size(); ++i)
+    with_form<float>(forms[i], [&]<class T>() {
+      const Tensor rows = torch::stable::contiguous(weights[i]), order = torch::stable::contiguous(orders[i]);
+      const int64_t outputs = rows.size(0), steps = units_of(inputs, T::STEP), bytes = rows.size(1);
+      const uint8_t* source = reinterpret_cast<const uint8_t*>(rows.const_data_ptr());
+      const int64_t* places = order.numel() ? reinterpret_cast<const int64_t*>(order.const_data_ptr()) : nullptr;
+      uint8_t* into = data + header[2 + 3 * i + 2];
+      torch::stable::parallel_for(0, panels_of(outputs), 1, [&](int64_t first, int64_t last) {
+        for (int64_t n = first * PANEL; n < std::min(last * PANEL, outputs); ++n) {
+          const uint8_t* row = source + (places ? places[n] : n) * bytes;
+          uint8_t* panel = into + n / PANEL * steps * T::BYTES;
+          for (int64_t k = 0; k < steps; ++k) {
+            uint8_t last_unit[T::SOURCE] = {};  // may be cut off
+            const int64_t left = std::min<int64_t>(T::SOURCE, bytes - k * T::SOURCE);
+            if (left < T::SOURCE) std::memcpy(last_unit, row + k * T::SOURCE, left);
+            T::pack(left < T::SOURCE ? last_unit : row + k * T::SOURCE, panel + k * T::BYTES, (int)(n % PANEL));
+          }
+        }
+      });
+    });
+  return packed;
+}
+
+// The rows of a packed layer, in float32: [N, K], or [..., K] for these rows.
+Tensor unpack(Tensor packed, Tensor rows) {
+  const Layout layout(packed);
+  rows = torch::stable::contiguous(rows);
+  const int64_t* numbers = reinterpret_cast<const int64_t*>(rows.const_data_ptr());
+  for (int64_t i = 0; i < rows.numel(); ++i)
+    STD_TORCH_CHECK(numbers[i] >= 0 && numbers[i] < layout.outputs, "row ", numbers[i], " of ", layout.outputs);
+  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
+  shape.push_back(layout.inputs);
+  Tensor output = torch::stable::new_empty(packed, shape, torch::headeronly::ScalarType::Float);
+  float* outputs = reinterpret_cast<float*>(output.mutable_data_ptr());
+  torch::stable::parallel_for(0, rows.numel(), 16, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      int64_t row = numbers[i];
+      const Part* part = layout.parts.data();
+      for (; row >= part->outputs; ++part) row -= part->outputs;
+      with_form<float>(part->form, [&]<class T>() {
+        const int64_t steps = units_of(layout.inputs, T::STEP);
+        const uint8_t* panel = layout.data + part->offset + row / PANEL * steps * T::BYTES;
+        for (int64_t k = 0; k < steps; ++k) {
+          float values[T::STEP];
+          T::unpack(panel + k * T::BYTES, (int)(row % PANEL), values);
+          const int64_t left = std::min<int64_t>(T::STEP, layout.inputs - k * T::STEP);
+          std::memcpy(outputs + i * layout.inputs + k * T::STEP, values, 4 * left);
+        }
+      });
+    }
+  });
+  return output;
+}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(draftless, m) {
   m.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
-  m.def("panel_size() -> int");
+  m.def("pack(Tensor[] weights, int[] forms, Tensor[] orders, int inputs) -> Tensor");
+  m.def("unpack(Tensor packed, Tensor rows) -> Tensor");
 }
-STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
-STABLE_TORCH_LIBRARY_IMPL(draftless, CompositeExplicitAutograd, m) {
-  m.impl("panel_size", TORCH_BOX(&panel_size));
+STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("pack", TORCH_BOX(&pack));
+  m.impl("unpack", TORCH_BOX(&unpack));
 }

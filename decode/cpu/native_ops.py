@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.cpu.build_cache import build_once, digest, environment
 
@@ -25,12 +26,15 @@ COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choic
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
+# The numbers that ggml gives to the forms of weights: one by one, and in blocks. A block has a multiple of 32 inputs.
+PLAIN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
+BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 
 
 @cache
 def load_native_ops() -> str | None:
     """Make `draftless::linear` and `draftless::attention` available. Returns None, or why they are not in one line."""
-    code = [file.read_text(encoding="utf-8") for file in (*SOURCES, FOLDER / "vectors.h")]
+    code = [file.read_text(encoding="utf-8") for file in (*SOURCES, FOLDER / "vectors.h", FOLDER / "blocks.h")]
     try:
         library = build_once(f"ops-{digest(code, FLAGS, _compiler(), environment())}.so", _compile)
         torch.ops.load_library(str(library))
@@ -60,35 +64,36 @@ def can_run(inputs: Tensor) -> bool:
     return inputs.device.type == "cpu" and inputs.dtype in DTYPES and not has_gradient
 
 
-def pack(*weights: Tensor) -> Tensor:
-    """Weights [N, K], one below the other, in panels of P outputs.
+class Weight(NamedTuple):
+    """A weight as a checkpoint stores it.
 
-    float32: [panels, K, P], bfloat16: [panels, K / 2, P, 2]; zeros fill up.
+    data: bytes [N, bytes of a row]. form: one of `PLAIN` or `BLOCKS`. inputs: K. order [N]: row i of the weight is row
+    `order[i]` of the data; None: they are in order.
     """
-    panel, pair = torch.ops.draftless.panel_size(), 2 if weights[0].dtype == torch.bfloat16 else 1
-    if any(len(weight) % panel for weight in weights[:-1]):  # panels would hold outputs of two weights
-        weights = (torch.cat(weights),)
-    outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
-    packed = weights[0].new_empty(-(-outputs // panel), -(-inputs // pair), panel, pair)
-    begin = 0
-    for weight in weights:
-        panels = _to_panels(weight, panel, pair)
-        packed[begin : begin + len(panels)] = panels
-        begin += len(panels)
-    return packed if pair == 2 else packed.squeeze(3)
+
+    data: Tensor
+    form: int
+    inputs: int
+    order: Tensor | None = None
+
+    @classmethod
+    def dense(cls, weight: Tensor) -> Weight:
+        """A weight [N, K] in one of the dtypes of `PLAIN`."""
+        return cls(weight.contiguous().view(torch.uint8), PLAIN[weight.dtype], weight.shape[1])
 
 
-def _to_panels(weight: Tensor, panel: int, pair: int) -> Tensor:
-    """A weight [N, K] as [panels, K / pair, panel, pair]: a view, if no zeros are needed."""
-    if len(weight) % panel or weight.shape[1] % pair:  # padding by nothing would copy the weight
-        weight = nn.functional.pad(weight, (0, -weight.shape[1] % pair, 0, -len(weight) % panel))
-    return weight.view(-1, panel, weight.shape[1] // pair, pair).transpose(1, 2)
+def pack(*weights: Weight) -> Tensor:
+    """Weights with the same inputs, one below the other, as the op `draftless::linear` takes them."""
+    orders = [torch.empty(0, dtype=torch.long) if each.order is None else each.order for each in weights]
+    forms, inputs = [each.form for each in weights], weights[0].inputs
+    packed: Tensor = torch.ops.draftless.pack([each.data for each in weights], forms, orders, inputs)
+    return packed
 
 
-def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """The weight [N, K] that `pack` was given."""
-    panels = packed if packed.dim() == 4 else packed.unsqueeze(3)
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1] * panels.shape[3])[:outputs, :inputs]
+def unpack(packed: Tensor, rows: Tensor) -> Tensor:
+    """These rows of packed weights, in float32: [..., K] for rows [...]. Raises RuntimeError if there is no such row."""
+    unpacked: Tensor = torch.ops.draftless.unpack(packed, rows)
+    return unpacked
 
 
 def _fake_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

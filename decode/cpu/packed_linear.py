@@ -14,13 +14,14 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from decode.cpu.native_ops import can_run, load_native_ops, pack, unpack
+from decode.cpu.native_ops import Weight, can_run, load_native_ops, pack, unpack
 
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
+SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
 
 
@@ -38,55 +39,87 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+class StoredLinear(nn.Module):
+    """A linear layer with a weight as a checkpoint stores it, in blocks. It is only there to be packed."""
+
+    def __init__(self, stored: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stored, self.in_features, self.out_features = stored, stored.inputs, len(stored.data)
+        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta"), False)
+        self.bias = None if bias is None else nn.Parameter(bias, False)
+
+
 class PackedLinear(nn.Module):
     """`nn.Linear`, or several as one, on packed weights. What the op does not take goes through the unpacked weight.
 
-    float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory. The
-    arithmetic stays float32, and the outputs the same bits.
+    float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory, and
+    those of a file with blocks of a few bits as they are. The arithmetic stays float32. Halved weights give the same
+    bits as full ones; blocks are summed with their scales apart, so they round a little less than unpacked weights.
 
     Raises RuntimeError if the op computes something else than the layer.
     """
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear | StoredLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
         self.dtype, bias = linears[0].weight.dtype, _join_biases(linears)
-        self.packed = nn.Buffer(pack(*_halve([linear.weight.detach() for linear in linears])), persistent=False)
-        self._layout = self.dtype, self.packed.dtype
+        self.packed = nn.Buffer(pack(*_find_weights(linears)), persistent=False)
+        self._packed_for = self.dtype
         self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
         self._check(linears)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.dtype != self.dtype or self._layout != (self.dtype, self.packed.dtype) or not can_run(inputs):
+        if inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
-        if self.packed.dim() == 4 and self.in_features % 2:
+        if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
         outputs: Tensor = torch.ops.draftless.linear(inputs, self.packed, self.bias, self.out_features)
         return outputs
 
     def dense_weight(self) -> Tensor:
         """The weight [N, K]."""
-        return unpack(self.packed, self.out_features, self.in_features).to(self.dtype)
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight, [..., K] for row numbers [...]."""
+        return unpack(self.packed, numbers)[..., : self.in_features].to(self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `packed` alone does not tell
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `packed` does not tell
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
-    def _check(self, linears: Sequence[nn.Linear]) -> None:
+    def _check(self, linears: Sequence[nn.Linear | StoredLinear]) -> None:
         inputs = torch.randn(7, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
-        found, expected = self(inputs).float(), torch.cat([linear(inputs) for linear in linears], dim=1).float()
-        if not float((found - expected).abs().max()) <= TOLERANCE[self.dtype] * float(expected.abs().max()):
-            raise RuntimeError("the linear op does not compute what the layer does")
+        begin, found = 0, self(inputs).float()
+        for linear in linears:
+            expected = _compute(linear, inputs, self.rows(begin + torch.arange(linear.out_features)[:SAMPLE])).float()
+            error = (found[:, begin : begin + expected.shape[1]] - expected).abs().max()
+            if not float(error) <= TOLERANCE[self.dtype] * float(expected.abs().max()):
+                raise RuntimeError("the linear op does not compute what the layer does")
+            begin += linear.out_features
 
 
-def _halve(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Weights in bfloat16 if that holds all of them exactly, else the weights themselves."""
-    if weights[0].dtype != torch.float32 or not all(_holds(each[:1].bfloat16(), each[:1]) for each in weights):
-        return weights  # the first outputs tell most of these
-    halves = [weight.bfloat16() for weight in weights]
-    return halves if all(map(_holds, halves, weights)) else weights
+def _compute(linear: nn.Linear | StoredLinear, inputs: Tensor, rows: Tensor) -> Tensor:
+    """What a layer computes: all outputs or, of a stored one, those of its first rows."""
+    if isinstance(linear, nn.Linear):
+        return linear(inputs)
+    return nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
+
+
+def _find_weights(linears: Sequence[nn.Linear | StoredLinear]) -> list[Weight]:
+    """The weights of layers that become one: as they are stored, or in bfloat16 where that holds them."""
+    return [each.stored if isinstance(each, StoredLinear) else Weight.dense(_halve(each.weight)) for each in linears]
+
+
+def _halve(weight: Tensor) -> Tensor:
+    """A weight in bfloat16 if that holds it exactly, else the weight. It is read in pairs then, so a zero may end rows."""
+    weight = weight.detach()
+    if weight.dtype == torch.float32 and weight.shape[1] % 2 == 0 and _holds(weight[:1].bfloat16(), weight[:1]):
+        half = weight.bfloat16()  # the first output tells most of those that it does not hold
+        return half if _holds(half, weight) else weight
+    return nn.functional.pad(weight, (0, 1)) if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 else weight
 
 
 def _holds(half: Tensor, weight: Tensor) -> bool:

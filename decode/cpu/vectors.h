@@ -1,10 +1,13 @@
 // The register block that the linear and the attention op share: a few rows of inputs against a panel of columns.
+//
+// A form of weights is a struct. Its numbers lie in units: STEP inputs of PANEL columns, in BYTES bytes.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#include <type_traits>
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -21,12 +24,97 @@ constexpr int ROWS = 6, PANEL = WIDTH * VECTORS;
 
 // GCC and Clang map these to the widest registers at hand. They may lie at any address.
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint32_t Pairs __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-struct Float32 {
-  using Number = float;
-  using Weight = float;
-  static constexpr int STEP = 1;  // input numbers of a step
+inline float widen_half(uint16_t half) {  // the float32 number of a float16's bits
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  uint32_t bits = (rest << 13) + 0x38000000u;
+  if (rest >= 0x7c00) bits += 0x38000000u;  // infinite, or NaN
+  float number;
+  if (rest < 0x400) {
+    number = (float)rest * 0x1p-24f;  // subnormal
+    std::memcpy(&bits, &number, 4);
+  }
+  bits |= sign;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+
+inline Vector load_halves(const uint8_t* from) {  // float16 numbers
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  Vector numbers;
+  for (int i = 0; i < WIDTH; ++i) {
+    uint16_t half;
+    std::memcpy(&half, from + 2 * i, 2);
+    numbers[i] = widen_half(half);
+  }
+  return numbers;
+#endif
+}
+
+template <class Byte>  // int8_t or uint8_t
+inline Vector load_bytes(const uint8_t* from) {
+  constexpr bool is_signed = std::is_signed_v<Byte>;
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+  return (Vector)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)from);
+  return (Vector)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  Vector numbers;
+  for (int i = 0; i < WIDTH; ++i) numbers[i] = is_signed ? (float)(int8_t)from[i] : (float)from[i];
+  return numbers;
+#endif
+}
+
+inline Vector to_floats(Words numbers) {  // numbers below 2^31
+  return __builtin_convertvector((Integers)numbers, Vector);
+}
+
+// The lowest 4 bits of each lane as a number, plus OFFSET; with `fifth`, its lowest bit above them.
+template <int OFFSET>
+inline Vector look_up(Words bits) {
+#if defined(__AVX512F__)
+  const Vector offset = Vector{} + (float)OFFSET, table = offset + Vector{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (Vector)_mm512_permutexvar_ps((__m512i)bits, (__m512)table);
+#else
+  return to_floats(bits & 15u) + (float)OFFSET;
+#endif
+}
+
+template <int OFFSET>
+inline Vector look_up(Words bits, Words fifth) {
+#if defined(__AVX512F__)
+  const Vector offset = Vector{} + (float)OFFSET, low = offset + Vector{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const __m512i index = _mm512_ternarylogic_epi32((__m512i)bits, (__m512i)(fifth << 4u), _mm512_set1_epi32(16), 0xd8);
+  return (Vector)_mm512_permutex2var_ps((__m512)low, index, (__m512)(low + 16.0f));
+#else
+  return to_floats((bits & 15u) | (fifth & 1u) << 4) + (float)OFFSET;
+#endif
+}
+
+// Numbers that lie one by one.
+template <class N, class W, int S>
+struct Plain {
+  using Number = N;  // of inputs and outputs
+  using Weight = W;
+  static constexpr bool IN_GROUPS = false, HAS_MINIMUM = false;
+  static constexpr int STEP = S;
+  static constexpr int64_t BYTES = STEP * PANEL * sizeof(Weight), SOURCE = STEP * sizeof(Weight);
+
+  // Puts STEP numbers in a lane of a unit.
+  static void pack(const uint8_t* numbers, uint8_t* unit, int lane) {
+    std::memcpy(unit + lane * SOURCE, numbers, SOURCE);
+  }
+};
+
+struct Float32 : Plain<float, float, 1> {
 
   // Adds the products of one input number of each row with a panel's numbers.
   template <int R>
@@ -36,21 +124,19 @@ struct Float32 {
       for (int r = 0; r < R; ++r) sums[r][v] += inputs[r][k] * weight;
     }
   }
+  static void unpack(const uint8_t* unit, int lane, float* into) { std::memcpy(into, unit + 4 * lane, 4); }
   static float widen(float number) { return number; }
   static float narrow(float number) { return number; }
 };
 
-struct BFloat16 {
-  using Number = uint16_t;
-  using Weight = uint16_t;
-  static constexpr int STEP = 2;  // a pair: one 32-bit lane holds two inputs of one column
+struct BFloat16 : Plain<uint16_t, uint16_t, 2> {  // a pair: one 32-bit lane holds two inputs of one column
 
   template <int R>
   static inline void step(const uint16_t* panel, const uint16_t* const* inputs, int64_t k,
                           Vector (&sums)[R][VECTORS]) {
     uint32_t pairs[R];
     for (int r = 0; r < R; ++r) std::memcpy(&pairs[r], inputs[r] + 2 * k, 4);
-    const Pairs* weights = reinterpret_cast<const Pairs*>(panel);
+    const Words* weights = reinterpret_cast<const Words*>(panel);
 #if defined(__AVX512BF16__)
     for (int r = 0; r < R; ++r) {  // row by row: the pairs of all rows at once need too many registers
       const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)pairs[r]);
@@ -67,6 +153,11 @@ struct BFloat16 {
     }
 #endif
   }
+  static void unpack(const uint8_t* unit, int lane, float* into) {
+    uint16_t pair[2];
+    std::memcpy(pair, unit + 4 * lane, 4);
+    for (int i = 0; i < 2; ++i) into[i] = widen(pair[i]);
+  }
   static float widen(uint16_t number) {
     const uint32_t bits = (uint32_t)number << 16;
     float result;
@@ -82,19 +173,39 @@ struct BFloat16 {
 };
 
 // float32 numbers and weights that bfloat16 holds exactly: the same bits as `Float32` from half the memory.
-struct HalvedFloat32 : Float32 {
-  using Weight = uint16_t;
-  static constexpr int STEP = 2;
+struct FromBFloat16 : BFloat16 {
+  using Number = float;
 
   template <int R>
   static inline void step(const uint16_t* panel, const float* const* inputs, int64_t k, Vector (&sums)[R][VECTORS]) {
-    const Pairs* weights = reinterpret_cast<const Pairs*>(panel);
+    const Words* weights = reinterpret_cast<const Words*>(panel);
     for (int odd = 0; odd < 2; ++odd)  // one after the other: the inputs of both at once need too many registers
       for (int v = 0; v < VECTORS; ++v) {
         const Vector weight = (Vector)(odd ? weights[v] & 0xffff0000u : weights[v] << 16);
         for (int r = 0; r < R; ++r) sums[r][v] += inputs[r][2 * k + odd] * weight;
       }
   }
+  static float widen(float number) { return number; }
+  static float narrow(float number) { return number; }
+  using BFloat16::unpack;
+};
+
+// float32 numbers and weights in float16.
+struct FromFloat16 : Plain<float, uint16_t, 1> {
+  template <int R>
+  static inline void step(const uint16_t* panel, const float* const* inputs, int64_t k, Vector (&sums)[R][VECTORS]) {
+    for (int v = 0; v < VECTORS; ++v) {
+      const Vector weight = load_halves(reinterpret_cast<const uint8_t*>(panel + WIDTH * v));
+      for (int r = 0; r < R; ++r) sums[r][v] += inputs[r][k] * weight;
+    }
+  }
+  static void unpack(const uint8_t* unit, int lane, float* into) {
+    uint16_t half;
+    std::memcpy(&half, unit + 2 * lane, 2);
+    *into = widen_half(half);
+  }
+  static float widen(float number) { return number; }
+  static float narrow(float number) { return number; }
 };
 
 // Calls `block.template operator()<R>()` for a number of rows R that is only known when it runs, from 1 to ROWS.
