@@ -96,6 +96,12 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
     return unpacked
 
 
+def read_rows(weight: Weight, rows: Tensor) -> Tensor:
+    """Some rows of a stored weight, in float32: [n, K] for row numbers [n]."""
+    chosen = weight.data[rows if weight.order is None else weight.order[rows]]
+    return unpack(pack(weight._replace(data=chosen, order=None)), torch.arange(len(rows)))
+
+
 def _fake_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], outputs)
 

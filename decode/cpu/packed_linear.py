@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from decode.cpu.native_ops import Weight, can_run, load_native_ops, pack, unpack
 
@@ -27,6 +28,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, 
 
 def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether this layer can be packed on this machine."""
+    if type(module) is StoredLinear:
+        return True
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
     dtype = module.weight.dtype
@@ -40,13 +43,21 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 
 
 class StoredLinear(nn.Module):
-    """A linear layer with a weight as a checkpoint stores it, in blocks. It is only there to be packed."""
+    """A linear layer with its weight as a file stores it, in blocks. It is only there to be packed."""
 
-    def __init__(self, stored: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, stored: Weight, module: nn.Module) -> None:
         super().__init__()
         self.stored, self.in_features, self.out_features = stored, stored.inputs, len(stored.data)
-        self.weight = nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta"), False)
-        self.bias = None if bias is None else nn.Parameter(bias, False)
+        self.weight = module.weight  # without values: the shape and dtype
+        self.bias = getattr(module, "bias", None)
+
+
+class StoredEmbedding(StoredLinear):
+    """An embedding with its weight as a file stores it."""
+
+    def __init__(self, stored: Weight, module: nn.Module) -> None:
+        super().__init__(stored, module)
+        self.module = module
 
 
 class PackedLinear(nn.Module):
@@ -126,6 +137,26 @@ def _holds(half: Tensor, weight: Tensor) -> bool:
     return torch.equal(half.float(), weight)
 
 
+class PackedEmbedding(nn.Module):
+    """An embedding whose rows are those of a packed layer, often of the output layer, unpacked as they are looked up."""
+
+    def __init__(self, layer: PackedLinear, module: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.module = None if type(module) is nn.Embedding else module  # Gemma's scale what they look up
+        if self.module is not None:
+            self.module.weight = nn.Parameter(torch.empty(0, layer.in_features, dtype=layer.dtype), requires_grad=False)
+        self.eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.layer.rows(ids)
+        if self.module is None:
+            return rows
+        numbers = torch.arange(ids.numel()).view(ids.shape)
+        scaled: Tensor = functional_call(self.module, {"weight": rows.flatten(0, -2)}, (numbers,))
+        return scaled
+
+
 class OneDnnLinear(nn.Module):
     """`nn.Linear` on weights that oneDNN packed. For inference only."""
 
@@ -159,12 +190,18 @@ def pack_layers(module: nn.Module) -> None:
     Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are. Raises
     ValueError with the name of a weight that is NaN or infinite.
     """
+    stored = {id(layer.stored): name for name, layer in module.named_modules() if type(layer) is StoredLinear}
     try:
         merge_layers(module, can_pack, pack_linear)
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
                 if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
                     setattr(parent, name, pack_linear(child))
+        for name, embedding in list(module.named_modules()):
+            if isinstance(embedding, StoredEmbedding):
+                twin: Any = stored.get(id(embedding.stored))
+                layer = PackedLinear(embedding) if twin is None else module.get_submodule(twin)
+                module.set_submodule(name, PackedEmbedding(layer, embedding.module))
     except RuntimeError as error:
         if weight := find_bad_weight(module):
             raise ValueError(f"the weight {weight} {BAD_WEIGHT}") from error

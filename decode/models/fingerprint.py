@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from decode.cpu.native_ops import read_rows
+from decode.cpu.packed_linear import StoredLinear
 from decode.requests.text import Tokenizer
 
 SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
@@ -26,13 +28,20 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     before layers are packed; `decode.cpu.acceleration.accelerate` keeps the result in `model.weights_fingerprint`.
     """
 
+    stored = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLinear)}
+
     def describe() -> Iterable[bytes]:
         for name, parameter in model.named_parameters():
             yield f"{name}{tuple(parameter.shape)}".encode()
-            if parameter.device.type != "meta":
-                flat = parameter.detach().flatten()
-                chosen = flat[:: max(1, len(flat) // SAMPLES)].to(torch.bfloat16)
-                yield chosen.cpu().view(torch.int16).numpy().tobytes()
+            chosen = torch.arange(0, parameter.numel(), max(1, parameter.numel() // SAMPLES))
+            if parameter in stored:
+                numbers = chosen % parameter.shape[1]
+                values = read_rows(stored[parameter], chosen // parameter.shape[1]).gather(1, numbers[:, None])
+            elif parameter.device.type != "meta":
+                values = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLES)]
+            else:
+                continue
+            yield values.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
 
     return _hash(describe())
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
+from decode.models.gguf_model import find_gguf, load_gguf
 from decode.requests.text import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
@@ -32,61 +33,67 @@ def load_model(
     device_map: str | None = None,
     accelerate: str = "auto",
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """A model and its tokenizer from a local folder or a hub id; without a name, the default model.
+    """A model and its tokenizer from a local folder, a hub id or a GGUF file; without a name, the default model.
 
-    dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
+    name: of a GGUF file on the hub, "OWNER/REPOSITORY/FILE.gguf".
+
+    dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. In float32
+    on a CPU, a GGUF file's weights stay in its blocks (`decode.models.gguf_model`). device: for example "cuda:0";
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
     see `decode.cpu.acceleration.accelerate`.
 
     Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged,
-    incomplete or in GGUF, and if "compiled" or "graphs" is not possible.
+    incomplete or of an unknown form, and if "compiled" or "graphs" is not possible.
     """
     check_mode(accelerate)
     chosen_device = _parse_device(device)
     default_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
-    folder = str(default_model() if name is None else name)
-    _refuse_files(Path(folder))
+    name = str(default_model() if name is None else name)
     try:
+        path = find_gguf(name)
+        _refuse_files(path or Path(name))
+        options = {"dtype": chosen_dtype, "device_map": device_map}
+        if path is None:
+            model, folder = _load(name, **options), name
+        else:
+            may_pack = chosen_device.type == "cpu" and device_map is None and accelerate != "off"
+            model, folder = load_gguf(path, in_blocks=may_pack and chosen_dtype == torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=chosen_dtype,
-            device_map=device_map,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # refused below, with their names
-            output_loading_info=True,
-        )
     except Exception as error:  # each file format has errors of its own
-        raise ValueError(f"cannot load a model from {folder!r}: {_explain(error, folder)}") from error
-    _refuse_gaps(report, folder)
-    if device_map is None:
+        raise ValueError(f"cannot load a model from {name!r}: {_explain(error, name)}") from error
+    if device_map is None and chosen_device.type != "cpu":
         model = model.to(chosen_device)
     return accelerate_model(model, accelerate), tokenizer
 
 
+def _load(name: str, **options: Any) -> PreTrainedModel:
+    """A model from a folder or hub id. Raises ValueError for missing or misshapen weights."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # refused below, with their names
+        output_loading_info=True,
+        **options,
+    )
+    _refuse_gaps(report)
+    return model
+
+
 def _refuse_files(path: Path) -> None:
-    """Raise ValueError for GGUF weights, and for files without their content: empty, or Git LFS pointers."""
+    """Raise ValueError for files without their content: empty, or Git LFS pointers."""
     weights = next((found for pattern in WEIGHTS if (found := sorted(path.glob(pattern)))), [])
-    gguf = path if path.suffix == ".gguf" else next(iter(sorted(path.glob("*.gguf"))), None)
-    fault = ""
-    if gguf is not None and not weights:
-        call = f"AutoModelForCausalLM.from_pretrained({str(gguf.parent)!r}, gguf_file={gguf.name!r}, "
-        call += 'quantization_config=GgufConfig(dequantize=True)).save_pretrained("NEW")'
-        fault = (
-            f"{gguf.name} is in GGUF, which is not loaded yet; convert it with transformers: {call}, and the tokenizer"
-        )
-    elif path.is_file():
-        fault = "it is a file; name the folder with config.json, tokenizer and weights"
-    for file in (*weights, *filter(Path.is_file, map(path.joinpath, FILES))):
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError("it is a file; name the folder with config.json, tokenizer and weights, or a GGUF file")
+    for file in (path, *weights, *map(path.joinpath, FILES)):
+        if not file.is_file():
+            continue
         with file.open("rb") as stream:
             begin = stream.read(len(POINTER))
         if begin == POINTER:
-            fault = f"{file.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
-        elif not begin:
-            fault = f"{file.name} is empty; fetch it again"
-    if fault:
-        raise ValueError(f"cannot load a model from {str(path)!r}: {fault}")
+            raise ValueError(f"{file.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
+        if not begin:
+            raise ValueError(f"{file.name} is empty; fetch it again")
 
 
 def _explain(error: Exception, folder: str) -> str:
@@ -94,16 +101,16 @@ def _explain(error: Exception, folder: str) -> str:
     reason = textwrap.shorten(str(error), 300, placeholder=" ...")
     if not isinstance(error, OSError | ValueError | RuntimeError):  # the text of a KeyError is just a key
         reason = f"{type(error).__name__}: {reason}"
-    return reason if Path(folder).is_dir() else f"there is no such folder; as a hub id: {reason}"
+    return reason if Path(folder).exists() else f"there is no such folder or file; as a hub id: {reason}"
 
 
-def _refuse_gaps(report: Mapping[str, Any], folder: str) -> None:
+def _refuse_gaps(report: Mapping[str, Any]) -> None:
     """Raise ValueError for missing or misshapen weights, which transformers would fill with random numbers."""
     misshapen = [key for key, *_ in report["mismatched_keys"]]
     for keys, fault in ((report["missing_keys"], "are missing"), (misshapen, "have other shapes than in config.json")):
         if keys:
             names = ", ".join(sorted(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            raise ValueError(f"cannot load a model from {folder!r}: weights {fault}: {names}")
+            raise ValueError(f"weights {fault}: {names}")
 
 
 def _parse_dtype(name: str) -> torch.dtype:

@@ -93,7 +93,7 @@ class StockModel:
         Raises ValueError if the model has no dense one.
         """
         output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if hasattr(output, "dense_weight") and not self.config.tie_word_embeddings:
+        if hasattr(output, "dense_weight") and not (self.config.tie_word_embeddings and hasattr(embeddings, "weight")):
             return output.dense_weight()
         matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
         if not isinstance(matrix, Tensor) or matrix.device.type == "meta":
@@ -111,7 +111,9 @@ def _input_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids: that of the embeddings, or the one that accelerate moves them to."""
     embeddings = model.get_input_embeddings()
     device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return embeddings.weight.device if device is None else torch.device(device)
+    weight = getattr(embeddings, "weight", None)  # packed ones have none
+    found = model.device if weight is None else weight.device
+    return found if device is None else torch.device(device)
 
 
 @contextmanager
