@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
-from decode.cpu.packed_linear import PACKED, can_pack, pack_layers
+from decode.cpu.packed_linear import PACKED, StoredLinear, can_pack, pack_layers
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.grouped_attention import ATTENTION
 from decode.models.user_cache import print_notice
@@ -40,15 +40,17 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         model.weights_fingerprint = fingerprint_weights(model)  # now, because packed layers have no parameters
     if mode == "off":
         return model
-    if mode == "compiled" and model.device.type != "cpu":
-        raise ValueError(f"layers are compiled on a CPU, and the model is on {model.device.type}; choose auto")
-    if mode == "graphs" and model.device.type != "cuda":
-        raise ValueError(f"CUDA graphs need a CUDA device, and the model is on the {model.device.type}; choose auto")
+    is_stored = any(isinstance(module, StoredLinear) for module in model.modules())
+    device = "cpu" if is_stored else model.device.type
+    if mode == "compiled" and device != "cpu":
+        raise ValueError(f"layers are compiled on a CPU, and the model is on {device}; choose auto")
+    if mode == "graphs" and device != "cuda":
+        raise ValueError(f"CUDA graphs need a CUDA device, and the model is on the {device}; choose auto")
     if mode == "graphs" and _has_hooks(model):
         raise ValueError("a model that accelerate spreads over devices cannot have CUDA graphs; choose auto")
-    if model.device.type in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
+    if device in ("cpu", "cuda") and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
-    if model.device.type == "cuda":
+    if device == "cuda":
         model.graphs = mode if mode in ("auto", "graphs") and not _has_hooks(model) else None
         return model
     linears = [module for module in model.modules() if can_pack(module)]

@@ -22,7 +22,7 @@ from decode import Target
 from decode.cpu.compiled_layers import compiled_layers
 from decode.models.cost_curve import fill, random_chain, time_pass
 
-NODES = 1, 8, 16, 32
+NODES = 1, 4, 8, 16
 LINEAR, ATTENTION = "draftless::linear", "draftless::attention"
 PARTS = "linear layers", "output layer", "attention", "fused operators", "all else"
 
