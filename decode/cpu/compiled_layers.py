@@ -47,13 +47,38 @@ class RecordedCall(NamedTuple):
     output: Any
 
 
+class Signature:
+    """The calls that a kernel was compiled for. Layers with the same kernel share it."""
+
+    def __init__(self, call: LayerCall, dimensions: Sequence[tuple[Any, ...]]) -> None:
+        self._form, self._dimensions = call.form, dimensions[:-4]  # without the KV cache
+        self._shapes: dict[tuple[int, int, int], list[torch.Size]] = {}  # of a call's tensors, by its sizes
+        self._last: tuple[Any, Any] = None, None  # the form and the second tensor of a call that fits
+
+    def fits(self, call: LayerCall) -> bool:
+        """Whether the kernel, which checks nothing, can serve a call."""
+        last_form, last_tensor = self._last
+        if call.form is last_form and call.tensors[1] is last_tensor:  # the next layer of the same pass
+            return True
+        if call.form != self._form:
+            return False
+        shapes = self._shapes.get(call.sizes)
+        if shapes is None:
+            sizes = dict(zip("BNS", call.sizes, strict=True))
+            shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions]
+            self._shapes[call.sizes] = shapes
+        if [tensor.shape for tensor in call.tensors[:-4]] != shapes:
+            return False
+        self._last = call.form, call.tensors[1]
+        return True
+
+
 class CompiledLayer:
     """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others."""
 
-    def __init__(self, layer: nn.Module, number: int, kernel: Kernel, call: LayerCall, dimensions: Any) -> None:
-        self.number, self._kernel, self._form, self._dimensions = number, kernel, call.form, dimensions
+    def __init__(self, layer: nn.Module, number: int, kernel: Kernel, signature: Signature) -> None:
+        self.number, self._kernel, self._signature = number, kernel, signature
         self._tensors = [*layer_tensors(layer).values()]
-        self._shapes: dict[tuple[int, int, int], list[torch.Size]] = {}  # of a call's tensors, by its sizes
         self._layer = ref(layer)  # the layer holds this object; a cycle would keep its weights alive
         parts = [*layer.modules()][1:]  # the layer itself still runs its own hooks
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
@@ -62,7 +87,7 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_run = not torch.is_grad_enabled() and not any(self._hooks)
         call = flatten_call(self.number, args, kwargs) if may_run else None
-        if call is None or not self._fits(call):
+        if call is None or not self._signature.fits(call):
             layer: Any = self._layer()
             return type(layer).forward(layer, *args, **kwargs)
         tensors = iter(self._kernel([*self._tensors, *call.tensors]))
@@ -70,22 +95,11 @@ class CompiledLayer:
             return next(tensors)
         return tuple(next(tensors) if is_tensor else None for is_tensor in self._returns)
 
-    def _fits(self, call: LayerCall) -> bool:
-        """Whether the kernel, which checks nothing, can serve a call."""
-        if call.form != self._form:
-            return False
-        shapes = self._shapes.get(call.sizes)
-        if shapes is None:
-            sizes = dict(zip("BNS", call.sizes, strict=True))
-            shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions[:-4]]
-            self._shapes[call.sizes] = shapes
-        return [tensor.shape for tensor in call.tensors[:-4]] == shapes  # all but the KV cache
-
     def is_correct(self, recorded: RecordedCall) -> bool:
         """Whether the kernel computes what the layer did, up to `LAYER_TOLERANCE`."""
         expected = split_output(recorded.output)
         self._returns = tuple(part is not None for part in expected) if isinstance(recorded.output, tuple) else None
-        if not self._fits(recorded.call):
+        if not self._signature.fits(recorded.call):
             return False
         try:
             states = self._kernel([*self._tensors, *recorded.call.tensors])[0]
@@ -102,6 +116,7 @@ def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> Non
     retry_failed: compile again what failed before.
     """
     kernels: dict[str, Kernel | None] = {}
+    signatures: dict[str, Signature] = {}
     trusted: set[str] = set()  # kernels that were right in all trials; their other layers differ in weights alone
     for layer, (number, calls) in _record_calls(model).items():
         dimensions = _find_dimensions(calls[0].call, calls[1].call)
@@ -112,7 +127,8 @@ def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> Non
             kernels[name] = _obtain_kernel(name, layer, calls[0].call, dimensions, retry_failed)
         kernel = kernels[name]
         if kernel is not None:
-            compiled = CompiledLayer(layer, number, kernel, calls[0].call, dimensions)
+            signature = signatures.setdefault(name, Signature(calls[0].call, dimensions))
+            compiled = CompiledLayer(layer, number, kernel, signature)
             if all(map(compiled.is_correct, calls[:1] if name in trusted else calls)):
                 layer.forward = compiled
                 trusted.add(name)

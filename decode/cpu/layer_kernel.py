@@ -52,6 +52,32 @@ class LayerCall(NamedTuple):
     tensors: list[Tensor]
 
 
+class LastCall(NamedTuple):
+    """What layers of the same pass have in common: most get the same arguments but for states, keys and values.
+
+    others: the tensors of the call between these. names, values: the keyword arguments, the cache aside. slots: the
+    cache's, which are new in each pass.
+    """
+
+    form: tuple[Any, ...]
+    sizes: tuple[int, int, int]
+    others: list[Tensor]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    slots: Tensor
+    states: tuple[torch.Size, torch.dtype]
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: TreeCache) -> bool:
+        """Whether a call has the same arguments, with other states of the same form."""
+        is_alike = cache.node_slots is self.slots and len(args) == 1 and (args[0].shape, args[0].dtype) == self.states
+        if not is_alike or tuple(kwargs) != self.names or not args[0].is_contiguous():
+            return False
+        return all(kept is value or value is cache for kept, value in zip(self.values, kwargs.values(), strict=True))
+
+
+_LAST: list[LastCall | None] = [None]  # read and written in one step: other threads only miss it
+
+
 def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
     """A call of the layer that writes to layer `number` of a `TreeCache`.
 
@@ -61,6 +87,20 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     states = None if cache is None else cache.allocated(number)
     if cache is None or states is None:
         return None
+    last = _LAST[0]
+    if last is not None and last.begins(args, kwargs, cache):
+        return LayerCall(last.form, last.sizes, [args[0], *last.others, *states, cache.node_slots, cache.node_rows])
+    call = _flatten(args, kwargs, cache, states)
+    if call is not None and len(args) == 1 and call.tensors[0] is args[0]:
+        values = tuple(None if value is cache else value for value in kwargs.values())
+        kind = args[0].shape, args[0].dtype
+        _LAST[0] = LastCall(call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, cache.node_slots, kind)
+    return call
+
+
+def _flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any], cache: TreeCache, states: tuple[Tensor, Tensor]
+) -> LayerCall | None:
     tensors: list[Tensor] = []
     constants: list[Any] = []
 
