@@ -60,7 +60,7 @@ class Target(TimedModel):
     @classmethod
     def load(
         cls,
-        name: str | None = None,
+        name: str | PathLike[str] | None = None,
         *,
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
@@ -68,7 +68,7 @@ class Target(TimedModel):
         accelerate: str = "auto",
         deterministic: bool | CostCurve = False,
     ) -> Self:
-        """Load a target from a local folder or a hub id; without a name, the default model.
+        """Load a target from a local folder, a hub id or a GGUF file; without a name, the default model.
 
         Arguments and errors are those of `decode.models.loading.load_model`, and of this class.
         """

@@ -6,15 +6,13 @@ python examples/generate_dropin.py [MODEL]
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftless import default_model, speculate
+from draftless import Target, speculate
 
 
 def main(name: str | None = None) -> None:
-    name = name or str(default_model())
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    stock = Target.load(name, accelerate="off")  # or load a model with transformers
+    model, tokenizer = stock.model, stock.tokenizer
     chat = [{"role": "user", "content": "Repeat this list, then add two colours: red, orange, yellow, green, blue."}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 

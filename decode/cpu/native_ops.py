@@ -91,7 +91,7 @@ def pack(*weights: Weight) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: Tensor) -> Tensor:
-    """These rows of packed weights, in float32: [..., K] for rows [...]. Raises RuntimeError if there is no such row."""
+    """Rows of packed weights in float32, [..., K] for row numbers [...]. Raises RuntimeError for one that is missing."""
     unpacked: Tensor = torch.ops.draftless.unpack(packed, rows)
     return unpacked
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,13 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 class StoredLinear(nn.Module):
     """A linear layer with its weight as a file stores it, in blocks. It is only there to be packed."""
 
+    weight: nn.Parameter  # without values: the shape and dtype
+    bias: nn.Parameter | None
+
     def __init__(self, stored: Weight, module: nn.Module) -> None:
         super().__init__()
         self.stored, self.in_features, self.out_features = stored, stored.inputs, len(stored.data)
-        self.weight = module.weight  # without values: the shape and dtype
-        self.bias = getattr(module, "bias", None)
+        self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
 
 
 class StoredEmbedding(StoredLinear):
@@ -125,7 +127,7 @@ def _find_weights(linears: Sequence[nn.Linear | StoredLinear]) -> list[Weight]:
 
 
 def _halve(weight: Tensor) -> Tensor:
-    """A weight in bfloat16 if that holds it exactly, else the weight. It is read in pairs then, so a zero may end rows."""
+    """A weight in bfloat16 if that holds it exactly, else the weight. In bfloat16 inputs are read in pairs."""
     weight = weight.detach()
     if weight.dtype == torch.float32 and weight.shape[1] % 2 == 0 and _holds(weight[:1].bfloat16(), weight[:1]):
         half = weight.bfloat16()  # the first output tells most of those that it does not hold
@@ -138,7 +140,7 @@ def _holds(half: Tensor, weight: Tensor) -> bool:
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding whose rows are those of a packed layer, often of the output layer, unpacked as they are looked up."""
+    """An embedding with the rows of a packed layer, often the output layer. They are unpacked as they are looked up."""
 
     def __init__(self, layer: PackedLinear, module: nn.Module) -> None:
         super().__init__()
@@ -200,7 +202,7 @@ def pack_layers(module: nn.Module) -> None:
         for name, embedding in list(module.named_modules()):
             if isinstance(embedding, StoredEmbedding):
                 twin: Any = stored.get(id(embedding.stored))
-                layer = PackedLinear(embedding) if twin is None else module.get_submodule(twin)
+                layer: Any = PackedLinear(embedding) if twin is None else module.get_submodule(twin)
                 module.set_submodule(name, PackedEmbedding(layer, embedding.module))
     except RuntimeError as error:
         if weight := find_bad_weight(module):
@@ -276,7 +278,7 @@ class MergedPart(nn.Module):
 PACKED = PackedLinear, OneDnnLinear, MergedPart
 
 
-def _join_biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+def _join_biases(linears: Sequence[nn.Linear | StoredLinear]) -> Tensor | None:
     """The layers' biases, concatenated: zeros for a layer without one, None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None

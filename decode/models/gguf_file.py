@@ -24,7 +24,16 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 DTYPES = {form: dtype for dtype, form in PLAIN.items()}
 # Inputs and bytes of a block, by ggml's number of the form.
-SIZES = {2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 12: (256, 144), 13: (256, 176), 14: (256, 210)}
+SIZES = {
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    12: (256, 144),
+    13: (256, 176),
+    14: (256, 210),
+}
 SIZES |= {form: (1, dtype.itemsize) for form, dtype in DTYPES.items()}
 SUPPORTED = ", ".join(["F32", "F16", "BF16", *BLOCKS])
 
@@ -57,19 +66,23 @@ class GgufFile:
         """
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ValueError(f"{path} is no GGUF file: it does not begin with GGUF")
+                raise ValueError(f"{path.name} is no GGUF file: it does not begin with GGUF")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 try:
                     found = _Reader(data).read_header(path)
                 except (struct.error, UnicodeDecodeError, IndexError) as error:
-                    raise ValueError(f"the header of {path} is damaged or cut off; fetch the file again") from error
+                    raise ValueError(
+                        f"the header of {path.name} is damaged or cut off; fetch the file again"
+                    ) from error
                 size = len(data)
         fields, tensors = found
         if fields.get("split.count", 1) > 1:
-            raise ValueError(f"{path} is one of several parts; join them with llama.cpp's llama-gguf-split --merge")
+            raise ValueError(
+                f"{path.name} is one of several parts; join them with llama.cpp's llama-gguf-split --merge"
+            )
         end = max((tensor.begin + tensor.size for tensor in tensors.values()), default=0)
         if end > size:
-            raise ValueError(f"{path} is cut off: it has {size} bytes of {end}; fetch it again")
+            raise ValueError(f"{path.name} is cut off: it has {size} bytes of {end}; fetch it again")
         return cls(path, fields, tensors)
 
     @cached_property
@@ -120,12 +133,16 @@ class _Reader:
         kind, count = self.numbers("IQ")
         if count > len(self.data):
             raise IndexError("an array goes past the end")
-        return [self.value(kind) for _ in range(count)] if kind in (STRING, ARRAY) else [*self.numbers(f"{count}{NUMBERS[kind]}")]
+        return (
+            [self.value(kind) for _ in range(count)]
+            if kind in (STRING, ARRAY)
+            else [*self.numbers(f"{count}{NUMBERS[kind]}")]
+        )
 
     def read_header(self, path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         version, count, pairs = self.numbers("IQQ")
         if version not in VERSIONS:
-            raise ValueError(f"{path} is in version {version} of GGUF; versions 2 and 3 can be read")
+            raise ValueError(f"{path.name} is in version {version} of GGUF; versions 2 and 3 can be read")
         fields = {}
         for _ in range(pairs):
             key, (kind,) = self.text(), self.numbers("I")
@@ -133,16 +150,18 @@ class _Reader:
                 raise IndexError("there is no such kind of value")
             fields[key] = self.value(kind)
         if "general.architecture" not in fields:
-            raise ValueError(f"{path} names no architecture, so it is no language model")
+            raise ValueError(f"{path.name} names no architecture, so it is no language model")
         named = []
         for _ in range(count):
             name, (dimensions,) = self.text(), self.numbers("I")
             shape, (form, offset) = self.numbers(f"{dimensions}Q")[::-1], self.numbers("IQ")
             if form not in SIZES:
-                raise ValueError(f"{path} has a weight, {name}, of ggml's type {form}; supported are {SUPPORTED}")
+                raise ValueError(f"{path.name} has a weight, {name}, of ggml's type {form}; supported are {SUPPORTED}")
             named.append((name, form, shape, offset))
         begin = -(-self.place // (alignment := fields.get("general.alignment", ALIGNMENT))) * alignment
-        return fields, {name: Stored(form, shape, begin + at, _count_bytes(form, shape)) for name, form, shape, at in named}
+        return fields, {
+            name: Stored(form, shape, begin + at, _count_bytes(form, shape)) for name, form, shape, at in named
+        }
 
 
 def _count_bytes(form: int, shape: tuple[int, ...]) -> int:

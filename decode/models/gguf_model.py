@@ -1,7 +1,7 @@
 """Models from GGUF files: on a CPU their layers keep the weights as they are stored, in blocks of a few bits.
 
-transformers knows the architectures: it makes the config and the tokenizer from the file's header. That takes seconds, so
-both are kept in the user's cache. Where blocks cannot be kept it unpacks the weights, too.
+transformers knows the architectures: it makes the config and the tokenizer from the file's header. That takes seconds,
+so both are kept in the user's cache. Where blocks cannot be kept, it unpacks the weights, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from filelock import FileLock
 from huggingface_hub import hf_hub_download
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from decode.cpu.build_cache import digest
 from decode.cpu.native_ops import BLOCKS, load_native_ops
 from decode.cpu.packed_linear import StoredEmbedding, StoredLinear
 from decode.models.gguf_file import GgufFile
-from decode.models.user_cache import print_notice, remove, scratch, user_cache
+from decode.models.user_cache import print_notice, scratch, user_cache
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
@@ -69,7 +76,7 @@ def find_gguf(name: str) -> Path | None:
     return files[0]
 
 
-def load_gguf(path: Path, *, in_blocks: bool, **options: Any) -> tuple[PreTrainedModel, Path]:
+def load_gguf(path: Path, *, in_blocks: bool, **options: Any) -> tuple[PreTrainedModel, str]:
     """The model of a GGUF file, and a folder that its tokenizer can be loaded from.
 
     in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration.accelerate`, where that is possible.
@@ -80,7 +87,7 @@ def load_gguf(path: Path, *, in_blocks: bool, **options: Any) -> tuple[PreTraine
     file = GgufFile.open(path)
     folder = describe(file)
     if in_blocks and load_native_ops() is None and (model := load_in_blocks(file, folder)) is not None:
-        return model, folder
+        return model, str(folder)
     with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
         model = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -93,7 +100,7 @@ def load_gguf(path: Path, *, in_blocks: bool, **options: Any) -> tuple[PreTraine
         vars(model.config).pop(key, None)  # wrong for a saved model; transformers would refuse the first
     _scale_frequencies(file, model)
     model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model, folder
+    return model, str(folder)
 
 
 def describe(file: GgufFile) -> Path:
@@ -117,7 +124,7 @@ def describe(file: GgufFile) -> Path:
 
 
 def write_description(file: GgufFile, folder: Path) -> None:
-    """Write a file's config, generation config, and tokenizer with its chat template. Errors are those of `describe`."""
+    """Write a file's config, generation config and tokenizer, chat template included. Errors: those of `describe`."""
     if not is_installed("gguf"):
         raise ValueError(GGUF_ADVICE)
     place = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
@@ -177,7 +184,9 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
         path, _, kind = name.rpartition(".")
         module, stored = model.get_submodule(path), file.tensors[names[name]]
         if parameter.shape != stored.shape:
-            raise ValueError(f"{names[name]} in {file.path} is {stored.shape}; the config asks for {(*parameter.shape,)}")
+            raise ValueError(
+                f"{names[name]} in {file.path.name} is {stored.shape}; the config asks for {(*parameter.shape,)}"
+            )
         if kind == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
             stored_in[path] = names[name]
         elif stored.form in BLOCKS.values():
@@ -209,7 +218,7 @@ def _find_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
     missing, others = {*names.values()} - {*file.tensors}, {*file.tensors} - {*names.values(), FREQUENCIES}
     for found, fault in ((missing, "lacks weights of the model"), (others, "has weights that the model does not use")):
         if found:
-            raise ValueError(f"{file.path} {fault}: {', '.join(sorted(found)[:3])}")
+            raise ValueError(f"{file.path.name} {fault}: {', '.join(sorted(found)[:3])}")
     return names
 
 

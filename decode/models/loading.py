@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def load_model(
-    name: str | Path | None = None,
+    name: str | PathLike[str] | None = None,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
@@ -49,19 +50,19 @@ def load_model(
     chosen_device = _parse_device(device)
     default_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
-    name = str(default_model() if name is None else name)
+    place = str(default_model() if name is None else name)
     try:
-        path = find_gguf(name)
-        _refuse_files(path or Path(name))
-        options = {"dtype": chosen_dtype, "device_map": device_map}
+        path = find_gguf(place)
+        _refuse_files(path or Path(place))
+        options: dict[str, Any] = {"dtype": chosen_dtype, "device_map": device_map}
         if path is None:
-            model, folder = _load(name, **options), name
+            model, folder = _load(place, **options), place
         else:
             may_pack = chosen_device.type == "cpu" and device_map is None and accelerate != "off"
             model, folder = load_gguf(path, in_blocks=may_pack and chosen_dtype == torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each file format has errors of its own
-        raise ValueError(f"cannot load a model from {name!r}: {_explain(error, name)}") from error
+        raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
     if device_map is None and chosen_device.type != "cpu":
         model = model.to(chosen_device)
     return accelerate_model(model, accelerate), tokenizer

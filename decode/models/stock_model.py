@@ -101,6 +101,13 @@ class StockModel:
         return matrix.detach()
 
     @property
+    def embedding_matrix(self) -> Tensor:
+        """The matrix [V, H] that embeddings are looked up in."""
+        embeddings = self.model.get_input_embeddings()
+        matrix = embeddings.layer.dense_weight() if hasattr(embeddings, "layer") else embeddings.weight.detach()
+        return matrix
+
+    @property
     def output_bias(self) -> Tensor | None:
         """The output layer's bias [V]; None in most models."""
         bias = getattr(self.model.get_output_embeddings(), "bias", None)

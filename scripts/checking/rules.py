@@ -106,8 +106,11 @@ def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: T
     if head.kind == "eagle3" and config.get("tie_word_embeddings"):
         text = "with tie_word_embeddings: true, SGLang takes the embeddings for the output matrix: write false"
         yield error("sglang", "embeddings", text)
-    own, theirs = tensors.get(EMBEDDING), target.model.get_input_embeddings().weight.detach().cpu().float()
-    if own is None or (own.shape == theirs.shape and torch.dist(own.float(), theirs) <= DIFFERENT * theirs.norm()):
+    own = tensors.get(EMBEDDING)
+    if own is None:
+        return
+    theirs = target.embedding_matrix.cpu().float()
+    if own.shape == theirs.shape and torch.dist(own.float(), theirs) <= DIFFERENT * theirs.norm():
         return
     if getattr(head.config, "embedding", False):
         yield error("sglang", "embeddings", "SGLang takes the target's embeddings, not the head's: train without them")

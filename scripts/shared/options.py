@@ -69,7 +69,7 @@ class ModelOptions:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ModelOptions`."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--model", help="a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
     add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     add("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")

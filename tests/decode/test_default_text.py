@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from decode import Sampling, Target, generate
 from decode.models.loading import load_model

