@@ -43,23 +43,24 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
 
 
 class StoredLinear(nn.Module):
-    """A linear layer with its weight as a file stores it, in blocks. It is only there to be packed."""
+    """A linear layer with its weight as a file stores it, in blocks. It is only there to be packed or unpacked.
 
+    module: the layer itself, whose weight has no values.
+    """
+
+    module: Any
     weight: nn.Parameter  # without values: the shape and dtype
     bias: nn.Parameter | None
 
     def __init__(self, stored: Weight, module: nn.Module) -> None:
         super().__init__()
+        vars(self)["module"] = module  # no part of this one: its parameters would count twice
         self.stored, self.in_features, self.out_features = stored, stored.inputs, len(stored.data)
         self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
 
 
 class StoredEmbedding(StoredLinear):
     """An embedding with its weight as a file stores it."""
-
-    def __init__(self, stored: Weight, module: nn.Module) -> None:
-        super().__init__(stored, module)
-        self.module = module
 
 
 class PackedLinear(nn.Module):

@@ -76,31 +76,57 @@ def find_gguf(name: str) -> Path | None:
     return files[0]
 
 
-def load_gguf(path: Path, *, in_blocks: bool, **options: Any) -> tuple[PreTrainedModel, str]:
+def load_gguf(
+    path: Path, dtype: torch.dtype | str, *, in_blocks: bool, device_map: Any = None
+) -> tuple[PreTrainedModel, str]:
     """The model of a GGUF file, and a folder that its tokenizer can be loaded from.
 
-    in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration.accelerate`, where that is possible.
-    Else they are unpacked. options: of `from_pretrained`.
+    dtype: "auto" is float32. in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration`, where
+    that is possible. Else they are unpacked.
 
     Raises ValueError for a file that cannot be read, or that transformers cannot read.
     """
     file = GgufFile.open(path)
     folder = describe(file)
-    if in_blocks and load_native_ops() is None and (model := load_in_blocks(file, folder)) is not None:
-        return model, str(folder)
-    with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            config=AutoConfig.from_pretrained(folder),
-            gguf_file=path.name,
-            quantization_config=GgufConfig(dequantize=True),  # else a machine with GGUF kernels keeps the blocks
-            **options,
-        )
-    for key in ("quantization_config", "_model_name_or_path"):
-        vars(model.config).pop(key, None)  # wrong for a saved model; transformers would refuse the first
+    model = None if device_map is not None else load_in_blocks(file, folder)
+    if model is None:
+        model = _load_with_transformers(file, folder, dtype, device_map)
+    elif not in_blocks or load_native_ops() is not None:
+        unpack_layers(model)
+        model = model.to(torch.float32 if dtype == "auto" else dtype)
     _scale_frequencies(file, model)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, str(folder)
+
+
+def _load_with_transformers(file: GgufFile, folder: Path, dtype: Any, device_map: Any) -> PreTrainedModel:
+    with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
+        model = AutoModelForCausalLM.from_pretrained(
+            file.path.parent,
+            config=AutoConfig.from_pretrained(folder),
+            gguf_file=file.path.name,
+            quantization_config=GgufConfig(dequantize=True),  # else a machine with GGUF kernels keeps the blocks
+            dtype=dtype,
+            device_map=device_map,
+        )
+    for key in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(key, None)  # wrong for a saved model; transformers would refuse the first
+    return model
+
+
+def unpack_layers(model: PreTrainedModel) -> None:
+    """Give stored layers their values back, in place."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, StoredLinear):
+            stored = layer.stored
+            values = torch.from_numpy(dequantize(stored.data.numpy(), GGMLQuantizationType(stored.form))).float()
+            values = values.view(-1, stored.inputs)
+            weight = nn.Parameter(values.clone() if stored.order is None else values[stored.order])
+            layer.module.weight = weight
+            model.set_submodule(path, layer.module)
+    model.tie_weights()
 
 
 def describe(file: GgufFile) -> Path:
@@ -192,15 +218,13 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
         elif stored.form in BLOCKS.values():
             return None  # a fused or stacked weight
         else:
-            setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config), requires_grad=False))
+            setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config)))
     for path, name in stored_in.items():
         module, weight = model.get_submodule(path), file.weight(name, _find_order(file, name, config))
         model.set_submodule(path, (StoredLinear if type(module) is nn.Linear else StoredEmbedding)(weight, module))
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings:
         output.weight, output.stored = embeddings.weight, embeddings.stored
-    _scale_frequencies(file, model)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 

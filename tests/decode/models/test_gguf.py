@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Form
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from decode import Target, generate
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
 from decode.models import gguf_model
+from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_file import GgufFile
 from decode.models.loading import load_model
 from tests.support.gguf_files import write_model
@@ -47,13 +49,19 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
 
 
+def load_stock(path: Path) -> PreTrainedModel:
+    """The model as transformers unpacks it."""
+    options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     forms = (Form.Q8_0, Form.Q4_1, Form.Q5_0, Form.F16, Form.Q5_1, Form.BF16, Form.Q4_0, Form.F32)
     write_model(name.split()[0], path, forms, **ARCHITECTURES[name])
-    stock, _ = load_model(path, accelerate="off")
+    stock = load_stock(path)
     target = Target.load(path, accelerate="packed")
     ids = torch.tensor(PROMPTS[:1])
     with torch.inference_mode():
@@ -61,7 +69,10 @@ def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
     assert isinstance(target.model.get_input_embeddings(), PackedEmbedding)
     assert torch.equal(target.output_matrix, stock.get_output_embeddings().weight)
-    assert target.model.weights_fingerprint == stock.weights_fingerprint
+    assert target.model.weights_fingerprint == fingerprint_weights(stock)
+    own, _ = load_model(path, accelerate="off")
+    for found, expected in zip(own.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(found, expected)
     texts = [stock.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False) for prompt in PROMPTS]
     for proposer in (None, "merged"):
         answers = generate(target, PROMPTS, proposer, max_new_tokens=16, batch_size=2)
