@@ -127,6 +127,7 @@ def unpack_layers(model: PreTrainedModel) -> None:
             layer.module.weight = weight
             model.set_submodule(path, layer.module)
     model.tie_weights()
+    model.eval()
 
 
 def describe(file: GgufFile) -> Path:

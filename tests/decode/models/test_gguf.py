@@ -92,7 +92,7 @@ def test_an_embedding_is_read_from_the_output_layers_blocks(tmp_path: Path) -> N
 
 def test_other_dtypes_and_modes_are_unpacked(file: Path) -> None:
     for options in ({"dtype": "bfloat16"}, {"dtype": "float64"}, {"accelerate": "off"}):
-        model, _ = load_model(file, **options)
+        model = Target.load(file, **options).model
         assert not isinstance(model.get_input_embeddings(), PackedEmbedding)
         assert getattr(model.config, "quantization_config", None) is None
 
