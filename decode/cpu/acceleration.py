@@ -16,6 +16,7 @@ from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, StoredLinear, can_pack, pack_layers
 from decode.models.fingerprint import fingerprint_weights
+from decode.models.gguf_model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
 from decode.models.user_cache import print_notice
 
@@ -53,6 +54,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     if device == "cuda":
         model.graphs = mode if mode in ("auto", "graphs") and not _has_hooks(model) else None
         return model
+    if load_native_ops() is None:
+        restore_blocks(model)
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
         _check_compilable(linears)

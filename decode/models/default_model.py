@@ -10,8 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from decode.models.gguf_description import GGUF_ADVICE, is_installed, write_description
 from decode.models.gguf_file import GgufFile
-from decode.models.gguf_model import GGUF_ADVICE, is_installed, write_description
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"

@@ -1,61 +1,37 @@
 """Models from GGUF files: on a CPU their layers keep the weights as they are stored, in blocks of a few bits.
 
-transformers knows the architectures: it makes the config and the tokenizer from the file's header. That takes seconds,
-so both are kept in the user's cache. Where blocks cannot be kept, it unpacks the weights, too.
+The architectures are those of transformers. Where blocks cannot be kept, the weights are unpacked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import init_empty_weights
-from filelock import FileLock
 from huggingface_hub import hf_hub_download
-from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     GgufConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
-from decode.cpu.build_cache import digest
-from decode.cpu.native_ops import BLOCKS, load_native_ops
+from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
 from decode.cpu.packed_linear import StoredEmbedding, StoredLinear
+from decode.models.gguf_description import describe
 from decode.models.gguf_file import GgufFile
-from decode.models.user_cache import print_notice, scratch, user_cache
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
 IN_BLOCKS = {"llama", "qwen2", "qwen3", "phi3", "starcoder2", "stablelm", *SHIFTED}
 ROTATED = {"llama"}  # rows of a head's queries and keys are stored in pairs
-# llama.cpp's names of ways to split text before byte-level BPE: each digit is a token, which transformers loses.
-SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-ROLES = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 FREQUENCIES = "rope_freqs.weight"
-GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
-DESCRIPTION = "config.json", "tokenizer.json"
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package could be imported.
-
-    `importlib.util.find_spec("pip")` would also ask setuptools, which then refuses to be imported: torch's compilers
-    would fail later in this process.
-    """
-    return PathFinder.find_spec(package) is not None
 
 
 def find_gguf(name: str) -> Path | None:
@@ -69,11 +45,15 @@ def find_gguf(name: str) -> Path | None:
             return path
         return Path(hf_hub_download("/".join(path.parts[:2]), "/".join(path.parts[2:])))
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if not files or any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
+    if not files or _has_other_weights(path):
         return None
     if len(files) > 1:
         raise ValueError(f"it has several GGUF files; name one of {', '.join(file.name for file in files[:9])}")
     return files[0]
+
+
+def _has_other_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def load_gguf(
@@ -114,85 +94,62 @@ def _load_with_transformers(file: GgufFile, folder: Path, dtype: Any, device_map
     return model
 
 
-def unpack_layers(model: PreTrainedModel) -> None:
-    """Give stored layers their values back, in place."""
+def _unpack(stored: Weight) -> Tensor:
+    """The values of a weight, in float32."""
     from gguf import GGMLQuantizationType, dequantize
 
+    values = torch.from_numpy(dequantize(stored.data.numpy(), GGMLQuantizationType(stored.form))).float()
+    values = values.view(-1, stored.inputs)
+    return values.clone() if stored.order is None else values[stored.order]
+
+
+def _keep(stored: Weight, module: nn.Module) -> StoredLinear:
+    """A layer, or an embedding, in blocks."""
+    return (StoredLinear if type(module) is nn.Linear else StoredEmbedding)(stored, module)
+
+
+def _share_blocks(model: PreTrainedModel) -> None:
+    """Let a tied output layer have the embedding's blocks."""
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    are_stored = isinstance(output, StoredLinear) and isinstance(embeddings, StoredLinear)
+    if are_stored and model.config.tie_word_embeddings:
+        output.weight, output.stored = embeddings.weight, embeddings.stored
+
+
+def unpack_layers(model: PreTrainedModel) -> None:
+    """Give stored layers their values back, in place."""
     for path, layer in list(model.named_modules()):
         if isinstance(layer, StoredLinear):
-            stored = layer.stored
-            values = torch.from_numpy(dequantize(stored.data.numpy(), GGMLQuantizationType(stored.form))).float()
-            values = values.view(-1, stored.inputs)
-            weight = nn.Parameter(values.clone() if stored.order is None else values[stored.order])
-            layer.module.weight = weight
+            layer.module.weight = nn.Parameter(_unpack(layer.stored))
             model.set_submodule(path, layer.module)
     model.tie_weights()
     model.eval()
 
 
-def describe(file: GgufFile) -> Path:
-    """A folder with the config and the tokenizer of a file: its own folder, if they are there, or one in the cache.
+def restore_blocks(model: PreTrainedModel) -> None:
+    """Give the layers of a model that transformers unpacked from a GGUF file their blocks back, in place.
 
-    Raises ValueError if transformers does not know the architecture, and without the package gguf.
+    The file is looked for in the folder that the model was loaded from, if there are no other weights. A layer whose
+    values are not exactly the file's stays.
     """
-    if all((file.path.parent / name).is_file() for name in DESCRIPTION):
-        return file.path.parent
-    state = file.path.stat()
-    known = str(file.path.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__
-    folder = user_cache() / "gguf" / digest(known)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            print_notice(f"reading the header of {file.path.name}, once")
-            with scratch(folder.with_suffix(".partial")) as temporary:
-                write_description(file, temporary)
-                temporary.rename(folder)
-    return folder
-
-
-def write_description(file: GgufFile, folder: Path) -> None:
-    """Write a file's config, generation config and tokenizer, chat template included. Errors: those of `describe`."""
-    if not is_installed("gguf"):
-        raise ValueError(GGUF_ADVICE)
-    place = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
-    with _reading_once(), contextlib.redirect_stderr(io.StringIO()):
-        config = AutoConfig.from_pretrained(**place)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-    config._name_or_path = ""
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-    _complete(tokenizer, file).save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _reading_once() -> Iterator[None]:
-    """Let transformers parse a file once: it asks gguf-py for the config and for the tokenizer."""
-    import gguf
-
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = cache(reader)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader
-
-
-def _complete(tokenizer: Any, file: GgufFile) -> PreTrainedTokenizerFast:
-    """A tokenizer with what transformers loses of the file: digits that stay apart, special tokens, the template."""
-    fields, backend = file.fields, tokenizer.backend_tokenizer
-    if fields.get("tokenizer.ggml.pre") in SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokens, special = fields["tokenizer.ggml.tokens"], {}
-    for role, key in ROLES.items():
-        number = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None and number < len(tokens):
-            special[role] = tokens[number]
-    length = fields.get(f"{file.architecture}.context_length")
-    completed = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=length, **special)
-    completed.chat_template = fields.get("tokenizer.chat_template")
-    return completed
+    name, folder = model.config.name_or_path, Path(model.config.name_or_path)
+    if not name or model.dtype != torch.float32 or model.device.type != "cpu" or _has_other_weights(folder):
+        return
+    for path in sorted(folder.glob("*.gguf")):
+        try:
+            file = GgufFile.open(path)
+            names = _find_names(file, model) if file.architecture in IN_BLOCKS else {}
+        except ValueError:
+            continue  # another model's
+        for place, module in list(model.named_modules()):
+            name = names.get(f"{place}.weight")
+            if name is None or not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
+                continue
+            weight: Any = module.weight
+            stored = file.weight(name, _find_order(file, name, model.config))
+            if weight.shape == file.tensors[name].shape and torch.equal(_unpack(stored), weight.detach()):
+                model.set_submodule(place, _keep(stored, module))
+        _share_blocks(model)
 
 
 def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
@@ -221,11 +178,8 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
         else:
             setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config)))
     for path, name in stored_in.items():
-        module, weight = model.get_submodule(path), file.weight(name, _find_order(file, name, config))
-        model.set_submodule(path, (StoredLinear if type(module) is nn.Linear else StoredEmbedding)(weight, module))
-    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if config.tie_word_embeddings:
-        output.weight, output.stored = embeddings.weight, embeddings.stored
+        model.set_submodule(path, _keep(file.weight(name, _find_order(file, name, config)), model.get_submodule(path)))
+    _share_blocks(model)
     return model.eval()
 
 

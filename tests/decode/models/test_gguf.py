@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from decode import Target, generate
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
-from decode.models import gguf_model
+from decode.models import gguf_description, gguf_model
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_file import GgufFile
 from decode.models.loading import load_model
@@ -39,7 +39,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(gguf_model, "user_cache", lambda: folder)
+    monkeypatch.setattr(gguf_description, "user_cache", lambda: folder)
     return folder
 
 
@@ -78,6 +78,27 @@ def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
         answers = generate(target, PROMPTS, proposer, max_new_tokens=16, batch_size=2)
         for prompt, answer, text in zip(PROMPTS, answers, texts, strict=True):
             assert answer.tokens == text[0, len(prompt) :].tolist()
+
+
+@needs_compiler
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_transformers_unpacked_gets_its_blocks_back(tied: bool, tmp_path: Path) -> None:
+    """Where the values are still the file's; the model itself is not changed."""
+    path = tmp_path / "m.gguf"
+    write_model("llama", path, tie_word_embeddings=tied)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")  # another file that does not matter
+    stock = load_stock(path)
+    stock.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
+    ids = torch.tensor(PROMPTS[:1])
+    plain = stock.generate(ids, max_new_tokens=16, do_sample=False)
+    target = Target(stock, accelerate="packed")
+    file, own = GgufFile.open(path), target.model.model.layers
+    stored = [file.tensors[f"blk.{layer}.ffn_down.weight"].size for layer in (0, 1)]
+    packed = [layer.mlp.down_proj.packed.nbytes for layer in own]
+    assert packed[0] <= 1.1 * stored[0] + 64 and packed[1] > 2 * stored[1]
+    assert isinstance(target.model.get_input_embeddings(), PackedEmbedding)
+    assert type(stock.get_input_embeddings()) is torch.nn.Embedding
+    assert generate(target, ids.tolist(), None, max_new_tokens=16)[0].tokens == plain[0, ids.shape[1] :].tolist()
 
 
 @needs_compiler
@@ -188,6 +209,6 @@ def test_a_header_is_that_of_gguf_py(file: Path) -> None:
 
 
 def test_missing_packages_are_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_model, "is_installed", lambda package: False)
+    monkeypatch.setattr(gguf_description, "is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r'pip install "draftless\[gguf\]"'):
         load_model(file)
