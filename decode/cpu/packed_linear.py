@@ -32,6 +32,8 @@ def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
         return True
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
+    if type(module.weight) is not nn.Parameter:  # a quantized weight, which has a product of its own
+        return False
     dtype = module.weight.dtype
     return dtype in TOLERANCE and (load_native_ops() is None or _is_supported_by_onednn(dtype))
 

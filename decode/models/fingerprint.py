@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from decode.cpu.native_ops import read_rows
@@ -37,10 +38,12 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
             if parameter in stored:
                 numbers = chosen % parameter.shape[1]
                 values = read_rows(stored[parameter], chosen // parameter.shape[1]).gather(1, numbers[:, None])
-            elif parameter.device.type != "meta":
-                values = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLES)]
-            else:
+            elif parameter.device.type == "meta":
                 continue
+            else:
+                is_quantized = type(parameter) is not nn.Parameter and hasattr(parameter, "dequantize")
+                plain = parameter.dequantize() if is_quantized else parameter
+                values = plain.detach().flatten()[:: max(1, parameter.numel() // SAMPLES)]
             yield values.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
 
     return _hash(describe())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from decode.cpu.packed_linear import (
     pack_linear,
 )
 from decode.models import grouped_attention
+from decode.models.fingerprint import fingerprint_weights
 from decode.models.grouped_attention import grouped_sdpa
 from proposers import MedusaProposer, NGramProposer
 from tests.support.drafting import make_head
@@ -173,3 +175,47 @@ def test_grouped_attention_has_the_gradients_of_transformers(place: int) -> None
         assert parts[place].grad is not None
         gradients.append(parts[place].grad)
     assert torch.allclose(*gradients, atol=1e-5)
+
+
+class Quantized(Tensor):
+    """A weight as torchao keeps it: it knows the layer's product, and hardly anything else."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Quantized:
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, requires_grad=False)
+        made.values = values
+        return made
+
+    def dequantize(self) -> Tensor:
+        return self.values
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(args[0], args[1].values, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise NotImplementedError(f"{func} of a quantized weight")
+
+
+@needs_compiler
+def test_quantized_weights_keep_their_own_product() -> None:
+    """Also in a layer that would be merged with others. The fingerprint is that of the values."""
+    plain, model = tiny("llama", dtype=torch.float32), tiny("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.mlp.down_proj):
+            linear.weight = nn.Parameter(Quantized(linear.weight.detach()), requires_grad=False)
+    target = Target(model, accelerate="packed")
+    layer = target.model.model.layers[0]
+    assert type(layer.mlp.down_proj) is type(layer.self_attn.q_proj) is nn.Linear
+    assert isinstance(layer.self_attn.o_proj, PackedLinear)
+    assert target.model.weights_fingerprint == fingerprint_weights(plain)
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = plain.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    assert generate(target, prompt.tolist(), "ngram", max_new_tokens=12)[0].tokens == expected
