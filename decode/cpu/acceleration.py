@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
-from decode.cpu.packed_linear import PACKED, StoredLinear, can_pack, pack_layers
+from decode.cpu.packed_linear import PACKED, StoredLayer, can_pack, pack_layers
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
@@ -41,7 +41,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         model.weights_fingerprint = fingerprint_weights(model)  # now, because packed layers have no parameters
     if mode == "off":
         return model
-    is_stored = any(isinstance(module, StoredLinear) for module in model.modules())
+    is_stored = any(isinstance(module, StoredLayer) for module in model.modules())
     device = "cpu" if is_stored else model.device.type
     if mode == "compiled" and device != "cpu":
         raise ValueError(f"layers are compiled on a CPU, and the model is on {device}; choose auto")

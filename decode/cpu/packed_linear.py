@@ -28,8 +28,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, 
 
 def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether this layer can be packed on this machine."""
-    if type(module) is StoredLinear:
-        return True
+    if isinstance(module, StoredLayer):
+        return not isinstance(module.module, nn.Embedding)
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
     if type(module.weight) is not nn.Parameter:  # a quantized weight, which has a product of its own
@@ -44,8 +44,8 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class StoredLinear(nn.Module):
-    """A linear layer with its weight as a file stores it, in blocks. It is only there to be packed or unpacked.
+class StoredLayer(nn.Module):
+    """A linear layer or an embedding, with its weight as a file stores it. It is only there to be packed or unpacked.
 
     module: the layer itself, whose weight has no values.
     """
@@ -61,10 +61,6 @@ class StoredLinear(nn.Module):
         self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
 
 
-class StoredEmbedding(StoredLinear):
-    """An embedding with its weight as a file stores it."""
-
-
 class PackedLinear(nn.Module):
     """`nn.Linear`, or several as one, on packed weights. What the op does not take goes through the unpacked weight.
 
@@ -75,7 +71,7 @@ class PackedLinear(nn.Module):
     Raises RuntimeError if the op computes something else than the layer.
     """
 
-    def __init__(self, *linears: nn.Linear | StoredLinear) -> None:
+    def __init__(self, *linears: nn.Linear | StoredLayer) -> None:
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
         self.dtype, bias = linears[0].weight.dtype, _join_biases(linears)
@@ -106,27 +102,27 @@ class PackedLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
-    def _check(self, linears: Sequence[nn.Linear | StoredLinear]) -> None:
+    def _check(self, linears: Sequence[nn.Linear | StoredLayer]) -> None:
         inputs = torch.randn(7, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
         begin, found = 0, self(inputs).float()
         for linear in linears:
-            expected = _compute(linear, inputs, self.rows(begin + torch.arange(linear.out_features)[:SAMPLE])).float()
+            expected = self._compute(linear, begin, inputs).float()
             error = (found[:, begin : begin + expected.shape[1]] - expected).abs().max()
             if not float(error) <= TOLERANCE[self.dtype] * float(expected.abs().max()):
                 raise RuntimeError("the linear op does not compute what the layer does")
             begin += linear.out_features
 
+    def _compute(self, linear: nn.Linear | StoredLayer, begin: int, inputs: Tensor) -> Tensor:
+        """What a layer computes, whose outputs begin there: all or, of a stored one, the first."""
+        if isinstance(linear, nn.Linear):
+            return linear(inputs)
+        rows = self.rows(torch.arange(begin, begin + min(SAMPLE, linear.out_features)))
+        return nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
 
-def _compute(linear: nn.Linear | StoredLinear, inputs: Tensor, rows: Tensor) -> Tensor:
-    """What a layer computes: all outputs or, of a stored one, those of its first rows."""
-    if isinstance(linear, nn.Linear):
-        return linear(inputs)
-    return nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
 
-
-def _find_weights(linears: Sequence[nn.Linear | StoredLinear]) -> list[Weight]:
+def _find_weights(linears: Sequence[nn.Linear | StoredLayer]) -> list[Weight]:
     """The weights of layers that become one: as they are stored, or in bfloat16 where that holds them."""
-    return [each.stored if isinstance(each, StoredLinear) else Weight.dense(_halve(each.weight)) for each in linears]
+    return [each.stored if isinstance(each, StoredLayer) else Weight.dense(_halve(each.weight)) for each in linears]
 
 
 def _halve(weight: Tensor) -> Tensor:
@@ -157,7 +153,7 @@ class PackedEmbedding(nn.Module):
         rows = self.layer.rows(ids)
         if self.module is None:
             return rows
-        numbers = torch.arange(ids.numel()).view(ids.shape)
+        numbers = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         scaled: Tensor = functional_call(self.module, {"weight": rows.flatten(0, -2)}, (numbers,))
         return scaled
 
@@ -195,7 +191,8 @@ def pack_layers(module: nn.Module) -> None:
     Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are. Raises
     ValueError with the name of a weight that is NaN or infinite.
     """
-    stored = {id(layer.stored): name for name, layer in module.named_modules() if type(layer) is StoredLinear}
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, StoredLayer)]
+    stored = {id(layer.stored): name for name, layer in layers if can_pack(layer)}
     try:
         merge_layers(module, can_pack, pack_linear)
         for parent in list(module.modules()):
@@ -203,7 +200,7 @@ def pack_layers(module: nn.Module) -> None:
                 if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
                     setattr(parent, name, pack_linear(child))
         for name, embedding in list(module.named_modules()):
-            if isinstance(embedding, StoredEmbedding):
+            if isinstance(embedding, StoredLayer):  # all others are packed
                 twin: Any = stored.get(id(embedding.stored))
                 layer: Any = PackedLinear(embedding) if twin is None else module.get_submodule(twin)
                 module.set_submodule(name, PackedEmbedding(layer, embedding.module))
@@ -281,7 +278,7 @@ class MergedPart(nn.Module):
 PACKED = PackedLinear, OneDnnLinear, MergedPart
 
 
-def _join_biases(linears: Sequence[nn.Linear | StoredLinear]) -> Tensor | None:
+def _join_biases(linears: Sequence[nn.Linear | StoredLayer]) -> Tensor | None:
     """The layers' biases, concatenated: zeros for a layer without one, None if no layer has one."""
     if all(linear.bias is None for linear in linears):
         return None

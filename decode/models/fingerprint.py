@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.cpu.native_ops import read_rows
-from decode.cpu.packed_linear import StoredLinear
+from decode.cpu.packed_linear import StoredLayer
 from decode.requests.text import Tokenizer
 
 SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
@@ -29,7 +29,7 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     before layers are packed; `decode.cpu.acceleration.accelerate` keeps the result in `model.weights_fingerprint`.
     """
 
-    stored = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLinear)}
+    stored = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLayer)}
 
     def describe() -> Iterable[bytes]:
         for name, parameter in model.named_parameters():

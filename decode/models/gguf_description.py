@@ -16,7 +16,7 @@ from typing import Any
 import transformers
 from filelock import FileLock
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from decode.cpu.build_cache import digest
 from decode.models.gguf_file import GgufFile
@@ -67,7 +67,6 @@ def write_description(file: GgufFile, folder: Path) -> None:
         config = AutoConfig.from_pretrained(**place)
         tokenizer = AutoTokenizer.from_pretrained(**place)
     config._name_or_path = ""
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     _complete(tokenizer, file).save_pretrained(folder)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
-from decode.cpu.packed_linear import StoredEmbedding, StoredLinear
+from decode.cpu.packed_linear import StoredLayer
 from decode.models.gguf_description import describe
 from decode.models.gguf_file import GgufFile
 
@@ -76,6 +76,7 @@ def load_gguf(
         model = model.to(torch.float32 if dtype == "auto" else dtype)
     _scale_frequencies(file, model)
     model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = str(path)
     return model, str(folder)
 
 
@@ -103,15 +104,10 @@ def _unpack(stored: Weight) -> Tensor:
     return values.clone() if stored.order is None else values[stored.order]
 
 
-def _keep(stored: Weight, module: nn.Module) -> StoredLinear:
-    """A layer, or an embedding, in blocks."""
-    return (StoredLinear if type(module) is nn.Linear else StoredEmbedding)(stored, module)
-
-
 def _share_blocks(model: PreTrainedModel) -> None:
     """Let a tied output layer have the embedding's blocks."""
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    are_stored = isinstance(output, StoredLinear) and isinstance(embeddings, StoredLinear)
+    are_stored = isinstance(output, StoredLayer) and isinstance(embeddings, StoredLayer)
     if are_stored and model.config.tie_word_embeddings:
         output.weight, output.stored = embeddings.weight, embeddings.stored
 
@@ -119,7 +115,7 @@ def _share_blocks(model: PreTrainedModel) -> None:
 def unpack_layers(model: PreTrainedModel) -> None:
     """Give stored layers their values back, in place."""
     for path, layer in list(model.named_modules()):
-        if isinstance(layer, StoredLinear):
+        if isinstance(layer, StoredLayer):
             layer.module.weight = nn.Parameter(_unpack(layer.stored))
             model.set_submodule(path, layer.module)
     model.tie_weights()
@@ -129,26 +125,26 @@ def unpack_layers(model: PreTrainedModel) -> None:
 def restore_blocks(model: PreTrainedModel) -> None:
     """Give the layers of a model that transformers unpacked from a GGUF file their blocks back, in place.
 
-    The file is looked for in the folder that the model was loaded from, if there are no other weights. A layer whose
+    The file is the one that the model was loaded from, or in its folder, without other weights. A layer whose
     values are not exactly the file's stays.
     """
-    name, folder = model.config.name_or_path, Path(model.config.name_or_path)
-    if not name or model.dtype != torch.float32 or model.device.type != "cpu" or _has_other_weights(folder):
+    name, place = model.config.name_or_path, Path(model.config.name_or_path)
+    if not name or model.dtype != torch.float32 or model.device.type != "cpu" or _has_other_weights(place):
         return
-    for path in sorted(folder.glob("*.gguf")):
+    for path in [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf")):
         try:
             file = GgufFile.open(path)
             names = _find_names(file, model) if file.architecture in IN_BLOCKS else {}
-        except ValueError:
-            continue  # another model's
-        for place, module in list(model.named_modules()):
-            name = names.get(f"{place}.weight")
+        except (OSError, ValueError):
+            continue  # another model's, or gone
+        for layer, module in list(model.named_modules()):
+            name = names.get(f"{layer}.weight")
             if name is None or not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
                 continue
             weight: Any = module.weight
             stored = file.weight(name, _find_order(file, name, model.config))
             if weight.shape == file.tensors[name].shape and torch.equal(_unpack(stored), weight.detach()):
-                model.set_submodule(place, _keep(stored, module))
+                model.set_submodule(layer, StoredLayer(stored, module))
         _share_blocks(model)
 
 
@@ -178,7 +174,8 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
         else:
             setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config)))
     for path, name in stored_in.items():
-        model.set_submodule(path, _keep(file.weight(name, _find_order(file, name, config)), model.get_submodule(path)))
+        weight = file.weight(name, _find_order(file, name, config))
+        model.set_submodule(path, StoredLayer(weight, model.get_submodule(path)))
     _share_blocks(model)
     return model.eval()
 

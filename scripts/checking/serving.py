@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Stats, Target, stream
+from decode.models.loading import load_model
 from decode.models.user_cache import print_notice
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS
@@ -100,7 +101,21 @@ def serve_head(
     folder: Path, kind: str, draft_tokens: int, target: Target, python: str
 ) -> tuple[ServedResult | None, list[Finding]]:
     """The comparison and its findings; or None and the reason why vLLM does not serve it. python: one with vLLM."""
-    dtype, model = str(target.dtype).removeprefix("torch."), str(target.model.name_or_path)
+    model = str(target.model.name_or_path)
+    if not model.endswith(".gguf"):
+        return _serve_head(folder, kind, draft_tokens, target, python, model)
+    with tempfile.TemporaryDirectory() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
+        whole, tokenizer = load_model(model, dtype=target.dtype, accelerate="off")
+        whole.save_pretrained(unpacked)
+        tokenizer.save_pretrained(unpacked)
+        del whole
+        return _serve_head(folder, kind, draft_tokens, target, python, unpacked)
+
+
+def _serve_head(
+    folder: Path, kind: str, draft_tokens: int, target: Target, python: str, model: str
+) -> tuple[ServedResult | None, list[Finding]]:
+    dtype = str(target.dtype).removeprefix("torch.")
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
     prompts, ours = draft_chains(folder, target, draft_tokens)
     request = {"model": model, "dtype": dtype, "prompts": prompts, "stop_ids": sorted(target.stop_ids)}

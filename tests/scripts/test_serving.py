@@ -13,14 +13,18 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from decode import Target, generate
+from decode.models import gguf_description
+from decode.models.fingerprint import fingerprint_weights
 from heads import PRETRAINED, save_head
 from scripts import check
 from scripts.checking import serving
 from scripts.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
 from tests.support.commands import Call, Run
 from tests.support.drafting import make_head
+from tests.support.gguf_files import write_model
 
 LAYERS, CHAIN = 12, 3
 PRETENDED = '''
@@ -119,6 +123,15 @@ def test_a_head_that_is_served_as_here(serve: Call, agreeing: dict[str, Any], tm
     assert plain["speculative_config"] is None and plain["model"] == str(model.resolve())
     assert drafted["speculative_config"]["method"] == "eagle3"
     assert drafted["speculative_config"]["num_speculative_tokens"] == CHAIN
+
+
+def test_a_gguf_file_is_served_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_description, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(serving, "_serve_head", lambda *given: (AutoModelForCausalLM.from_pretrained(given[-1]), []))
+    write_model("llama", tmp_path / "m.gguf")
+    target = Target.load(tmp_path / "m.gguf", accelerate="packed")
+    served, _ = serving.serve_head(tmp_path, "eagle3", CHAIN, target, sys.executable)
+    assert fingerprint_weights(served) == target.model.weights_fingerprint
 
 
 def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[str, Any]) -> None:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from decode.cpu.native_ops import BLOCKS, PLAIN, Weight, load_native_ops, pack, read_rows, unpack
+from decode.cpu.native_ops import BLOCKS, PLAIN, Weight, pack, read_rows, unpack
 from tests.support.gguf_files import random_blocks
 from tests.support.models import needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("ops")]
 FORMS = {**BLOCKS, "F32": PLAIN[torch.float32], "F16": PLAIN[torch.float16], "BF16": PLAIN[torch.bfloat16]}
-
-
-@pytest.fixture(autouse=True)
-def ops() -> Iterator[None]:
-    assert load_native_ops() is None
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def multiply(inputs: Tensor, packed: Tensor, outputs: int) -> Tensor:

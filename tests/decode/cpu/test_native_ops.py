@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,17 +20,9 @@ from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("ops")]
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # the largest relative error of rounding
 DTYPES = [*EPSILON]
-
-
-@pytest.fixture(autouse=True)
-def ops() -> Iterator[None]:
-    assert load_native_ops() is None
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def unaligned(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Form
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from decode import Target, generate
+from decode.cpu import acceleration, packed_linear
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
 from decode.models import gguf_description, gguf_model
 from decode.models.fingerprint import fingerprint_weights
@@ -116,10 +117,12 @@ def test_other_dtypes_and_modes_are_unpacked(file: Path) -> None:
         model = Target.load(file, **options).model
         assert not isinstance(model.get_input_embeddings(), PackedEmbedding)
         assert getattr(model.config, "quantization_config", None) is None
+        assert model.name_or_path == str(file)  # not the cache's folder
 
 
 def test_without_a_compiler_the_weights_are_unpacked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_model, "load_native_ops", lambda: "no compiler")
+    for module in (acceleration, gguf_model, packed_linear):
+        monkeypatch.setattr(module, "load_native_ops", lambda: "no compiler")
     assert not isinstance(load_model(file)[0].get_input_embeddings(), PackedEmbedding)
 
 
@@ -172,6 +175,23 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         r"lacks weights of the model: blk\.1\.ffn_up",
     ),
 }
+
+
+CHANGED: dict[str, tuple[bytes, int, bytes]] = {  # bytes to write at a distance after a text of the header
+    "a value of an unknown kind": (b"general.architecture", 0, struct.pack("<I", 77)),
+    "an array of an unknown kind": (b"tokenizer.ggml.tokens", 4, struct.pack("<I", 77)),
+    "a row of half a block": (b"blk.1.ffn_up.weight", 4, struct.pack("<Q", 48)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_damaged_headers_are_refused(name: str, file: Path) -> None:
+    data, (text, distance, new) = bytearray(file.read_bytes()), CHANGED[name]
+    place = data.index(text) + len(text) + distance
+    data[place : place + len(new)] = new
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"the header of m\.gguf is damaged or cut off"):
+        load_model(file)
 
 
 @needs_compiler
