@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -270,11 +271,12 @@ struct Attention {
   void run(Number* outputs) const {
     const int64_t pairs = batch * heads, step = rows() * partial_width();
     std::unique_ptr<float[]> partials(new float[pairs * parts() * step]);
-    torch::stable::parallel_for(0, pairs * parts(), 1, [&](int64_t begin, int64_t end) {
+    std::atomic<int64_t> next = 0;  // threads take one part after the other: the last ones are short, and come last
+    torch::stable::parallel_for(0, pairs * parts(), 1, [&](int64_t, int64_t) {
       Scratch scratch(*this);
-      for (int64_t part = begin; part < end; ++part) {
-        const int64_t pair = part / parts();
-        run_part(pair / heads, pair % heads, part % parts() * PART, scratch, partials.get() + part * step);
+      for (int64_t i = next++; i < pairs * parts(); i = next++) {
+        const int64_t pair = i % pairs, part = i / pairs;
+        run_part(pair / heads, pair % heads, part * PART, scratch, partials.get() + (pair * parts() + part) * step);
       }
     });
     torch::stable::parallel_for(0, pairs * rows(), 64, [&](int64_t begin, int64_t end) {

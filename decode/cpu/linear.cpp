@@ -5,7 +5,8 @@
 // Weights lie in panels of PANEL outputs: [panels, K / STEP, unit]. Zeros fill up. float32 inputs take every form.
 // A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
 // CHUNK bytes each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
-// Each fetches its share of what is next meanwhile: memory and arithmetic overlap.
+// Each fetches its share of what is next meanwhile: memory and arithmetic overlap. A thread may end within a panel: it
+// takes some of the rows there, so that all threads have as much to do with few panels.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
 
 #include <torch/csrc/stable/library.h>
@@ -27,7 +28,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
-constexpr int64_t CHUNK = 16 << 10, FEW = 4;  // bytes of a panel, and the blocks that take turns after each chunk
+constexpr int64_t CHUNK = 6 << 10, FEW = 4;   // bytes of a panel, and the blocks that take turns after each chunk
 constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
 
 // Calls `block.template operator()<Form>()`. forms: ggml's numbers. Forms in groups and float16 take float32 inputs.
@@ -131,20 +132,20 @@ struct Layer {
     else return T::narrow(number);
   }
 
-  // One panel, for the blocks of rows from `begin` to `end`. limit: the end of the weights to fetch, if any.
-  void run_blocks(int64_t panel, int64_t begin, int64_t end, int64_t blocks, const char* limit) const {
+  // Some rows of a panel, at most FEW blocks. limit: the end of the weights to fetch, if any.
+  void run_blocks(int64_t panel, int64_t first, int64_t number, const char* limit) const {
     constexpr int64_t units = std::max<int64_t>(1, CHUNK / T::BYTES);
-    const int64_t steps = units_of(size, T::STEP);
+    const int64_t steps = units_of(size, T::STEP), blocks = (number + ROWS - 1) / ROWS;
     alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
     const uint8_t* weights = packed + panel * steps * T::BYTES;
     for (int64_t unit = 0; unit < steps; unit += units, weights += units * T::BYTES) {
       const int64_t length = std::min(units, steps - unit), bytes = length * T::BYTES;
       const char* next = reinterpret_cast<const char*>(weights + bytes);
       const int64_t lines = limit ? std::min<int64_t>(bytes, limit - next) / LINE : 0;
-      for (int64_t block = begin; block < end; ++block) {
-        const int64_t row = rows * block / blocks, block_rows = rows * (block + 1) / blocks - row;
-        const int64_t from = lines * (block - begin) / (end - begin), to = lines * (block + 1 - begin) / (end - begin);
-        float* kept = sums + (block - begin) * ROWS * PANEL;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = first + number * block / blocks, block_rows = first + number * (block + 1) / blocks - row;
+        const int64_t from = lines * block / blocks, to = lines * (block + 1) / blocks;
+        float* kept = sums + block * ROWS * PANEL;
         with_rows(block_rows, [&]<int R>() {
           add_block<R>(weights, row, unit, length, next + from * LINE, to - from, kept);
         });
@@ -153,12 +154,15 @@ struct Layer {
     }
   }
 
-  void run(int64_t first, int64_t last) const {
-    const int64_t blocks = (rows + ROWS - 1) / ROWS, bytes = units_of(size, T::STEP) * T::BYTES;
-    const char* limit = reinterpret_cast<const char*>(packed + last * bytes);
-    for (int64_t panel = first; panel < last; ++panel)
-      for (int64_t block = 0; block < blocks; block += FEW)
-        run_blocks(panel, block, std::min(block + FEW, blocks), blocks, block + FEW < blocks ? nullptr : limit);
+  // A share of all panels' rows: number i is row i % rows of panel i / rows.
+  void run(int64_t begin, int64_t end) const {
+    const int64_t bytes = units_of(size, T::STEP) * T::BYTES;
+    const char* limit = reinterpret_cast<const char*>(packed + (end + rows - 1) / rows * bytes);
+    while (begin < end) {
+      const int64_t row = begin % rows, left = std::min(rows - row, end - begin), number = std::min(left, FEW * ROWS);
+      run_blocks(begin / rows, row, number, number < left ? nullptr : limit);
+      begin += number;
+    }
   }
 };
 
@@ -187,17 +191,18 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
     with_form<Number>(part.form, [&]<class T>() {
       if (T::HAS_MINIMUM && totals.empty()) totals = add_up(inputs, rows, layout.inputs);
     });
-  torch::stable::parallel_for(0, layout.panels, 1, [&](int64_t first, int64_t last) {
-    int64_t panel = 0, done = 0;  // of earlier weights
+  torch::stable::parallel_for(0, layout.panels * rows, 1, [&](int64_t first, int64_t last) {
+    int64_t before = 0, done = 0;  // panels' rows and outputs of earlier weights
     for (const Part& part : layout.parts) {
-      const int64_t begin = std::max(first, panel), end = std::min(last, panel + panels_of(part.outputs));
+      const int64_t number = panels_of(part.outputs) * rows;
+      const int64_t begin = std::max(first, before), end = std::min(last, before + number);
       if (begin < end)
         with_form<Number>(part.form, [&]<class T>() {
           Layer<T>{inputs, totals.data(), layout.data + part.offset, biases ? biases + done : nullptr, outputs + done,
                    rows, layout.inputs, part.outputs, layout.outputs}
-              .run(begin - panel, end - panel);
+              .run(begin - before, end - before);
         });
-      panel += panels_of(part.outputs), done += part.outputs;
+      before += number, done += part.outputs;
     }
   });
 }
