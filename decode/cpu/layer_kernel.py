@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ Kernel = Callable[[list[Tensor]], list[Tensor]]
 OPTIONS: dict[str, Any] = {  # Inductor's
     "cpp.dynamic_threads": True,  # the number of threads may differ from process to process
     "cpp.vec_isa_ok": True,  # the native ops were compiled for this CPU; trying its vectors takes seconds
-    "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls the loops
+    "aot_inductor.compile_wrapper_opt_level": "O1",  # it only calls the loops; O0 takes 4 % more of a pass
 }
 # Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input.
 STATE = {*vars(nn.Module()), "layer_idx", "number", "_last"} - {"training"}
@@ -55,8 +56,8 @@ class LayerCall(NamedTuple):
 class LastCall(NamedTuple):
     """What layers of the same pass have in common: most get the same arguments but for states, keys and values.
 
-    others: the tensors of the call between these. names, values: the keyword arguments, the cache aside. slots: the
-    cache's, which are new in each pass.
+    others: the tensors of the call between these. names, values: the keyword arguments, without a value for the cache,
+    which is the argument `cache_name`. slots: the cache's, which are new in each pass.
     """
 
     form: tuple[Any, ...]
@@ -64,15 +65,23 @@ class LastCall(NamedTuple):
     others: list[Tensor]
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    cache_name: str
     slots: Tensor
     states: tuple[torch.Size, torch.dtype]
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: TreeCache) -> bool:
-        """Whether a call has the same arguments, with other states of the same form."""
-        is_alike = cache.node_slots is self.slots and len(args) == 1 and (args[0].shape, args[0].dtype) == self.states
-        if not is_alike or tuple(kwargs) != self.names or not args[0].is_contiguous():
-            return False
-        return all(kept is value or value is cache for kept, value in zip(self.values, kwargs.values(), strict=True))
+    def repeat(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+        """The call of another layer, if it has the same arguments with other states of the same form."""
+        cache = kwargs.get(self.cache_name)
+        if not isinstance(cache, TreeCache) or cache.node_slots is not self.slots or len(args) != 1:
+            return None
+        states, stored = args[0], cache.allocated(number)
+        is_alike = (
+            (states.shape, states.dtype) == self.states and states.is_contiguous() and tuple(kwargs) == self.names
+        )
+        # All values but the cache itself.
+        if stored is None or not is_alike or sum(map(is_, self.values, kwargs.values())) != len(self.values) - 1:
+            return None
+        return LayerCall(self.form, self.sizes, [states, *self.others, *stored, cache.node_slots, cache.node_rows])
 
 
 _LAST: list[LastCall | None] = [None]  # read and written in one step: other threads only miss it
@@ -83,18 +92,19 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     None if that part of the cache is empty, or if an argument is not a tensor, a plain value, a tuple or that cache.
     """
-    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, TreeCache)), None)
+    last = _LAST[0]
+    if last is not None and (call := last.repeat(number, args, kwargs)) is not None:
+        return call
+    name, cache = next(((name, value) for name, value in kwargs.items() if isinstance(value, TreeCache)), ("", None))
+    cache = cache or next((value for value in args if isinstance(value, TreeCache)), None)
     states = None if cache is None else cache.allocated(number)
     if cache is None or states is None:
         return None
-    last = _LAST[0]
-    if last is not None and last.begins(args, kwargs, cache):
-        return LayerCall(last.form, last.sizes, [args[0], *last.others, *states, cache.node_slots, cache.node_rows])
     call = _flatten(args, kwargs, cache, states)
-    if call is not None and len(args) == 1 and call.tensors[0] is args[0]:
+    if call is not None and name and len(args) == 1 and call.tensors[0] is args[0]:
         values = tuple(None if value is cache else value for value in kwargs.values())
         kind = args[0].shape, args[0].dtype
-        _LAST[0] = LastCall(call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, cache.node_slots, kind)
+        _LAST[0] = LastCall(call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, name, cache.node_slots, kind)
     return call
 
 

@@ -45,8 +45,10 @@ def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor 
         return follow(tree, draw_all(tree, logits, sampling, keys))
     if logits.device.type != "cpu" or torch.compiler.is_compiling():  # a step of fixed shape
         return follow(tree, choose_greedily(logits))
+    if bool(tree.real.all()):  # without copying the logits
+        return follow(tree, choose_greedily(upcast_half(logits)))  # a CPU is slow at half precision
     chosen = torch.zeros_like(tree.tokens)
-    chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))  # a CPU is slow at half precision
+    chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))
     return follow(tree, chosen)
 
 
