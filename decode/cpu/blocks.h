@@ -1,8 +1,10 @@
 // Weights in blocks, as GGUF files store them: a few bits for each input, and a scale for every 16 or 32 inputs.
 //
-// The block formats and their names are ggml's. What a block holds lies in panels here, so that a lane has an output:
-// a word of 4 bits for 8 inputs, further bits in words of their own, 8 bits as bytes. The values are exactly the file's:
-// scale * q + minimum. A layer sums q * input over a group first, so it rounds less than a product with each value.
+// The block formats and their names are ggml's, but for those with float32 scales, which quantized checkpoints of
+// transformers have: the scale, the minimum if any, and the numbers in the order of Q4_0 and Q8_0. What a block holds
+// lies in panels here, so that a lane has an output: a word of 4 bits for 8 inputs, further bits in words of their own,
+// 8 bits as bytes. The values are exactly the file's: scale * q + minimum. A layer sums q * input over a group first, so
+// it rounds less than a product with each value.
 
 #pragma once
 
@@ -13,6 +15,8 @@ namespace draftless {
 enum class Scale {
   HALF,       // a group of 32 has a float16 scale
   HALF_MIN,   // and a float16 minimum
+  FLOAT,      // a group of 32 has a float32 scale
+  FLOAT_MIN,  // and a float32 minimum
   SUPER_MIN,  // 8 groups of 32 share a float16 scale and minimum; each has a factor of 6 bits for both
   SUPER       // 8 groups share a float16 scale; each half group has a factor of 8 bits
 };
@@ -23,11 +27,14 @@ struct Blocks {
   using Number = float;
   static constexpr bool IN_GROUPS = true;
   static constexpr bool IS_SUPER = SCALE == Scale::SUPER_MIN || SCALE == Scale::SUPER;
-  static constexpr bool HAS_MINIMUM = SCALE == Scale::HALF_MIN || SCALE == Scale::SUPER_MIN;
+  static constexpr bool IS_FLOAT = SCALE == Scale::FLOAT || SCALE == Scale::FLOAT_MIN;
+  static constexpr bool HAS_MINIMUM =
+      SCALE == Scale::HALF_MIN || SCALE == Scale::FLOAT_MIN || SCALE == Scale::SUPER_MIN;
   static constexpr int GROUP = 32, GROUPS = IS_SUPER ? 8 : 1, STEP = GROUP * GROUPS;
   static constexpr int FOLD = SCALE == Scale::SUPER ? 16 : 32;  // inputs that share a scale
   // The parts of a unit, in bytes: scales of its groups, then each group's factors and numbers.
-  static constexpr int64_t HEAD = PANEL * (HAS_MINIMUM ? 4 : 2), FACTORS = IS_SUPER ? PANEL * 2 : 0;
+  static constexpr int64_t WIDE = IS_FLOAT ? 4 : 2;  // bytes of a scale
+  static constexpr int64_t HEAD = PANEL * (HAS_MINIMUM ? 2 : 1) * WIDE, FACTORS = IS_SUPER ? PANEL * 2 : 0;
   static constexpr int64_t LOW = BITS == 8 ? PANEL * GROUP : PANEL * 16;
   static constexpr int64_t HIGH = BITS == 8 ? 0 : PANEL * 4 * (BITS - 4), EACH = FACTORS + LOW + HIGH;
   static constexpr int64_t BYTES = HEAD + GROUPS * EACH;
@@ -35,13 +42,13 @@ struct Blocks {
       IS_SUPER ? GROUPS * GROUP * BITS / 8 + (SCALE == Scale::SUPER ? 18 : 16) : GROUP * BITS / 8 + HEAD / PANEL;
 
   static Vector scale_of(const uint8_t* unit, const uint8_t* group, int fold, int v) {
-    const Vector scale = load_halves(unit + 2 * WIDTH * v);
+    const Vector scale = load_scales(unit + WIDE * WIDTH * v);
     if constexpr (SCALE == Scale::SUPER) return scale * load_bytes<int8_t>(group + PANEL * fold + WIDTH * v);
     if constexpr (IS_SUPER) return scale * load_bytes<uint8_t>(group + WIDTH * v);
     return scale;
   }
   static Vector minimum_of(const uint8_t* unit, const uint8_t* group, int v) {
-    const Vector minimum = load_halves(unit + 2 * PANEL + 2 * WIDTH * v);
+    const Vector minimum = load_scales(unit + WIDE * (PANEL + WIDTH * v));
     if constexpr (IS_SUPER) return -minimum * load_bytes<uint8_t>(group + PANEL + WIDTH * v);
     return minimum;
   }
@@ -97,8 +104,9 @@ struct Blocks {
 
   // Puts a file's block in a lane of a unit.
   static void pack(const uint8_t* block, uint8_t* unit, int lane) {
-    const uint8_t* halves = SCALE == Scale::SUPER ? block + SOURCE - 2 : block;
-    for (int i = 0; i < HEAD / PANEL / 2; ++i) std::memcpy(unit + 2 * (PANEL * i + lane), halves + 2 * i, 2);
+    const uint8_t* scales = SCALE == Scale::SUPER ? block + SOURCE - 2 : block;
+    for (int i = 0; i < HEAD / PANEL / WIDE; ++i)
+      std::memcpy(unit + WIDE * (PANEL * i + lane), scales + WIDE * i, WIDE);
     uint8_t* group = unit + HEAD;
     for (int g = 0; g < GROUPS; ++g, group += EACH) {
       for (int i = 0; i < FACTORS / PANEL; ++i) group[PANEL * i + lane] = factor(block, g, i);
@@ -118,7 +126,8 @@ struct Blocks {
 
   // The values of a lane of a unit, rounded as ggml rounds them.
   static void unpack(const uint8_t* unit, int lane, float* into) {
-    const float scale = half_at(unit + 2 * lane), minimum = HAS_MINIMUM ? half_at(unit + 2 * (PANEL + lane)) : 0.0f;
+    const float scale = scale_at(unit + WIDE * lane);
+    const float minimum = HAS_MINIMUM ? scale_at(unit + WIDE * (PANEL + lane)) : 0.0f;
     const uint8_t* group = unit + HEAD;
     for (int g = 0; g < GROUPS; ++g, group += EACH)
       for (int k = 0; k < GROUP; ++k) {
@@ -149,10 +158,15 @@ struct Blocks {
     bits |= word_at(at);
     std::memcpy(at, &bits, 4);
   }
-  static float half_at(const uint8_t* at) {
-    uint16_t half;
-    std::memcpy(&half, at, 2);
-    return widen_half(half);
+  static float scale_at(const uint8_t* at) {
+    std::conditional_t<IS_FLOAT, float, uint16_t> scale;
+    std::memcpy(&scale, at, WIDE);
+    if constexpr (IS_FLOAT) return scale;
+    else return widen_half(scale);
+  }
+  static Vector load_scales(const uint8_t* from) {
+    if constexpr (IS_FLOAT) return *reinterpret_cast<const Vector*>(from);
+    else return load_halves(from);
   }
 
   // The factor of a group's scale (i = 0) or minimum; in Q6_K, that of half of the group.
@@ -191,6 +205,10 @@ using Q8_0 = Blocks<8, Scale::HALF, 0>;
 using Q4_K = Blocks<4, Scale::SUPER_MIN, 0>;
 using Q5_K = Blocks<5, Scale::SUPER_MIN, 0>;
 using Q6_K = Blocks<6, Scale::SUPER, 32>;
+using F4_0 = Blocks<4, Scale::FLOAT, 8>;
+using F4_1 = Blocks<4, Scale::FLOAT_MIN, 8>;
+using F8_0 = Blocks<8, Scale::FLOAT, 0>;
+using F8_1 = Blocks<8, Scale::FLOAT_MIN, 0>;
 static_assert(Q4_0::SOURCE == 18 && Q4_1::SOURCE == 20 && Q5_0::SOURCE == 22 && Q5_1::SOURCE == 24);
 static_assert(Q8_0::SOURCE == 34 && Q4_K::SOURCE == 144 && Q5_K::SOURCE == 176 && Q6_K::SOURCE == 210);
 

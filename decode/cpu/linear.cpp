@@ -31,7 +31,8 @@ constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step ma
 constexpr int64_t CHUNK = 6 << 10, FEW = 4;   // bytes of a panel, and the blocks that take turns after each chunk
 constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
 
-// Calls `block.template operator()<Form>()`. forms: ggml's numbers. Forms in groups and float16 take float32 inputs.
+// Calls `block.template operator()<Form>()`. forms: ggml's numbers, and ours from 100 on. Forms in groups and float16
+// take float32 inputs.
 template <class Number, class Block>
 void with_form(int64_t form, const Block& block) {
   constexpr bool is_float = std::is_same_v<Number, float>;
@@ -47,6 +48,10 @@ void with_form(int64_t form, const Block& block) {
       case 12: return block.template operator()<Q4_K>();
       case 13: return block.template operator()<Q5_K>();
       case 14: return block.template operator()<Q6_K>();
+      case 100: return block.template operator()<F4_0>();
+      case 101: return block.template operator()<F4_1>();
+      case 102: return block.template operator()<F8_0>();
+      case 103: return block.template operator()<F8_1>();
     }
   STD_TORCH_CHECK(false, "weights of form ", form, " cannot be packed, or not for inputs of this dtype");
 }

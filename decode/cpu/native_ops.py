@@ -29,6 +29,8 @@ STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all l
 # The numbers that ggml gives to the forms of weights: one by one, and in blocks. A block has a multiple of 32 inputs.
 PLAIN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+# Blocks with a float32 scale for 32 inputs, by bits and whether there is a minimum too. ggml has none.
+FLOAT_BLOCKS = {(4, False): 100, (4, True): 101, (8, False): 102, (8, True): 103}
 
 
 @cache
@@ -67,8 +69,8 @@ def can_run(inputs: Tensor) -> bool:
 class Weight(NamedTuple):
     """A weight as a checkpoint stores it.
 
-    data: bytes [N, bytes of a row]. form: one of `PLAIN` or `BLOCKS`. inputs: K. order [N]: row i of the weight is row
-    `order[i]` of the data; None: they are in order.
+    data: bytes [N, bytes of a row]. form: one of `PLAIN`, `BLOCKS` or `FLOAT_BLOCKS`. inputs: K. order [N]: row i of
+    the weight is row `order[i]` of the data; None: they are in order.
     """
 
     data: Tensor

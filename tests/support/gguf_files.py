@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Form
 from torch import Tensor, nn
 
+from decode.cpu.native_ops import FLOAT_BLOCKS
 from tests.support.models import VOCABULARY, tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
@@ -22,7 +23,10 @@ ONE_MORE = ("gemma2", "gemma3", "nemotron")  # the norms' weights in their files
 
 def random_blocks(form: int, outputs: int, inputs: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A weight of random bits as a file stores it, [N, bytes], and its values by gguf-py, [N, K]."""
-    draw, kind = np.random.default_rng(seed), Form(form)
+    draw = np.random.default_rng(seed)
+    if form in FLOAT_BLOCKS.values():
+        return _random_float_blocks(form, outputs, inputs, draw)
+    kind = Form(form)
     size, length = gguf.GGML_QUANT_SIZES[kind]
     if size == 1:
         numbers = torch.from_numpy(draw.standard_normal((outputs, inputs), dtype=np.float32))
@@ -36,6 +40,17 @@ def random_blocks(form: int, outputs: int, inputs: int, seed: int = 0) -> tuple[
     blocks[:, :, begin : begin + 2 * count] = scales.view(np.uint8)
     data = blocks.reshape(outputs, -1)
     return torch.from_numpy(data), torch.from_numpy(np.ascontiguousarray(gguf.dequantize(data, kind)))
+
+
+def _random_float_blocks(form: int, outputs: int, inputs: int, draw: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """The forms that ggml lacks. Their scales are float16 numbers, so that no product rounds."""
+    bits, has_minimum = next(key for key, number in FLOAT_BLOCKS.items() if number == form)
+    scales = draw.uniform(-0.1, 0.1, (outputs, inputs // 32, 1 + has_minimum)).astype(np.float16).astype(np.float32)
+    numbers = draw.integers(0, 256, (outputs, inputs // 32, 4 * bits), dtype=np.uint8)
+    quants = np.concatenate([numbers & 15, numbers >> 4], axis=-1) - 8.0 if bits == 4 else numbers.view(np.int8)
+    values = scales[..., :1] * quants.astype(np.float32) + (scales[..., 1:] if has_minimum else 0)
+    data = np.concatenate([scales.view(np.uint8), numbers], axis=-1)
+    return torch.from_numpy(data.reshape(outputs, -1)), torch.from_numpy(values.reshape(outputs, inputs))
 
 
 def write_model(

@@ -1,4 +1,4 @@
-"""Weights in blocks: every form against gguf-py's values, in products, looked-up rows, and layers of several forms."""
+"""Weights in blocks: every form against the values it stands for, in products, looked-up rows and mixed layers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.cpu.native_ops import BLOCKS, PLAIN, Weight, pack, read_rows, unpack
+from decode.cpu.native_ops import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight, pack, read_rows, unpack
 from tests.support.gguf_files import random_blocks
 from tests.support.models import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("ops")]
-FORMS = {**BLOCKS, "F32": PLAIN[torch.float32], "F16": PLAIN[torch.float16], "BF16": PLAIN[torch.bfloat16]}
+FLOAT = {f"{bits} bits{' and minima' * has_minimum}": form for (bits, has_minimum), form in FLOAT_BLOCKS.items()}
+FORMS = {
+    **BLOCKS,
+    **FLOAT,
+    "F32": PLAIN[torch.float32],
+    "F16": PLAIN[torch.float16],
+    "BF16": PLAIN[torch.bfloat16],
+}
+SHORT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *FLOAT)  # their blocks have 32 inputs
 
 
 def multiply(inputs: Tensor, packed: Tensor, outputs: int) -> Tensor:
@@ -32,7 +40,7 @@ def test_products_and_rows_of_a_form(name: str, seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(seed % 4 + 1)
-    inputs = 256 * draw.randint(1, 4) + (32 if name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0") and seed % 2 else 0)
+    inputs = 256 * draw.randint(1, 4) + (32 if name in SHORT and seed % 2 else 0)
     outputs = draw.choice([1, 63, 64, 65, draw.randint(1, 300)])
     data, values = random_blocks(FORMS[name], outputs, inputs, seed)
     order = torch.randperm(outputs) if seed % 2 else None
@@ -63,7 +71,7 @@ def test_a_row_does_not_depend_on_others_or_on_threads_or_alignment(name: str) -
 
 def test_a_layer_of_several_forms() -> None:
     """Each weight keeps its form; outputs and rows follow each other."""
-    names = ("Q4_K", "Q6_K", "F32", "Q5_0", "Q8_0", "BF16")
+    names = ("Q4_K", "Q6_K", "F32", "Q5_0", "Q8_0", "BF16", *FLOAT)
     parts = [random_blocks(FORMS[name], 30 + 7 * number, 256, number) for number, name in enumerate(names)]
     packed = pack(*(Weight(data, FORMS[name], 256) for name, (data, _) in zip(names, parts, strict=True)))
     values, given = torch.cat([values for _, values in parts]), torch.randn(9, 256)
@@ -72,7 +80,7 @@ def test_a_layer_of_several_forms() -> None:
 
 
 def test_blocks_take_the_memory_of_the_file() -> None:
-    for name, form in BLOCKS.items():
+    for name, form in {**BLOCKS, **FLOAT}.items():
         data, _ = random_blocks(form, 640, 1024)
         assert pack(Weight(data, form, 1024)).nbytes <= 1.03 * data.nbytes + 64, name
 
