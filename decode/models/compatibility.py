@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -60,6 +61,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder or not model.can_generate():
         raise ValueError(f"{type(model).__name__} is no decoder-only language model; load an AutoModelForCausalLM")
     attention_windows(model)
+    _refuse_row_coupling(model)
     is_recurrent, is_gpt_neo = getattr(model, "_is_stateful", False), hasattr(config, "attention_layers")
     positional = getattr(config, "position_embedding_type", None)
     has_alibi = name in ("bloom", "mpt") or getattr(config, "alibi", False) or positional == "alibi"
@@ -84,6 +86,39 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
+
+
+def find_input_scales(layer: nn.Module) -> str | None:
+    """Whether a quantized layer also quantizes its inputs: "together" if the tokens of a pass share a scale that
+    depends on them, else "apart". None if it does not, or is not known to.
+    """
+    weight = getattr(layer, "weight", None)
+    inputs = getattr(getattr(layer, "quantization_scheme", None), "input_activations", None)  # compressed-tensors
+    if inputs is not None:
+        return "together" if inputs.dynamic and inputs.strategy == "tensor" else "apart"
+    settings = getattr(weight, "act_quant_kwargs", getattr(weight, "activation_quantization", None))  # torchao
+    if settings is None:
+        return None
+    is_dynamic = getattr(weight, "act_quant_scale", None) is None
+    is_shared = type(getattr(settings, "granularity", None)).__name__ == "PerTensor" and is_dynamic
+    return "together" if is_shared or getattr(settings, "use_dynamic_per_tensor_scale", False) else "apart"
+
+
+def _refuse_row_coupling(model: PreTrainedModel) -> None:
+    """Raise ValueError for a quantized layer whose result for a token depends on the other tokens of a pass.
+
+    The self-test finds only what exceeds rounding in its small trees.
+    """
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "Linear8bitLt":  # bitsandbytes
+            fault = "is a layer of LLM.int8, whose outlier columns depend on all tokens of a pass"
+            advice = "load the model in NF4 or unquantized"
+        elif find_input_scales(layer) == "together":
+            fault = "quantizes its inputs with one scale for all tokens of a pass"
+            advice = "use weight-only quantization, or a scale for each token"
+        else:
+            continue
+        raise ValueError(f"{model.config.model_type} is row-coupled: {name} {fault}; {advice}")
 
 
 @dataclass(frozen=True)

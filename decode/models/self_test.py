@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
-from decode.models.compatibility import AttentionWindow
+from decode.models.compatibility import AttentionWindow, find_input_scales
 from decode.models.stock_model import StockModel, find_decoder
 from decode.session import Session
 from decode.tree import Tree
@@ -107,8 +107,10 @@ def _refuse_no_numbers(target: StockModel) -> None:
 
 def find_tolerance(target: StockModel) -> float:
     """The largest error that is allowed."""
-    rounded = ROUNDING * float(torch.finfo(target.dtype).eps) * sqrt(target.config.num_hidden_layers)
-    return TOLERANCE.get(target.dtype, min(MOST, rounded))
+    quantizes_inputs = any(find_input_scales(layer) for layer in target.model.modules())
+    dtype = torch.bfloat16 if quantizes_inputs else target.dtype  # which also has 8 bits
+    rounded = ROUNDING * float(torch.finfo(dtype).eps) * sqrt(target.config.num_hidden_layers)
+    return TOLERANCE.get(dtype, min(MOST, rounded))
 
 
 def _refuse_row_coupling(name: str, error: float, allowed: float) -> None:

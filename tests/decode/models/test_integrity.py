@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,63 @@ def test_row_coupled_quantisation_is_refused(couple: Any, dtype: torch.dtype) ->
 
 def test_quantisation_of_each_row_is_not_row_coupled() -> None:
     Target(make_quantised(scale_rows, torch.float32))
+
+
+class Linear8bitLt(torch.nn.Linear):
+    """As bitsandbytes names a layer of LLM.int8."""
+
+
+class PerTensor:
+    """As torchao names one scale for all."""
+
+
+def make_named(settings: Any) -> torch.nn.Linear:
+    """A layer that quantizes its inputs as its attributes say."""
+    layer = torch.nn.Linear(48, 32, bias=False).eval()
+    for name, value in settings.items():
+        setattr(layer.weight if name.startswith("act_") else layer, name, value)
+    return layer
+
+
+def scheme(**inputs: Any) -> dict[str, Any]:
+    return {"quantization_scheme": SimpleNamespace(input_activations=SimpleNamespace(**inputs))}
+
+
+COUPLED: list[dict[str, Any]] = [
+    scheme(dynamic=True, strategy="tensor"),
+    {"act_quant_kwargs": SimpleNamespace(granularity=PerTensor())},
+    {"act_quant_kwargs": SimpleNamespace(use_dynamic_per_tensor_scale=True)},
+]
+UNCOUPLED: list[dict[str, Any]] = [
+    scheme(dynamic=True, strategy="token"),
+    scheme(dynamic=False, strategy="tensor"),
+    {"act_quant_kwargs": SimpleNamespace(granularity=PerTensor()), "act_quant_scale": torch.ones(1)},
+    {"act_quant_kwargs": SimpleNamespace(granularity=None)},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_that_couple_rows_are_refused_by_name(dtype: torch.dtype) -> None:
+    """Also where the self-test would see nothing."""
+    model = tiny("llama", dtype=dtype)
+    for layer, fault in [
+        (Linear8bitLt(48, 32).eval(), "is a layer of LLM.int8, .* load the model in NF4 or unquantized"),
+        *((make_named(settings), "quantizes its inputs with one scale for all tokens") for settings in COUPLED),
+    ]:
+        model.model.layers[1].mlp.down_proj = layer
+        with pytest.raises(ValueError, match=f"llama is row-coupled: model.layers.1.mlp.down_proj {fault}"):
+            Target(model)
+
+
+@pytest.mark.parametrize("settings", UNCOUPLED)
+def test_quantized_inputs_may_round_as_half_precision_does(settings: dict[str, Any]) -> None:
+    """A difference in the last bit of float32 may change an integer."""
+    model = tiny("llama", dtype=torch.float32)
+    assert self_test.find_tolerance(stock_model.StockModel(model)) == 5e-3
+    model.model.layers[1].mlp.down_proj = make_named(settings)
+    rounded = 18 * torch.finfo(torch.bfloat16).eps * 2**0.5
+    assert self_test.find_tolerance(stock_model.StockModel(model)) == pytest.approx(rounded)
+    Target(model)
 
 
 LONG = 100  # tokens of a window that the self-test tries with a made-up text
