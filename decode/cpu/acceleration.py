@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, StoredLayer, can_pack, pack_layers
+from decode.cpu.quantized_weights import store_quantized_layers
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
@@ -56,6 +57,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         return model
     if load_native_ops() is None:
         restore_blocks(model)
+        store_quantized_layers(model)
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
         _check_compilable(linears)

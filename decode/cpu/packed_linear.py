@@ -30,9 +30,11 @@ def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether this layer can be packed on this machine."""
     if isinstance(module, StoredLayer):
         return not isinstance(module.module, nn.Embedding)
-    if type(module) is not nn.Linear or module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
+    if type(module) is not nn.Linear or type(getattr(module, "weight", None)) is not nn.Parameter:
+        return False  # a quantized weight has a product of its own
+    if hasattr(module, "quantization_scheme"):  # of compressed-tensors: it may quantize its inputs
         return False
-    if type(module.weight) is not nn.Parameter:  # a quantized weight, which has a product of its own
+    if module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
         return False
     dtype = module.weight.dtype
     return dtype in TOLERANCE and (load_native_ops() is None or _is_supported_by_onednn(dtype))
@@ -104,11 +106,10 @@ class PackedLinear(nn.Module):
     @torch.no_grad()
     def _check(self, linears: Sequence[nn.Linear | StoredLayer]) -> None:
         inputs = torch.randn(7, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
-        begin, found = 0, self(inputs).float()
+        begin, found = 0, self(inputs)
         for linear in linears:
-            expected = self._compute(linear, begin, inputs).float()
-            error = (found[:, begin : begin + expected.shape[1]] - expected).abs().max()
-            if not float(error) <= TOLERANCE[self.dtype] * float(expected.abs().max()):
+            expected = self._compute(linear, begin, inputs)
+            if not agree(found[:, begin : begin + expected.shape[1]], expected):
                 raise RuntimeError("the linear op does not compute what the layer does")
             begin += linear.out_features
 
@@ -118,6 +119,12 @@ class PackedLinear(nn.Module):
             return linear(inputs)
         rows = self.rows(torch.arange(begin, begin + min(SAMPLE, linear.out_features)))
         return nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether these are the same outputs of a layer up to rounding."""
+    error = (found.float() - expected.float()).abs().max()
+    return bool(error <= TOLERANCE[expected.dtype] * expected.float().abs().max())
 
 
 def _find_weights(linears: Sequence[nn.Linear | StoredLayer]) -> list[Weight]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from decode.models.grouped_attention import grouped_sdpa
 from proposers import MedusaProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import needs_compiler, tiny
+from tests.support.quantized import Quantized
 
 DTYPES = [torch.float32, torch.bfloat16]
 has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported()}
@@ -175,33 +175,6 @@ def test_grouped_attention_has_the_gradients_of_transformers(place: int) -> None
         assert parts[place].grad is not None
         gradients.append(parts[place].grad)
     assert torch.allclose(*gradients, atol=1e-5)
-
-
-class Quantized(Tensor):
-    """A weight as torchao keeps it: it knows the layer's product, and hardly anything else."""
-
-    values: Tensor
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> Quantized:
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, requires_grad=False)
-        made.values = values
-        return made
-
-    def dequantize(self) -> Tensor:
-        return self.values
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:
-            return func(args[0], args[1].values, *args[2:])
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].values)
-        raise NotImplementedError(f"{func} of a quantized weight")
 
 
 @needs_compiler

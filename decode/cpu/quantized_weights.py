@@ -1,0 +1,86 @@
+"""Quantized linear layers of transformers checkpoints, as blocks of 4 or 8 bits that the CPU's linear op takes.
+
+A layer is not known by its package or class. Its values and scales are read, and the integers follow from both. It is
+packed if the op then computes what the layer computes, so a layer that also quantizes its inputs runs as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.cpu.native_ops import FLOAT_BLOCKS, Weight
+from decode.cpu.packed_linear import PackedLinear, StoredLayer, agree, make_linear
+
+GROUP = 32  # inputs of a block
+ROUNDING = 2.0**-22  # of a value, as a share of the largest in its block
+
+
+@torch.no_grad()
+def store_quantized_layers(model: nn.Module) -> None:
+    """Make quantized linear layers stored ones, in place, where blocks hold exactly their float32 values.
+
+    A block is one of 32 inputs with a float32 scale: 5 or 9 bits for an input, and one more with a minimum. Larger
+    groups repeat their scale. Other layers stay, among them those in bfloat16, for blocks take float32 inputs.
+    """
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear) and not isinstance(parent, nn.ModuleDict):  # peft's adapters
+                stored = find_stored(layer)
+                if stored is not None:
+                    setattr(parent, name, stored)
+
+
+def find_stored(layer: nn.Linear) -> StoredLayer | None:
+    """A quantized layer in blocks; None for any other layer, and where blocks do not compute the same."""
+    if hasattr(layer, "_hf_hook"):
+        return None
+    if hasattr(layer, "weight_packed"):  # of compressed-tensors, which unpacks all layers in the model's first pass
+        from compressed_tensors.compressors.base import decompress_module
+
+        layer = copy.deepcopy(layer)
+        decompress_module(layer)
+    weight: Any = layer.weight
+    places = (layer, "weight_scale"), (weight, "scale"), (weight, "_scale")  # compressed-tensors, torchao, quanto
+    scales = next((getattr(owner, name) for owner, name in places if hasattr(owner, name)), None)
+    if scales is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return None
+    blocks = make_blocks(weight.detach() if type(weight) is nn.Parameter else weight.dequantize(), scales.detach())
+    if blocks is None:
+        return None
+    stored = StoredLayer(blocks, make_linear(torch.empty(weight.shape, device="meta"), layer.bias))
+    inputs = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(0))
+    return stored if agree(PackedLinear(stored)(inputs), layer(inputs)) else None
+
+
+def make_blocks(values: Tensor, scales: Tensor) -> Weight | None:
+    """A weight [N, K] in blocks; None if its values are not integers of at most 8 bits times their scales.
+
+    scales: a single one, or [N, groups], each for K / groups inputs, which must be a multiple of 32. The integers may
+    count from any zero point: it is found from the values.
+    """
+    outputs, inputs = values.shape
+    groups = max(1, scales.numel() // outputs)
+    if scales.numel() not in (1, outputs * groups) or inputs % (GROUP * groups):
+        return None
+    scale = scales.float().reshape(-1, groups).expand(outputs, groups)
+    scale = scale.repeat_interleave(inputs // (GROUP * groups), dim=1)[..., None]
+    values = values.reshape(outputs, -1, GROUP)
+    lowest, highest = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    middle = lowest + ((highest - lowest) / scale).nan_to_num().round().div(2).ceil() * scale
+    allowed = ROUNDING * values.abs().amax(-1, keepdim=True)
+    for (bits, has_minimum), form in FLOAT_BLOCKS.items():
+        half = 1 << bits - 1
+        minimum = middle if has_minimum else torch.zeros_like(middle)
+        numbers = ((values - minimum) / scale).nan_to_num().round().clamp(-half, half - 1)
+        if bool(((numbers * scale + minimum - values).abs() <= allowed).all()):
+            stored = numbers.to(torch.int8).view(torch.uint8)
+            if bits == 4:
+                stored = stored[..., :16] + 8 | stored[..., 16:] + 8 << 4
+            heads = [scale, minimum] if has_minimum else [scale]
+            parts = [*(head.contiguous().view(torch.uint8) for head in heads), stored]
+            return Weight(torch.cat(parts, dim=-1).flatten(1), form, inputs)
+    return None
