@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from decode.cpu.native_ops import FLOAT_BLOCKS, Weight
 from decode.cpu.packed_linear import PackedLinear, StoredLayer, agree, make_linear
@@ -20,13 +21,13 @@ ROUNDING = 2.0**-22  # of a value, as a share of the largest in its block
 
 
 @torch.no_grad()
-def store_quantized_layers(model: nn.Module) -> None:
+def store_quantized_layers(model: PreTrainedModel) -> None:
     """Make quantized linear layers stored ones, in place, where blocks hold exactly their float32 values.
 
     A block is one of 32 inputs with a float32 scale: 5 or 9 bits for an input, and one more with a minimum. Larger
     groups repeat their scale. Other layers stay, among them those in bfloat16, for blocks take float32 inputs.
     """
-    for parent in list(model.modules()):
+    for parent in list(model.modules()) if model.dtype == torch.float32 else []:
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear) and not isinstance(parent, nn.ModuleDict):  # peft's adapters
                 stored = find_stored(layer)
@@ -43,10 +44,12 @@ def find_stored(layer: nn.Linear) -> StoredLayer | None:
 
         layer = copy.deepcopy(layer)
         decompress_module(layer)
-    weight: Any = layer.weight
+    weight: Any = getattr(layer, "weight", None)
     places = (layer, "weight_scale"), (weight, "scale"), (weight, "_scale")  # compressed-tensors, torchao, quanto
     scales = next((getattr(owner, name) for owner, name in places if hasattr(owner, name)), None)
-    if scales is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if not isinstance(weight, Tensor) or not isinstance(scales, Tensor):
+        return None
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return None
     blocks = make_blocks(weight.detach() if type(weight) is nn.Parameter else weight.dequantize(), scales.detach())
     if blocks is None:
