@@ -64,7 +64,8 @@ class Engine:
         self.proposer = as_proposer(proposer, target)
         if isinstance(kept_bytes, bool) or not isinstance(kept_bytes, int) or kept_bytes < 0:
             raise ValueError(f"kept_bytes is {kept_bytes!r}; it is a number of bytes, 0 for none")
-        self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
+        # A state is known at the end of a text only.
+        self._prefixes = Prefixes(kept_bytes) if kept_bytes and not target.is_recurrent else None
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
         self._requests: dict[int, Request] = {}  # that have not ended, by id

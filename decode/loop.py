@@ -221,10 +221,10 @@ class Batch:
         They would cost time, and the model may have no positions for them. The bonus token needs room as well.
         """
         depths, most = [room - 1 for room in step.room], max(limits)
-        if "cpu" in (tree.tokens.device.type, upload.device.type):
+        if "cpu" in (tree.tokens.device.type, upload.device.type) or self.target.is_recurrent:
             tree = tree.to(torch.device("cpu"))
             tree.check(len(step.room), most, self.target.vocabulary, step.bonus)
-            tree = tree.cut(depths)
+            tree = (tree.best_chains() if self.target.is_recurrent else tree).cut(depths)
         else:
             tree = tree.to(upload.device)
             tree.check_shapes(len(step.room))

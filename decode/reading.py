@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.models.stock_model import StockModel
+from decode.models.timed_model import TimedModel
 from decode.requests.request import Request
 from decode.session import Fuse, Read, Session, find_unique
 from decode.stats import Seconds
@@ -107,7 +107,7 @@ class Reading:
 
     def __init__(
         self,
-        target: StockModel,
+        target: TimedModel,
         requests: list[Request],
         layers: Sequence[int],
         fuse: Fuse | None,
@@ -115,7 +115,7 @@ class Reading:
         find: Callable[[list[int]], Text | None],
     ) -> None:
         prompts, self.rows = find_unique([request.prompt for request in requests])
-        self.requests, self.session = requests, Session(target, len(prompts), layers)
+        self.requests, self.session = requests, target.open(len(prompts), layers)
         self.seconds = Seconds()
         self._known = [find(prompt) for prompt in prompts]
         with self.seconds.measure("target"):

@@ -71,6 +71,11 @@ class Session:
         """The number of committed tokens of each row."""
         return self.cache.lengths
 
+    @property
+    def caches(self) -> list[TreeCache]:
+        """All KV caches."""
+        return [self.cache]
+
     def begin_upload(self) -> Upload:
         """What the next forward pass needs on the device. Whatever else is added is copied with it."""
         self._upload = Upload(self.target.device)

@@ -161,6 +161,19 @@ class Tree:
             scores=None if self.scores is None else self.scores.gather(1, order),
         )
 
+    def best_chains(self) -> Tree:
+        """Of each row the path of first children: proposers add the most likely nodes first."""
+        if self.is_chain:
+            return self
+        rows = []
+        for tokens, parents, size in zip(self.tokens.tolist(), self.parents.tolist(), self.sizes.tolist(), strict=True):
+            path = [0]
+            for node in range(1, size):
+                if parents[node] == path[-1]:
+                    path.append(node)
+            rows.append([tokens[node] for node in path])
+        return Tree.chain(rows, self.tokens.device)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name, cached properties included."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

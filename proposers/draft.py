@@ -68,6 +68,10 @@ class DraftProposer(TreeProposer):
     def begin(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary. Either may pad its output to more rows."""
         draft = self.draft_model
+        if draft.is_recurrent:
+            raise ValueError(
+                f"{draft.config.model_type} cannot draft: it keeps a recurrent state; use an attention-only model"
+            )
         ours, theirs = draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:
             if ours is not theirs and ours.get_vocab() != theirs.get_vocab():

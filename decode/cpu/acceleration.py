@@ -16,6 +16,7 @@ from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PACKED, StoredLayer, can_pack, pack_layers
 from decode.cpu.quantized_weights import store_quantized_layers
+from decode.models.compatibility import is_recurrent
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
@@ -65,7 +66,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
     del linears  # their dense weights are freed one by one
     pack_layers(model)
     _release_memory()
-    if mode == "compiled" or (mode == "auto" and is_large):
+    if mode == "compiled" or (mode == "auto" and is_large and not is_recurrent(model)):
         if load_native_ops() is None:
             compile_layers(model, retry_failed=mode == "compiled")  # could take long at each start
             _release_memory()

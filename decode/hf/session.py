@@ -44,7 +44,15 @@ class PromptTarget(Target):
         """The context length, less the positions that the prompts have beyond their tokens."""
         return super().context - self._prompts.extra_positions
 
-    def open(self, batch_size: int, layers: Sequence[int] = ()) -> PromptSession:
+    def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
+        if self.is_recurrent:
+            if not self._prompts.are_plain or self._recording != Recording():
+                name = self.config.model_type
+                raise ValueError(
+                    f"{name} keeps a recurrent state: its prompts must be token ids without a cache, and the KV cache, "
+                    "logits and scores of its answers are not returned"
+                )
+            return self._target.open(batch_size, layers)
         self.session = PromptSession(self._target, layers, self._prompts, self._recording)
         return self.session
 

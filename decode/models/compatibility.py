@@ -10,9 +10,17 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
 
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # not in older versions
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENDING = {
+    FULL: FULL,
+    SLIDING: SLIDING,
+    CHUNKED: CHUNKED,
+    "hybrid": FULL,
+    "hybrid_sliding": SLIDING,
+}  # of recurrent models
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "draftless_grouped_sdpa")
 CACHE_NAMES = "cache", "past_key_values"  # of the KV cache in transformers: since 5.24, and before
 
@@ -62,7 +70,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is no decoder-only language model; load an AutoModelForCausalLM")
     attention_windows(model)
     _refuse_row_coupling(model)
-    is_recurrent, is_gpt_neo = getattr(model, "_is_stateful", False), hasattr(config, "attention_layers")
+    is_gpt_neo = hasattr(config, "attention_layers")
     positional = getattr(config, "position_embedding_type", None)
     has_alibi = name in ("bloom", "mpt") or getattr(config, "alibi", False) or positional == "alibi"
     arguments = inspect.signature(type(model).forward).parameters.keys()
@@ -70,11 +78,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         f"cannot verify a tree: its forward pass takes no KV cache by a name that is known ({', '.join(CACHE_NAMES)})"
     )
     for is_refused, reason in (
-        (is_recurrent, "keeps a recurrent state, which cannot branch into a tree; use an attention-only model"),
+        (
+            getattr(model, "_is_stateful", False) and not is_recurrent(model),
+            "keeps a recurrent state that is not in transformers' cache, so it cannot be restored after a wrong draft",
+        ),
         (has_alibi, "uses ALiBi, whose biases depend on cache slots, not positions: a tree would be wrong"),
         (is_gpt_neo, "masks its attention by cache slots, which are not a tree's positions"),
         (
-            "position_ids" not in arguments,
+            "position_ids" not in arguments and not is_recurrent(model),
             "takes no position_ids: it counts cache slots, which are not a tree's positions",
         ),
         (arguments.isdisjoint(CACHE_NAMES), unnamed),
@@ -86,6 +97,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether some layers keep a state instead of keys and values, in transformers' own cache."""
+    if LinearAttentionLayer is None:
+        return False
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 def find_input_scales(layer: nn.Module) -> str | None:
@@ -147,6 +166,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, AttentionWindow]:
         CHUNKED: AttentionWindow(chunk=getattr(config, "attention_chunk_size", None)),
     }
     types = getattr(config, "layer_types", None)
+    if types is not None and is_recurrent(model):
+        types = [ATTENDING[kind] for kind in types if kind in ATTENDING] or [FULL]
     if types is None:
         _refuse_ignored_window(model, window)
         return {FULL: AttentionWindow(window=window)}

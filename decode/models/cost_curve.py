@@ -134,9 +134,10 @@ def measure_cost_curve(session: Session, context: int) -> CostCurve:
 
 def fill(session: Session, context: int) -> Session:
     """The session, as if `context` tokens of each row were committed; their keys and values are zeros."""
-    session.cache.lengths = [context] * len(session.lengths)
+    for cache in session.caches:
+        cache.lengths = [context] * len(cache.lengths)
     session.verify(random_chain(1, len(session.lengths), session.target))
-    for block in session.cache.blocks:
+    for block in (block for cache in session.caches for block in cache.blocks):
         block.clear()  # memory that was never written to is read faster
     return session
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
 from decode.models.compatibility import AttentionWindow, find_input_scales
+from decode.models.recurrent import StateRow
 from decode.models.stock_model import StockModel, find_decoder
 from decode.session import Session
 from decode.tree import Tree
@@ -44,7 +45,7 @@ def self_test(target: StockModel) -> float:
     """
     name, allowed = target.config.model_type, find_tolerance(target)
     try:
-        error, coupling = _measure_errors(target, [0, 2])  # the path to node 2
+        error, coupling = _measure_chain_errors(target) if target.is_recurrent else _measure_errors(target, [0, 2])
         missed = [span for kind, span in _long_windows(target).items() if _misses_edge(target, kind, span)]
     except torch.OutOfMemoryError:
         raise
@@ -59,7 +60,8 @@ def self_test(target: StockModel) -> float:
         raise ValueError(f"{name} looks ahead like an encoder; only models whose tokens see no later ones can be used")
     if isnan(error):
         _refuse_no_numbers(target)
-    _refuse_row_coupling(name, _measure_errors(target, range(5))[1], allowed)  # a wrong mask mixes nodes, but not rows
+    if not target.is_recurrent:  # a wrong mask mixes nodes, but not rows
+        _refuse_row_coupling(name, _measure_errors(target, range(5))[1], allowed)
     if target.dtype not in TOLERANCE and error <= 2 * min(_measure_rounding(target), MOST):
         _refuse_windows(name, missed)
         return error
@@ -169,6 +171,24 @@ def _measure_errors(target: StockModel, nodes: Sequence[int]) -> tuple[float, fl
         session.keep([PATH, PATH])
         prompt = prompt + part[PATH].tolist()
     return float(torch.stack(errors).max()), coupling  # unlike Python's `max`, keeps a NaN
+
+
+def _measure_chain_errors(target: StockModel) -> tuple[float, float]:
+    """The error over chains, some of whose nodes are rejected, so that the state is restored. Rows are never mixed."""
+    prompt, tokens = _make_example(target)
+    text, session = [*prompt, *tokens.tolist()], StateRow(target)
+    session.verify(Tree.chain([prompt]))
+    session.keep([list(range(len(prompt)))])
+    errors, begin = [], len(prompt)
+    plain = target.model(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0]
+    for count, wrong in ((2, 3), (1, 0), (3, 2), (4, 0)):  # nodes that are accepted and rejected
+        chain = [*text[begin : begin + count], *tokens[:wrong].tolist()]
+        logits = session.verify(Tree.chain([chain])).logits[0, :count].to(plain.device)
+        session.keep([list(range(count))])
+        expected = plain[begin : begin + count].float()
+        errors.append((logits - expected).abs().max() / expected.std())
+        begin += count
+    return float(torch.stack(errors).max()), 0.0
 
 
 def _make_trees(*rows: Tensor) -> Tree:

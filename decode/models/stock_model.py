@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from decode.models.compatibility import attention_windows, find_cache_name
+from decode.models.compatibility import attention_windows, find_cache_name, is_recurrent
 from decode.models.grouped_attention import choosing_kernels, sees_texts_whole
 
 MAX_TREE_SLOTS = 512  # no tree has more nodes: a node's cache slot is at most this far past its position
@@ -33,6 +34,8 @@ class StockModel:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.windows = attention_windows(model)
+        self.takes_positions = "position_ids" in signature(type(model).forward).parameters
+        self.is_recurrent = is_recurrent(model)  # it verifies chains, see `decode.models.recurrent`
         self.vocabulary = int(self.config.vocab_size)
         self.device = _input_device(model)
         self.dtype = model.dtype

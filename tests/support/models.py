@@ -72,6 +72,20 @@ SHARED: dict[str, Any] = {  # the last two layers read the others' keys and valu
     "hidden_size_per_layer_input": 8,
 }
 RECURRENT: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+GATED: dict[str, Any] = {  # the delta rule
+    **RECURRENT,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+STATE_SPACE: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 
 # What an architecture needs beyond `SIZES`. A name of several words is a variant of the first word's model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -124,13 +138,44 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "roberta decoder": {"is_decoder": True},
     "bart": {"decoder_layers": 2, "encoder_layers": 2, "d_model": 32, "decoder_ffn_dim": 48},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "bamba": {**STATE_SPACE, "attn_layer_indices": [1]},
+    "falcon_h1": {**STATE_SPACE, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        **EXPERTS,
+        **STATE_SPACE,
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 32,
+    },
     "jamba": {**EXPERTS, "num_hidden_layers": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "minimax": {**EXPERTS, **RECURRENT},
-    "qwen3_next": {**EXPERTS, **RECURRENT},
+    "kimi_linear": {**EXPERTS, **LATENT, **RECURRENT},
+    "bailing_hybrid": {**EXPERTS, **LATENT, **RECURRENT},
+    "glm5_next": {**EXPERTS, **LATENT, **GATED},
+    "qwen4_exp": GATED,
+    "zamba2": {
+        **STATE_SPACE,
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "layer_types": ["linear_attention", "hybrid"],
+    },
+    "nemotron_h": {
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*M-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "olmo_hybrid": GATED,
+    "qwen3_5_moe_text": {**EXPERTS, **GATED},
+    "qwen3_5_text": GATED,
+    "qwen3_next": {**EXPERTS, **GATED},
     "rwkv": {"attention_hidden_size": 32},
 }
 
