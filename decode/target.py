@@ -92,7 +92,12 @@ class Target(TimedModel):
         """Where the project's own attention op runs, if the model computes the same in a flat pass."""
         is_own = self.model.config._attn_implementation == ATTENTION and self.dtype in DTYPES
         is_packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
-        if self.device.type != "cpu" or not (is_own and is_packed) or load_native_ops() is not None:
+        if (
+            self.device.type != "cpu"
+            or self.is_recurrent
+            or not (is_own and is_packed)
+            or load_native_ops() is not None
+        ):
             return False
         vars(self)["passes_flat"] = True  # while it is tried
         return agrees_flat(self)
