@@ -181,7 +181,7 @@ def _measure_chain_errors(target: StockModel) -> tuple[float, float]:
     session.keep([list(range(len(prompt)))])
     errors, begin = [], len(prompt)
     plain = target.model(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0]
-    for count, wrong in ((2, 3), (1, 0), (3, 2), (4, 0)):  # nodes that are accepted and rejected
+    for count, wrong in ((2, 3), (1, 0), (1, 0), (3, 2), (3, 0)):  # accepted and rejected nodes; the third goes alone
         chain = [*text[begin : begin + count], *tokens[:wrong].tolist()]
         logits = session.verify(Tree.chain([chain])).logits[0, :count].to(plain.device)
         session.keep([list(range(count))])
