@@ -61,7 +61,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         store_quantized_layers(model)
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
-        _check_compilable(linears)
+        _check_compilable(model, linears)
     is_large = sum(linear.weight.nbytes for linear in linears) >= WORTH_COMPILING
     del linears  # their dense weights are freed one by one
     pack_layers(model)
@@ -87,7 +87,9 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")
 
 
-def _check_compilable(linears: Sequence[nn.Linear]) -> None:
+def _check_compilable(model: PreTrainedModel, linears: Sequence[nn.Linear]) -> None:
+    if is_recurrent(model):
+        raise ValueError("layers of a model with a recurrent state are not compiled; choose auto")
     if not linears:
         raise ValueError("nothing to compile: only linear layers on a CPU (--device cpu), in float32 or bfloat16, are")
     failure = load_native_ops()

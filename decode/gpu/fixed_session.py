@@ -212,6 +212,8 @@ class FixedSession(Session):
 @torch.inference_mode()  # as in the loop
 def find_graph_fault(target: StockModel) -> str | None:
     """Why steps of the model cannot be graphs; None if they can. It captures the graph of a small one."""
+    if target.is_recurrent:
+        return "it keeps a recurrent state"
     session = FixedSession(target, 1, ())
     try:
         for _ in range(3):  # the first allocates the KV cache, the second is the first with it, the third is captured

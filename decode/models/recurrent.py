@@ -145,7 +145,8 @@ class StateRow(Session):
         inputs = super()._model_inputs(tree, start, lengths)
         if isinstance(inputs["attention_mask"], dict):
             inputs["attention_mask"] |= dict.fromkeys(("linear_attention", "conv"))  # there is no padding
-        if not self.target.takes_positions:
+        if not self.target.takes_positions:  # there are no attention layers
+            inputs["attention_mask"] = None
             del inputs["position_ids"]
         return inputs
 

@@ -65,6 +65,12 @@ def self_test(target: StockModel) -> float:
     if target.dtype not in TOLERANCE and error <= 2 * min(_measure_rounding(target), MOST):
         _refuse_windows(name, missed)
         return error
+    if target.is_recurrent:
+        raise ValueError(
+            f"{name} fails the self-test and cannot verify a chain: after a cached state, its logits in passes of "
+            f"different lengths differ from those of one pass by {error:.1e} standard deviations ({allowed:.0e} are "
+            f"allowed for {target.dtype}); it can be used without drafts, by transformers' own generate"
+        )
     raise ValueError(
         f"{name} fails the tree self-test and cannot verify a tree: its logits on a small tree differ from those on "
         f"the tree's paths by {error:.1e} standard deviations ({allowed:.0e} are allowed for {target.dtype})"
@@ -174,7 +180,7 @@ def _measure_errors(target: StockModel, nodes: Sequence[int]) -> tuple[float, fl
 
 
 def _measure_chain_errors(target: StockModel) -> tuple[float, float]:
-    """The error over chains, some of whose nodes are rejected, so that the state is restored. Rows are never mixed."""
+    """The error over chains. Some of their nodes are rejected, which restores the state. Rows never share a pass."""
     prompt, tokens = _make_example(target)
     text, session = [*prompt, *tokens.tolist()], StateRow(target)
     session.verify(Tree.chain([prompt]))

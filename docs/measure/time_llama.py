@@ -61,7 +61,10 @@ def time_question(
         (answer,) = generate(target, question, proposer, max_new_tokens=options.max_new_tokens)
         times[name] = reading, perf_counter() - begun - reading
     count = len(answer.tokens) - 1
-    times[LLAMA] = run_llama(options, ["-p", len(first.prompt), "-n", 0]), run_llama(options, ["-p", 0, "-n", count])
+    times[LLAMA] = (
+        run_llama(options, ["-p", len(first.prompt), "-n", 0]),
+        run_llama(options, ["-p", 0, "-n", max(count, 1)]),
+    )
     return count, times
 
 
@@ -80,7 +83,7 @@ def rate(found: list[tuple[int, Times]], name: str, part: int) -> float:
 
 def describe_ratio(found: list[tuple[int, Times]], name: str, part: int) -> str:
     draw = random.Random(0)
-    samples = [draw.choices(found, k=len(found)) for _ in range(1000)] if name != LLAMA else [found] * 1000
+    samples = [draw.choices(found, k=len(found)) for _ in range(1000)]
     ratios = sorted(rate(sample, name, part) / rate(sample, LLAMA, part) for sample in samples)
     return f"{rate(found, name, part) / rate(found, LLAMA, part):.2f} [{ratios[25]:.2f}, {ratios[974]:.2f}]"
 

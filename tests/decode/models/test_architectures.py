@@ -149,7 +149,7 @@ REFUSED = {
     "gpt_neo": "gpt_neo masks its attention by cache slots",
     "openai-gpt": "openai-gpt cannot verify a tree",
     "jamba": "jamba (fails|cannot)",  # a longer pass ignores the cached state
-    "mamba": "mamba (cannot|takes|has)",  # in transformers, a longer pass ignores the cached state
+    "mamba": "mamba (fails|cannot|takes|has)",  # in transformers, a longer pass ignores the cached state
     "minimax": "minimax cannot verify a tree",  # it has a cache of its own
     "mpt": "mpt uses ALiBi",
     "recurrent_gemma": "recurrent_gemma (fails|cannot|keeps)",  # its states are not in the cache

@@ -76,6 +76,11 @@ def test_transformers_generate(target: Target) -> None:
         model.generate(ids, custom_generate=speculate, **options, **more)
 
 
+def test_it_is_not_compiled(target: Target) -> None:
+    with pytest.raises(ValueError, match="a recurrent state are not compiled; choose auto"):
+        Target(target.model, accelerate="compiled")
+
+
 def test_it_cannot_draft(target: Target) -> None:
     with pytest.raises(ValueError, match=f"{target.config.model_type} cannot draft"):
         generate(Target(tiny("llama")), [PROMPTS[0]], DraftProposer(target), max_new_tokens=4)
