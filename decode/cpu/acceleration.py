@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
-from decode.cpu.packed_linear import PACKED, StoredLayer, can_pack, pack_layers
+from decode.cpu.packed_linear import PackedLayer, StoredLayer, can_pack, pack_layers
 from decode.cpu.quantized_weights import store_quantized_layers
 from decode.models.compatibility import is_recurrent
 from decode.models.fingerprint import fingerprint_weights
@@ -107,7 +107,7 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
     check_mode(mode)
     if mode == "off":
         return model
-    if _has_hooks(model) or any(isinstance(module, PACKED) for module in model.modules()):
+    if _has_hooks(model) or any(isinstance(module, PackedLayer) for module in model.modules()):
         if mode in ("compiled", "graphs"):
             raise ValueError(f"a model that is packed already or spread over devices cannot have accelerate={mode!r}")
         return model

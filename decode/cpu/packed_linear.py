@@ -63,7 +63,24 @@ class StoredLayer(nn.Module):
         self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
 
 
-class PackedLinear(nn.Module):
+class PackedLayer(nn.Module):
+    """Stands in the place of an `nn.Linear`, or of several."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The shape [N, K], dtype and device of the weight, which models ask for. Its values are NaN."""
+        return torch.full((), torch.nan, dtype=self.dtype).expand(self.out_features, self.in_features)
+
+    def dense_weight(self) -> Tensor:
+        """The weight [N, K]."""
+        raise NotImplementedError
+
+
+class PackedLinear(PackedLayer):
     """`nn.Linear`, or several as one, on packed weights. What the op does not take goes through the unpacked weight.
 
     float32 weights that bfloat16 holds exactly, as those of most published models, are stored in half the memory, and
@@ -92,7 +109,6 @@ class PackedLinear(nn.Module):
         return outputs
 
     def dense_weight(self) -> Tensor:
-        """The weight [N, K]."""
         return self.rows(torch.arange(self.out_features))
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -165,12 +181,13 @@ class PackedEmbedding(nn.Module):
         return scaled
 
 
-class OneDnnLinear(nn.Module):
+class OneDnnLinear(PackedLayer):
     """`nn.Linear` on weights that oneDNN packed. For inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.eval()
@@ -183,7 +200,6 @@ class OneDnnLinear(nn.Module):
         return outputs if padded is inputs else outputs[: inputs.shape[0]]
 
     def dense_weight(self) -> Tensor:
-        """The weight [N, K]."""
         return self.packed.to_dense().detach()
 
 
@@ -219,7 +235,7 @@ def pack_layers(module: nn.Module) -> None:
 
 def find_bad_weight(module: nn.Module) -> str | None:
     """The name of the first weight with a value that is NaN or infinite; None without one. It reads all weights."""
-    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PACKED[:2]))
+    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PackedLayer))
     weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
     for name, weight in weights:
         is_readable = weight.is_floating_point() and weight.device.type != "meta"
@@ -281,8 +297,12 @@ class MergedPart(nn.Module):
         outputs: Tensor = self.merged(inputs, self.index)
         return outputs
 
-
-PACKED = PackedLinear, OneDnnLinear, MergedPart
+    @property
+    def weight(self) -> Tensor:
+        """As that of the whole layer."""
+        whole: Any = self.merged.layer.weight
+        part: Tensor = whole.split(self.merged.sizes)[self.index]
+        return part
 
 
 def _join_biases(linears: Sequence[nn.Linear | StoredLayer]) -> Tensor | None:

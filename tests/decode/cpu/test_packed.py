@@ -13,10 +13,10 @@ from decode import Target, generate
 from decode.cpu import acceleration, packed_linear
 from decode.cpu.acceleration import accelerate, accelerated_copy
 from decode.cpu.packed_linear import (
-    PACKED,
     MergedLinear,
     MergedPart,
     OneDnnLinear,
+    PackedLayer,
     PackedLinear,
     can_pack,
     pack_linear,
@@ -91,7 +91,7 @@ def test_sizes_that_are_no_multiples_of_anything(form: type[nn.Module], dtype: t
     biases = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": tied}
     model = tiny("llama", dtype=dtype, **sizes, **biases)
     packed, ids = accelerated_copy(model, "packed"), torch.arange(33).view(3, 11)
-    assert isinstance(packed.lm_head, PACKED)
+    assert isinstance(packed.lm_head, PackedLayer)
     expected, found = (each(ids).logits.float() for each in (model, packed))
     assert (expected - found).abs().max() < (1e-4 if dtype == torch.float32 else 0.2) * expected.std()
     if dtype == torch.float32:
