@@ -38,7 +38,7 @@ class Text:
 
     def copy(self) -> Text:
         """The same in a session of its own."""
-        session = Session(self.session.target, 0, self.session.layers)
+        session = self.session.open(0)
         session.join(self.session, [self.row])
         session.cache.lengths = [len(self.tokens)]
         return Text(self.tokens, session, 0, self.first(len(self.tokens)).features)

@@ -58,6 +58,8 @@ class Verdict:
 class Session:
     """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it."""
 
+    alike = ALIKE
+
     def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
         self.layers = tuple(layers)
@@ -71,15 +73,14 @@ class Session:
         """The number of committed tokens of each row."""
         return self.cache.lengths
 
-    @property
-    def caches(self) -> list[TreeCache]:
-        """All KV caches."""
-        return [self.cache]
+    def open(self, batch: int) -> Session:
+        """An empty session for the same target and layers, without graphs."""
+        return Session(self.target, batch, self.layers)
 
     def begin_upload(self) -> Upload:
         """What the next forward pass needs on the device. Whatever else is added is copied with it."""
         self._upload = Upload(self.target.device)
-        self._upload.add({"lengths": torch.tensor(self.lengths)})
+        self._upload.add({"lengths": torch.tensor(self.cache.lengths)})
         if self._moves is not None:
             self._upload.add({"moves": self._moves})
         return self._upload
@@ -168,7 +169,7 @@ class Session:
         positions = (lengths[:, None] + depth).clamp(max=target.context - 1)
         masks: Any = None
         if self._needs_no_mask(tree, start):
-            if any(self.lengths):  # see `grouped_sdpa`
+            if any(self.cache.lengths):  # see `grouped_sdpa`
                 masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
                 masks = dict.fromkeys(target.windows, masks) if len(target.windows) > 1 else masks
         else:
@@ -183,18 +184,18 @@ class Session:
 
         Without committed tokens, it would not hide unused slots from a single node.
         """
-        target, width = self.target, tree.width
+        target, width, lengths = self.target, tree.width, self.cache.lengths
         if not tree.is_chain or start or target.needs_masks:
             return False
-        if not any(self.lengths):
+        if not any(lengths):
             return width > 1
-        is_alike = min(self.lengths) == max(self.lengths) and all(span.is_full for span in target.windows.values())
-        is_faster = width == 1 or width >= CHUNK or self.lengths[0] >= LONG
+        is_alike = min(lengths) == max(lengths) and all(span.is_full for span in target.windows.values())
+        is_faster = width == 1 or width >= CHUNK or lengths[0] >= LONG
         return target.sees_texts_whole and is_alike and is_faster
 
     def _count_seen(self) -> int:
         """The slots that all nodes see, if seeing them without a mask is faster."""
-        return count_seen(self.lengths) if self.target.sees_texts_whole else 0
+        return count_seen(self.cache.lengths) if self.target.sees_texts_whole else 0
 
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Commit tokens at the end of each row, at least one each.
@@ -202,7 +203,7 @@ class Session:
         Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
         `fuse` makes of them, one forward pass after another.
         """
-        groups = group_by_length([*map(len, tokens)])
+        groups = group_by_length([*map(len, tokens)], self.alike)
         is_simple = len(groups) == 1 and len({*map(tuple, tokens)}) == len(tokens)
         if is_simple or any(self.lengths):  # only empty rows can be filled in groups, and equal texts be read once
             return run_through(self.read(tokens, fuse))
@@ -219,7 +220,7 @@ class Session:
     def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
         """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
         unique, sources = find_unique(tokens)
-        session = Session(self.target, len(unique), self.layers)
+        session = self.open(len(unique))
         logits, features = session.extend(unique, fuse)
         self._move_now()
         self.cache.replace(rows, session.cache, sources)
@@ -334,11 +335,11 @@ def run_through(reading: Generator[None, None, Read]) -> Read:
             return result
 
 
-def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """The indices of texts of these lengths, those of similar length together."""
+def group_by_length(lengths: Sequence[int], alike: int = ALIKE) -> list[list[int]]:
+    """The indices of texts of these lengths; lengths in a group differ by less than `alike`."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or len(groups[-1]) == GROUP or lengths[row] - lengths[groups[-1][0]] >= ALIKE:
+        if not groups or len(groups[-1]) == GROUP or lengths[row] - lengths[groups[-1][0]] >= alike:
             groups.append([])
         groups[-1].append(row)
     return groups

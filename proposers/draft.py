@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from decode import Sampling, Session, Step, Target, Tree
 from decode.device.transfer import read
+from decode.models.recurrent import open_session
 from decode.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.sampling import for_groups, upcast_half
 from proposers.tree_proposer import Inputs, TreeProposer
@@ -162,7 +163,7 @@ class DraftSession:
         """Follow the batch, and keep what was read of the accepted tokens."""
         stayed, drafter, self._drafter, self._step = step.stayed, self._drafter, None, step
         if step.is_first:
-            self._session = Session(self.draft, len(step.request_ids))
+            self._session = open_session(self.draft, len(step.request_ids))
             return
         rows = range(len(self._session.lengths))
         accepted = {place: tokens[1:] for place, tokens in zip(stayed, step.committed, strict=False)}

@@ -16,7 +16,6 @@ from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PackedLayer, StoredLayer, can_pack, pack_layers
 from decode.cpu.quantized_weights import store_quantized_layers
-from decode.models.compatibility import is_recurrent
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf_model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
@@ -61,12 +60,12 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
         store_quantized_layers(model)
     linears = [module for module in model.modules() if can_pack(module)]
     if mode == "compiled":
-        _check_compilable(model, linears)
+        _check_compilable(linears)
     is_large = sum(linear.weight.nbytes for linear in linears) >= WORTH_COMPILING
     del linears  # their dense weights are freed one by one
     pack_layers(model)
     _release_memory()
-    if mode == "compiled" or (mode == "auto" and is_large and not is_recurrent(model)):
+    if mode == "compiled" or (mode == "auto" and is_large):
         if load_native_ops() is None:
             compile_layers(model, retry_failed=mode == "compiled")  # could take long at each start
             _release_memory()
@@ -87,9 +86,7 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")
 
 
-def _check_compilable(model: PreTrainedModel, linears: Sequence[nn.Linear]) -> None:
-    if is_recurrent(model):
-        raise ValueError("layers of a model with a recurrent state are not compiled; choose auto")
+def _check_compilable(linears: Sequence[nn.Linear]) -> None:
     if not linears:
         raise ValueError("nothing to compile: only linear layers on a CPU (--device cpu), in float32 or bfloat16, are")
     failure = load_native_ops()

@@ -27,6 +27,7 @@ from decode.cpu.layer_kernel import (
     name_kernel,
     split_output,
 )
+from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel, find_decoder
 from decode.models.user_cache import print_notice
 from decode.session import Session
@@ -170,11 +171,11 @@ def _start_sessions(model: PreTrainedModel) -> list[Session]:
 
     Three tokens are computed, once, so that no two layers and rows have the same cache.
     """
-    computed, sessions = Session(StockModel(model), TRIALS[0][0]), []
+    computed, sessions = open_session(StockModel(model), TRIALS[0][0]), []
     computed.extend([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])])
     for rows, _, committed in TRIALS:
         computed.select(range(rows))
-        session = Session(computed.target, rows)
+        session = computed.open(rows)
         session.cache.replace(range(rows), computed.cache)
         session.cache.lengths = [committed - row for row in range(rows)]
         sessions.append(session)

@@ -120,8 +120,9 @@ def _flatten(
             return value.dtype
         if isinstance(value, tuple):
             return tuple(map(describe, value))
-        if value is not cache:
-            constants.append(value)
+        if value is cache:
+            return TreeCache
+        constants.append(value)
         return type(value)
 
     form = tuple(map(describe, args)), tuple((name, describe(value)) for name, value in kwargs.items())

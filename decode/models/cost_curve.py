@@ -134,10 +134,11 @@ def measure_cost_curve(session: Session, context: int) -> CostCurve:
 
 def fill(session: Session, context: int) -> Session:
     """The session, as if `context` tokens of each row were committed; their keys and values are zeros."""
-    for cache in session.caches:
-        cache.lengths = [context] * len(cache.lengths)
-    session.verify(random_chain(1, len(session.lengths), session.target))
-    for block in (block for cache in session.caches for block in cache.blocks):
+    rows = len(session.lengths)
+    session.cache.lengths = [context - 1] * rows
+    session.verify(random_chain(1, rows, session.target))
+    session.keep([[0]] * rows)
+    for block in session.cache.blocks:
         block.clear()  # memory that was never written to is read faster
     return session
 

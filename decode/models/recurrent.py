@@ -1,20 +1,24 @@
 """Targets with a recurrent state: linear-attention, state-space and convolution layers, alone or between attention.
 
-Such a state can neither branch nor be rolled back, but it can be kept. So trees are chains, and a pass begins with a
-copy of the state. If all nodes of the chain are accepted, the state after the pass is the committed one. Else the copy
-comes back, and the accepted tokens are given once more at the beginning of the next chain. No model code is touched.
+Such a state can neither branch nor be rolled back, but it can be kept. So trees are chains, and the state before a pass
+is kept until it is known what was accepted. If all nodes of the chain were, the state after the pass is the committed
+one. Else the kept one comes back, and the accepted tokens are given once more at the beginning of the next chain. No
+model code is touched.
 
-Rows are verified one after another: a state has no room for padding, and rows accept different lengths.
+Padding enters a state, so a row that is shorter than others counts as rejected: its accepted tokens are given again. In
+the next pass they take the place of padding.
+
 Shapes: B rows, N nodes, V vocabulary, F feature width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from operator import add
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
@@ -22,12 +26,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from decode.kv_cache import TreeCache, TreeCacheLayer
 from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
-from decode.session import Fuse, Read, Session, Verdict, run_through
+from decode.session import Fuse, Read, Session, Verdict, group_by_length
 from decode.tree import Tree
 
-STATES = (  # of a layer: dicts by the number of the state
-    "conv_states",
-    "recurrent_states",
+STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
+FLAGS = (
     "has_previous_state",
     "is_conv_states_initialized",
     "is_recurrent_states_initialized",
@@ -36,7 +39,11 @@ STATES = (  # of a layer: dicts by the number of the state
 
 
 class StateLayer(LinearAttentionLayer):
-    """The states of one layer and row, and a copy of them."""
+    """The states of one layer, and those before the last pass.
+
+    Most passes make new tensors, so keeping the old ones costs nothing. Where one writes to the old tensor, it gets a
+    copy. The first pass of a kind tells: passes over one node take another rule than longer ones.
+    """
 
     dtype: Any
     device: Any
@@ -44,22 +51,77 @@ class StateLayer(LinearAttentionLayer):
 
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
-        self.save()
+        self._before: dict[str, dict[int, Any]] = {}
+        self._given: dict[tuple[str, int], Tensor | None] = {}  # what the pass works on
+        self._replaced: set[tuple[str, int, bool]] = set()  # states that a pass (of one node, or not) leaves alone
 
-    def save(self) -> None:
-        """Copy the states. A pass writes to them in place."""
-        self._saved = {name: _copy(getattr(self, name)) for name in STATES}
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """As transformers' own, but the old state stays as it is."""
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
+        width: int = self.conv_kernel_size[state_idx]
+        if self.has_previous_state[state_idx]:
+            conv_states = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        self.has_previous_state[state_idx] = True
+        conv_states = nn.functional.pad(conv_states, (max(width - conv_states.shape[-1], 0), 0))
+        self.conv_states[state_idx] = conv_states[..., -width:].clone()
+        return conv_states
 
-    def restore(self) -> None:
-        """Go back to the copy."""
-        for name, saved in self._saved.items():
-            setattr(self, name, _copy(saved))
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers' own, but the old state stays as it is."""
+        if not self.is_recurrent_states_initialized[state_idx]:
+            self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
+        self.recurrent_states[state_idx] = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        return self.recurrent_states[state_idx]
 
-    def copy_from(self, other: StateLayer) -> None:
-        """Take the states of another row's layer."""
-        self._saved = {name: _copy(getattr(other, name)) for name in STATES}
-        self.restore()
+    def begin(self, is_single: bool) -> None:
+        """Keep the states before a pass, which is over one node or more."""
+        self._before = {name: dict(getattr(self, name)) for name in (*STATES, *FLAGS)}
+        for name in STATES:
+            for number, state in self._before[name].items():
+                if state is not None and (name, number, is_single) not in self._replaced:
+                    getattr(self, name)[number] = state.clone()
+                self._given[name, number] = getattr(self, name)[number]
+
+    def learn(self, is_single: bool) -> None:
+        """Take in which states the pass has replaced."""
+        for (name, number), given in self._given.items():
+            if given is not None and getattr(self, name)[number] is not given:
+                self._replaced.add((name, number, is_single))
+
+    def restore(self, kept: Tensor | None) -> None:
+        """Go back to the states before the pass, but for the rows `kept` [B] (bool)."""
+        if kept is None:
+            for name, before in self._before.items():
+                setattr(self, name, dict(before))
+            return
+        for states, before in ((getattr(self, name), self._before[name]) for name in STATES):
+            for number, state in states.items():
+                if state is not None:
+                    old = torch.zeros_like(state) if before[number] is None else before[number]
+                    states[number] = torch.where(kept.to(state.device).view(-1, *[1] * (state.dim() - 1)), state, old)
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each state by what `change` makes of it."""
+        for states in (getattr(self, name) for name in STATES):
+            for number, state in states.items():
+                states[number] = state if state is None else change(state)
+
+    def replace_states(self, rows: Sequence[int], other: StateLayer, sources: Sequence[int], batch: int) -> None:
+        """Replace rows of the `batch` by rows of another layer."""
+        for name in FLAGS:
+            setattr(self, name, dict(getattr(other, name)))
         self.dtype, self.device = other.dtype, other.device
+        for name in STATES:
+            states = getattr(self, name)
+            for number, state in getattr(other, name).items():
+                if state is not None:
+                    old = states[number]
+                    new = state.new_zeros(batch, *state.shape[1:]) if old is None else old.clone()
+                    new[[*rows]] = state[[*sources]]
+                    states[number] = new
 
 
 class StateAndAttentionLayer(StateLayer, TreeCacheLayer):
@@ -74,18 +136,15 @@ class StateAndAttentionLayer(StateLayer, TreeCacheLayer):
         (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _copy(states: dict[int, Any]) -> dict[int, Any]:
-    return {number: state.clone() if isinstance(state, Tensor) else state for number, state in states.items()}
-
-
 class StateCache(TreeCache):
-    """The KV cache and the states of one row."""
+    """The KV cache and the states of a batch. given: of each row, committed tokens that its state has not seen."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(1, config.num_hidden_layers)
+    def __init__(self, batch: int, config: PretrainedConfig) -> None:
+        super().__init__(batch, config.num_hidden_layers)
+        self.given: list[list[int]] = [[] for _ in range(batch)]
         self.layers = [self._make(layer) for layer in DynamicCache(config=config).layers]
         self.states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        self._is_ahead = False  # a pass has changed the states, and was not kept
+        self.is_ahead = False  # a pass has changed the states, and was not kept
 
     def _make(self, layer: Any) -> Any:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -95,155 +154,159 @@ class StateCache(TreeCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Also of models without attention layers."""
-        return self.lengths[0]
+        return max(self.lengths)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.used, 0
 
-    def begin(self) -> None:
+    def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """As that of `TreeCache`; None for layers with a state."""
+        return None if isinstance(self.layers[number], StateLayer) else super().allocated(number)
+
+    def begin(self, is_single: bool) -> None:
         """Prepare a pass after what is committed."""
+        self.forget()
         for layer in self.states:
-            layer.restore() if self._is_ahead else layer.save()
-        self._is_ahead = True
+            layer.begin(is_single)
+        self.is_ahead = True
 
-    def end(self, is_kept: bool) -> None:
-        """Commit what the last pass made of the states, or go back."""
-        if not is_kept:
+    def learn(self, is_single: bool) -> None:
+        """Take in what the pass did, before another continues it."""
+        for layer in self.states:
+            layer.learn(is_single)
+
+    def end(self, kept: Sequence[bool]) -> None:
+        """Commit what the pass made of these rows' states, and go back in the others."""
+        if not all(kept):
+            rows = torch.tensor(kept) if any(kept) else None
             for layer in self.states:
-                layer.restore()
-        self._is_ahead = False
+                layer.restore(rows)
+        self.is_ahead = False
 
-    def copy_from(self, other: StateCache) -> None:
-        """Take the row of another cache."""
-        self.replace([0], other)
-        for layer, source in zip(self.states, other.states, strict=True):
-            layer.copy_from(source)
+    def forget(self) -> None:
+        """Go back to what is committed, if a pass was not kept."""
+        if self.is_ahead:
+            self.end([False])
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.given = [self.given[row] for row in rows]
+        for layer in self.states:
+            layer.change(lambda state: state[[*rows]])
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self.given += [[] for _ in range(count)]
+        for layer in self.states:
+            layer.change(lambda state: torch.cat([state, state.new_zeros(count, *state.shape[1:])]))
+
+    def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
+        assert isinstance(other, StateCache)
+        sources = range(len(other.lengths)) if sources is None else sources
+        super().replace(rows, other, sources)
+        for row, source in zip(rows, sources, strict=True):
+            self.given[row] = [*other.given[source]]
+        for layer, another in zip(self.states, other.states, strict=True):
+            layer.replace_states(rows, another, sources, len(self.lengths))
 
 
-class StateRow(Session):
-    """A session of one row. given: committed tokens that the state has not seen."""
+class StateSession(Session):
+    """A session for a target with a recurrent state."""
 
     cache: StateCache
+    alike = 1  # rows of a prefill are equally long
 
-    def __init__(self, target: StockModel, layers: Sequence[int] = ()) -> None:
-        super().__init__(target, 1, layers)
-        self.cache, self.given, self._chain = StateCache(target.config), list[int](), list[int]()
+    def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
+        super().__init__(target, batch, layers)
+        self.cache = StateCache(batch, target.config)
+        self._chains: list[list[int]] = []  # of the last pass
+        self._width = 0  # of that pass, with given tokens
 
+    @property
+    def lengths(self) -> list[int]:
+        return [length + len(given) for length, given in zip(self.cache.lengths, self.cache.given, strict=True)]
+
+    def open(self, batch: int) -> StateSession:
+        return StateSession(self.target, batch, self.layers)
+
+    @torch.no_grad()
     def verify(
         self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
     ) -> Verdict:
-        """As `Session.verify`, for a chain. `start` saves no time."""
-        self.cache.begin()
-        self._chain = tree.tokens[0, : int(tree.sizes[0])].tolist()
-        skipped = len(self.given)
-        places = None if only is None else [skipped + start + node for node in only]
-        verdict = super().verify(Tree.chain([[*self.given, *self._chain]]), only=places)
-        features = None if verdict.features is None else verdict.features[:, skipped + start :]
-        return Verdict(verdict.logits if only is not None else verdict.logits[:, skipped + start :], features)
+        """As `Session.verify`, for chains. With `start`, all rows must be equally long, and have been before."""
+        if not tree.is_chain:
+            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
+        pairs = zip(tree.tokens.tolist(), tree.sizes.tolist(), strict=True)
+        self._chains, given = [tokens[:size] for tokens, size in pairs], self.cache.given
+        whole = Tree.chain([before + chain for before, chain in zip(given, self._chains, strict=True)])
+        self._width, self._upload = whole.width, None  # that has the tree without the given tokens
+        begin = start and len(given[0]) + start
+        nodes, is_single = range(start, tree.width), whole.width == 1
+        places = [[min(len(before) + node, whole.width - 1) - begin for node in nodes] for before in given]
+        wanted = places if only is None else [[row[node] for node in only] for row in places]
+        computed = None if only is None else sorted({place for row in wanted for place in row})
+        if not start:
+            self.cache.begin(is_single)
+        verdict = super().verify(whole, start=begin, only=computed)
+        if not start:
+            self.cache.learn(is_single)
+        if computed is not None:
+            wanted = [[computed.index(place) for place in row] for row in wanted]
+        features = None if verdict.features is None else _take(verdict.features, places)
+        return Verdict(_take(verdict.logits, wanted), features)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         inputs = super()._model_inputs(tree, start, lengths)
         if isinstance(inputs["attention_mask"], dict):
-            inputs["attention_mask"] |= dict.fromkeys(("linear_attention", "conv"))  # there is no padding
+            inputs["attention_mask"] |= dict.fromkeys(("linear_attention", "conv"))  # padding comes last
         if not self.target.takes_positions:  # there are no attention layers
             inputs["attention_mask"] = None
             del inputs["position_ids"]
         return inputs
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
-        accepted = self._chain[: len(path[0])]
-        is_kept = len(accepted) == len(self._chain)
-        self.cache.end(is_kept)
-        self.given += accepted
-        if is_kept:
-            self.cache.commit([len(self.given)])
-            self.given = []
-
-    def copy(self) -> StateRow:
-        """The same row again."""
-        row = StateRow(self.target, self.layers)
-        row.cache.copy_from(self.cache)
-        row.given = [*self.given]
-        return row
-
-
-class StateSession(Session):
-    """A session for a target with a recurrent state."""
-
-    def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
-        super().__init__(target, 0, layers)
-        self.rows = [StateRow(target, layers) for _ in range(batch)]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [row.cache.lengths[0] + len(row.given) for row in self.rows]
-
-    @property
-    def caches(self) -> list[TreeCache]:
-        return [row.cache for row in self.rows]
-
-    def verify(
-        self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
-    ) -> Verdict:
-        if not tree.is_chain:
-            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
-        self._upload, tree = None, tree.to(torch.device("cpu"))
-        sizes, nodes = tree.sizes.tolist(), range(tree.width - start) if only is None else only
-        found = [
-            row.verify(tree.select([number]), start=start, only=[node for node in nodes if start + node < size])
-            for number, (row, size) in enumerate(zip(self.rows, sizes, strict=True))
-            if size > start
+        if not self.cache.is_ahead:  # nothing was verified
+            return
+        rows = [*zip(self.cache.given, self._chains, map(len, path), strict=True)]
+        kept = [count == len(chain) and len(given) + count == self._width for given, chain, count in rows]
+        self.cache.end(kept)
+        self.cache.commit([self._width if is_kept else 0 for is_kept in kept])
+        self.cache.given = [
+            [] if is_kept else given + chain[:count] for is_kept, (given, chain, count) in zip(kept, rows, strict=True)
         ]
-        logits = found[0].logits.new_zeros(len(self.rows), len(nodes), found[0].logits.shape[-1])
-        features = None
-        if self.layers:
-            each = found[0].features
-            assert each is not None
-            features = each.new_zeros(len(self.rows), tree.width - start, each.shape[-1])
-        numbers = (number for number, size in enumerate(sizes) if size > start)
-        for number, verdict in zip(numbers, found, strict=True):
-            places = [place for place, node in enumerate(nodes) if start + node < sizes[number]]
-            logits[number, places] = verdict.logits[0]
-            if features is not None and verdict.features is not None:
-                features[number, : verdict.features.shape[1]] = verdict.features[0]
-        return Verdict(logits, features)
-
-    def keep(self, path: Sequence[Sequence[int]]) -> None:
-        self._upload = None
-        for row, nodes in zip(self.rows, path, strict=True):
-            if nodes:
-                row.keep([nodes])
-
-    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
-        return run_through(self.read(tokens, fuse))
 
     def read(
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
-        read = []
-        for row, part in zip(self.rows, tokens, strict=True):
-            read.append((yield from super(StateRow, row).read([part], fuse, most)))
-        logits = torch.cat([each for each, _ in read])
-        found = [features[0] for _, features in read if features is not None]
-        return logits, pad_sequence(found, batch_first=True) if found else None
+        """As `Session.read`. Rows of different lengths are read one after another."""
+        groups = group_by_length([*map(add, map(len, self.cache.given), map(len, tokens))], self.alike)
+        if len(groups) == 1:
+            return (yield from super().read(tokens, fuse, most))
+        logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
+        for rows in groups:
+            part = self.open(0)
+            part.join(self, rows)
+            found, states = yield from part.read([tokens[row] for row in rows], fuse, most)
+            self.cache.replace(rows, part.cache)
+            for place, row in enumerate(rows):
+                logits[row] = found[place]
+                if states is not None:
+                    features[row] = states[place, : len(tokens[row])]
+        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
 
-    def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
-        session = StateSession(self.target, len(rows), self.layers)
-        read = session.extend(tokens, fuse)
-        for row, renewed in zip(rows, session.rows, strict=True):
-            self.rows[row] = renewed
-        return read
+    def _move_now(self) -> None:
+        super()._move_now()
+        self.cache.forget()
 
-    def add_rows(self, count: int) -> None:
-        self.rows += [StateRow(self.target, self.layers) for _ in range(count)]
 
-    def join(self, other: Session, sources: Sequence[int]) -> None:
-        assert isinstance(other, StateSession)
-        self.rows += [other.rows[source].copy() for source in sources]
+def open_session(target: StockModel, batch: int, layers: Sequence[int] = ()) -> Session:
+    """An empty session of a target, without graphs."""
+    return (StateSession if target.is_recurrent else Session)(target, batch, layers)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._upload, self.rows = None, [self.rows[row] for row in rows]
 
-    def clear_free_slots(self) -> None:
-        for row in self.rows:
-            row.clear_free_slots()
+def _take(results: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+    """The results [B, n, *] at each row's places, of [B, N, *]."""
+    first = [*places[0]]
+    if any([*row] != first for row in places):
+        return results[torch.arange(len(places))[:, None], torch.tensor(places)]
+    return results if len(first) == results.shape[1] else results[:, first]

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
 from decode.models.compatibility import AttentionWindow, find_input_scales
-from decode.models.recurrent import StateRow
+from decode.models.recurrent import StateSession
 from decode.models.stock_model import StockModel, find_decoder
 from decode.session import Session
 from decode.tree import Tree
@@ -182,7 +182,7 @@ def _measure_errors(target: StockModel, nodes: Sequence[int]) -> tuple[float, fl
 def _measure_chain_errors(target: StockModel) -> tuple[float, float]:
     """The error over chains. Some of their nodes are rejected, which restores the state. Rows never share a pass."""
     prompt, tokens = _make_example(target)
-    text, session = [*prompt, *tokens.tolist()], StateRow(target)
+    text, session = [*prompt, *tokens.tolist()], StateSession(target, 1)
     session.verify(Tree.chain([prompt]))
     session.keep([list(range(len(prompt)))])
     errors, begin = [], len(prompt)

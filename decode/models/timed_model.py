@@ -33,7 +33,7 @@ from decode.models.cost_curve import (
     measured_batches,
     measured_contexts,
 )
-from decode.models.recurrent import StateSession
+from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel
 from decode.models.user_cache import scratch, user_cache
 from decode.session import Session
@@ -52,7 +52,7 @@ class TimedModel(StockModel):
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
-        return (StateSession if self.is_recurrent else Session)(self, batch_size, layers)
+        return open_session(self, batch_size, layers)
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
@@ -61,7 +61,7 @@ class TimedModel(StockModel):
         """
         if self.deterministic:
             return
-        batch_size = 1 if self.passes_flat or self.is_recurrent else batch_size
+        batch_size = 1 if self.passes_flat else batch_size
         wanted = [(rows, context) for rows in measured_batches(batch_size) for context in measured_contexts(self, rows)]
         missing = [each for each in wanted if each not in self._cost_curves]
         # The bar appears only if this takes longer than a second.
@@ -85,7 +85,7 @@ class TimedModel(StockModel):
                 single, each_row = TimedModel.cost_curve(self, 1, context), context * self._slot_seconds
                 self._batch_curves[batch_size, context] = for_batch(single, batch_size, each_row)
             return self._batch_curves[batch_size, context]
-        rows = measured_batches(1 if self.is_recurrent else batch_size)[-1]  # rows with a state go one by one
+        rows = measured_batches(batch_size)[-1]
         contexts = measured_contexts(self, rows)
         context = min(max(context, contexts[0]), contexts[-1])
         key = rows, context

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import Engine, Sampling, Target, Tree, generate, speculate
-from decode.models.recurrent import StateRow, StateSession
+from decode.models.recurrent import StateSession
 from proposers import DraftProposer, MergedProposer, NGramProposer
 from tests.support.models import VOCABULARY, tiny
 
@@ -26,7 +26,7 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
     """Also prompts shorter than a convolution, chains of one node, and passes that are not kept."""
     draw, text = random.Random(0), torch.randint(3, VOCABULARY, (200,)).tolist()
     plain = target.model(torch.tensor([text]), use_cache=False).logits[0]
-    row, length = StateRow(target), draw.randint(1, 6)
+    row, length = StateSession(target, 1), draw.randint(1, 6)
     row.verify(Tree.chain([text[:length]]))
     row.keep([[*range(length)]])
     while length < len(text):
@@ -38,7 +38,7 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
         assert torch.allclose(logits, plain[length : length + right], atol=1e-3)  # the delta rule computes in float32
         row.keep([[*range(right)]])
         length += right
-        assert row.cache.lengths[0] + len(row.given) == length
+        assert row.lengths == [length]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -74,11 +74,6 @@ def test_transformers_generate(target: Target) -> None:
     more: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
     with pytest.raises(ValueError, match="keeps a recurrent state"):
         model.generate(ids, custom_generate=speculate, **options, **more)
-
-
-def test_it_is_not_compiled(target: Target) -> None:
-    with pytest.raises(ValueError, match="a recurrent state are not compiled; choose auto"):
-        Target(target.model, accelerate="compiled")
 
 
 def test_it_cannot_draft(target: Target) -> None:
