@@ -46,6 +46,7 @@ class Step:
     samplings: list[Sampling]
     stop_ids: list[frozenset[int]]  # tokens that end each answer
     target: Target
+    given: int = 0  # tokens that the next pass computes once more before the trees, in the row that has most
     upload: Upload | None = None  # holds the "roots" [B] on the device; `list_numbers` if the proposer names layers
 
     @property

@@ -73,6 +73,11 @@ class Session:
         """The number of committed tokens of each row."""
         return self.cache.lengths
 
+    @property
+    def given(self) -> list[int]:
+        """How many committed tokens of each row the next pass computes once more; see `decode.models.recurrent`."""
+        return [0] * len(self.lengths)
+
     def open(self, batch: int) -> Session:
         """An empty session for the same target and layers, without graphs."""
         return Session(self.target, batch, self.layers)

@@ -55,6 +55,8 @@ class DraftProposer(TreeProposer):
         super().__init__(depth=LONGEST if depth is None else depth, width=width, ranks=width, nodes=nodes)
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
+        if draft.is_recurrent and width > 1:
+            raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
         self.draft_model, self.sampled = draft, sampled
         self._session = DraftSession(draft)
         self._last_levels = 0  # of a sampled chain
@@ -69,10 +71,6 @@ class DraftProposer(TreeProposer):
     def begin(self, target: Target) -> None:
         """Raise ValueError unless draft and target share a vocabulary. Either may pad its output to more rows."""
         draft = self.draft_model
-        if draft.is_recurrent:
-            raise ValueError(
-                f"{draft.config.model_type} cannot draft: it keeps a recurrent state; use an attention-only model"
-            )
         ours, theirs = draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:
             if ours is not theirs and ours.get_vocab() != theirs.get_vocab():

@@ -11,6 +11,7 @@ nodes of all rows have one budget: each goes where it is most likely to be accep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import inf
 
 from decode import Step
@@ -34,6 +35,16 @@ def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float 
     return worth.index(max(worth))
 
 
+def chain_time(cost: Callable[[float], float], given: int, size: float, accepted: float, p: float) -> float:
+    """The time of verifying a chain on a target with a recurrent state, which computes `given` tokens before it.
+
+    If a node is rejected, the next pass computes all that is committed once more. accepted: the draft tokens that
+    should be accepted. p: the probability that all are.
+    """
+    again = 0.0 if size == 1 else (1 - p) * (cost(given + accepted + 2) - cost(1))
+    return cost(given + size) + again
+
+
 class DraftBudget:
     """Chooses the tree sizes that yield most tokens per second in the long run.
 
@@ -47,9 +58,10 @@ class DraftBudget:
         self.uses_clock = True  # the target is not deterministic
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
         self.unit: float = 1
+        self.is_recurrent, self.given = False, 0  # the target keeps a state; see `chain_time`
         self._node_time = 0.0  # the least that each further node of any tree costs on average
         self._least_slopes: dict[float, float] = {}  # by nodes: the least that each further node costs on average
-        self.nodes: float = 1  # of the last tree
+        self.nodes: float = 1  # of the last tree, with those given
         self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
         # Decayed sums over the steps with drafts.
         self._accepted = self._expected = 0.0
@@ -104,6 +116,7 @@ class DraftBudget:
             self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
         self._rows = len(step.sequences)
+        self.is_recurrent, self.given = step.target.is_recurrent, step.given
         unit = 1 / self._rows if step.target.passes_flat else 1
         if unit != self.unit:
             self.unit, self._least_slopes = unit, {}
@@ -151,7 +164,7 @@ class DraftBudget:
 
     def skip(self) -> None:
         """Take in that nothing is drafted in this step."""
-        self.nodes, self._expected_last = 1, None
+        self.nodes, self._expected_last = 1 + self.given, None
 
     def is_worth_a_level(self, p: float) -> bool:
         """Whether to draft one more level, if `p` is the probability that the tree so far is right to its end."""
@@ -182,7 +195,7 @@ class DraftBudget:
 
         expected[n]: the tokens that they should have accepted after growing n times.
         """
-        costs = [self.cost(1 + self.unit * times) for times in range(len(expected))]
+        costs = self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
         times = choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + self.unit * times, expected[times], levels * self.level_time)
         return times
@@ -192,12 +205,21 @@ class DraftBudget:
 
         expected[n - 1]: the tokens that n levels should have accepted.
         """
-        costs = [self.cost(1 + level) + level * self.level_time for level in range(1, len(expected) + 1)]
+        times = self._find_times(range(1, len(expected) + 2), [0.0, *expected])[1:]
+        costs = [time + level * self.level_time for level, time in enumerate(times, start=1)]
         levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + levels, expected[levels - 1], levels * self.level_time)
         return levels
 
+    def _find_times(self, sizes: Sequence[float], expected: Sequence[float]) -> list[float]:
+        """The times of verifying trees of these sizes; the first is the root alone. expected: their accepted tokens."""
+        if not self.is_recurrent:
+            return [*map(self.cost, sizes)]
+        right = [self.acceptance_ratio * tokens for tokens in expected]
+        p = [1.0, *(more - less for less, more in pairwise(right))]
+        return [chain_time(self.cost, self.given, *each) for each in zip(sizes, right, p, strict=True)]
+
     def _take(self, nodes: float, expected: float, drafting_time: float) -> None:
-        self.nodes, self._expected_last = nodes, expected
+        self.nodes, self._expected_last = nodes + self.given, expected
         self._steps = MEMORY * self._steps + 1
-        self._time = MEMORY * self._time + self.cost(nodes) + drafting_time
+        self._time = MEMORY * self._time + self.cost(self.nodes) + drafting_time

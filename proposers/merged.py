@@ -81,7 +81,7 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target.vocabulary)
+            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target)
             for root, request_id, room, stop_ids in zip(
                 step.bonus, step.request_ids, step.room, step.stop_ids, strict=True
             )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter, mul
 
 from decode import Step, Tree
 from decode.models.cost_curve import CostCurve
-from proposers.draft_budget import choose_fastest
+from proposers.draft_budget import chain_time, choose_fastest
 
 LONGEST_MATCH = 16  # longer matches count as this long
 # The probability that a copied token is accepted, by the length of the match before it: where learning starts.
@@ -55,7 +55,7 @@ class NGramProposer:
         drafts = [text.draft(min(longest, room - 1), stops) for text, room, stops in rows]
         if self.adaptive and any(drafts):
             cost = step.target.cost_after(step.sequences)
-            drafts = _cut_drafts(texts, drafts, cost, shares=step.target.passes_flat)
+            drafts = _cut_drafts(texts, drafts, cost, step)
         for text, draft in zip(texts, drafts, strict=True):
             text.drafted = len(draft)
         return Tree.chain([[root, *draft] for root, draft in zip(step.bonus, drafts, strict=True)])
@@ -74,12 +74,13 @@ class NGramProposer:
             self._texts[request_id] = text
 
 
-def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, shares: bool) -> list[list[int]]:
+def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, step: Step) -> list[list[int]]:
     """Cut the drafts to the lengths that yield most tokens per second; the rows share one forward pass.
 
-    shares: a pass takes as long as its tokens, so each token goes where it is most likely to be right. Else all drafts
-    get the same length.
+    Where a pass takes as long as its tokens, each token goes where it is most likely to be right. Else all drafts get
+    the same length.
     """
+    shares, count = step.target.passes_flat, len(texts)
     found = [text.probabilities(len(draft)) for text, draft in zip(texts, drafts, strict=True)]
     if shares:
         steps = sorted(((p, [row]) for row, each in enumerate(found) for p in each), key=itemgetter(0), reverse=True)
@@ -87,9 +88,14 @@ def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, sha
         longest = max(map(len, found))
         growing = [[row for row, each in enumerate(found) if len(each) > place] for place in range(longest)]
         steps = [(sum(found[row][place] for row in rows), rows) for place, rows in enumerate(growing)]
-    tokens = [*accumulate((p for p, _ in steps), initial=float(len(texts)))]
-    unit = 1 / len(texts) if shares else 1
-    best = choose_fastest(tokens, [cost(1 + unit * times) for times in range(len(tokens))])
+    tokens = [*accumulate((p for p, _ in steps), initial=float(count))]
+    unit = 1 / count if shares else 1
+    times = [cost(1 + unit * number) for number in range(len(tokens))]
+    if step.target.is_recurrent:
+        p = [1.0, *((more - less) / count for less, more in pairwise(tokens))]
+        sizes = enumerate(zip(tokens, p, strict=True), start=1)
+        times = [chain_time(cost, step.given, size, right / count - 1, all_right) for size, (right, all_right) in sizes]
+    best = choose_fastest(tokens, times)
     lengths = Counter(row for _, rows in steps[:best] for row in rows)
     return [draft[: lengths[row]] for row, draft in enumerate(drafts)]
 

@@ -34,7 +34,8 @@ class TreeProposer(ABC):
     """Drafts trees with a drafter.
 
     depth: how many levels a tree has at most. width: the paths that are followed at each level, at most; ranks: the
-    next tokens of each path that become candidates (EAGLE-2, section 4). 1 and 1 draft a chain.
+    next tokens of each path that become candidates (EAGLE-2, section 4). 1 and 1 draft a chain, as all do for a target
+    with a recurrent state.
     nodes: the size of every tree, root included, unless the budget is smaller. None adapts it to this device, down to
     no draft at all.
     calibration: corrects the drafter's probabilities; None uses them as they are.
@@ -105,7 +106,8 @@ class TreeProposer(ABC):
         def find(inputs: Mapping[str, Tensor]) -> Draft:
             drafter = self.start_scored(inputs, target, step.samplings)
             shares = self.adaptive and self.draft_budget.unit < 1
-            return search(inputs["roots"], drafter, levels, self.width, self.ranks, most, budget, self.adaptive, shares)
+            width, ranks = (1, 1) if target.is_recurrent else (self.width, self.ranks)
+            return search(inputs["roots"], drafter, levels, width, ranks, most, budget, self.adaptive, shares)
 
         return self.run(find, inputs, target, step.samplings, (levels, most))
 

@@ -30,6 +30,7 @@ from decode.session import Fuse, Read, Session, Verdict, group_by_length
 from decode.tree import Tree
 
 STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
+MOST_GIVEN = 8  # tokens of a row; with more of them its next tree is the root alone, which commits all
 FLAGS = (
     "has_previous_state",
     "is_conv_states_initialized",
@@ -224,7 +225,11 @@ class StateSession(Session):
 
     @property
     def lengths(self) -> list[int]:
-        return [length + len(given) for length, given in zip(self.cache.lengths, self.cache.given, strict=True)]
+        return [*map(add, self.cache.lengths, self.given)]
+
+    @property
+    def given(self) -> list[int]:
+        return [*map(len, self.cache.given)]
 
     def open(self, batch: int) -> StateSession:
         return StateSession(self.target, batch, self.layers)
@@ -279,7 +284,7 @@ class StateSession(Session):
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
         """As `Session.read`. Rows of different lengths are read one after another."""
-        groups = group_by_length([*map(add, map(len, self.cache.given), map(len, tokens))], self.alike)
+        groups = group_by_length([*map(add, self.given, map(len, tokens))], self.alike)
         if len(groups) == 1:
             return (yield from super().read(tokens, fuse, most))
         logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)

@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeAlias
 
+from decode.models.stock_model import StockModel
 from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
@@ -44,7 +45,8 @@ class GrowingTree:
     adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
     least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
-    which there are none. vocabulary: the target's; tokens outside of it, as of a damaged store, are ignored.
+    which there are none. target: tokens outside of its vocabulary, as of a damaged store, are ignored; if it
+    keeps a recurrent state, the tree is a chain.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class GrowingTree:
         least: float,
         deepest: int,
         stop_ids: Container[int] = (),
-        vocabulary: float = inf,
+        target: StockModel | None = None,
     ) -> None:
         self.sources, self.counts = sources, counts
-        self.least, self.deepest, self.stop_ids, self.vocabulary = least, deepest, stop_ids, vocabulary
+        self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
+        self.vocabulary = inf if target is None else target.vocabulary
+        self.is_chain = target is not None and target.is_recurrent
         self.root = Node(root, None, 0)
         self.root.states = [source.start(request_id) for source in sources]
         self._made = {(-1, root): self.root}  # by the parent's serial number and the token
@@ -78,6 +82,8 @@ class GrowingTree:
         if self._is_open:
             self._is_open = False
             node = self.nodes[-1]
+            if self.is_chain:
+                self._waiting = []
             if node.depth < self.deepest and node.token not in self.stop_ids:
                 self._wait_for(self._ask(node))
         return -self._waiting[0][0] if self._waiting else 0.0

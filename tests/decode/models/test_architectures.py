@@ -87,20 +87,13 @@ PROPOSERS: dict[str, Callable[[Case], Proposer | None]] = {
     "plain": lambda case: None,
     "oracle": lambda case: OracleTree(case.answers),
     "ngram": lambda case: NGramProposer(length=4),
-    "draft": lambda case: DraftProposer(find_draft(case, seed=1)),
-    "itself": lambda case: DraftProposer(find_draft(case, seed=0), width=2, depth=3, nodes=7),
+    "draft": lambda case: DraftProposer(Target(tiny(case.name, seed=1))),
+    "itself": lambda case: DraftProposer(case.target, width=1 if case.target.is_recurrent else 2, depth=3, nodes=7),
     "hydra": lambda case: HydraProposer(make_head("hydra", case.target, prefix=True), nodes=9),
     "eagle3": lambda case: EagleProposer(
         make_head("eagle" if case.name in SEVERAL_STATES else "eagle3", case.target), depth=3, width=2, nodes=9
     ),
 }
-
-
-def find_draft(case: Case, seed: int) -> Target:
-    """A draft model: of the same architecture, if that can draft."""
-    if case.target.is_recurrent:
-        return Target(tiny("llama", seed=seed))
-    return Target(tiny(case.name, seed=seed)) if seed else case.target
 
 
 def draw_prompts() -> list[list[int]]:

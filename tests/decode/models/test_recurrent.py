@@ -11,6 +11,7 @@ import torch
 from decode import Engine, Sampling, Target, Tree, generate, speculate
 from decode.models.recurrent import StateSession
 from proposers import DraftProposer, MergedProposer, NGramProposer
+from tests.decode.models.test_architectures import OracleTree
 from tests.support.models import VOCABULARY, tiny
 
 NAMES = ["qwen3_5_text", "falcon_h1", "lfm2"]  # a delta rule, a state space next to attention, a convolution
@@ -39,6 +40,16 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
         row.keep([[*range(right)]])
         length += right
         assert row.lengths == [length]
+
+
+def test_a_thousand_random_rejections_leave_the_text_of_plain_decoding(target: Target) -> None:
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(12)]
+    plain = [answer.tokens for answer in generate(target, prompts, max_new_tokens=220, batch_size=4)]
+    oracle = OracleTree([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)])
+    made = generate(target, prompts, oracle, max_new_tokens=220, batch_size=4)
+    assert [answer.tokens for answer in made] == plain
+    assert sum(answer.stats.steps for answer in made) > 1000
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -76,9 +87,26 @@ def test_transformers_generate(target: Target) -> None:
         model.generate(ids, custom_generate=speculate, **options, **more)
 
 
-def test_it_cannot_draft(target: Target) -> None:
-    with pytest.raises(ValueError, match=f"{target.config.model_type} cannot draft"):
-        generate(Target(tiny("llama")), [PROMPTS[0]], DraftProposer(target), max_new_tokens=4)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_it_drafts_for_another_model(target: Target, rows: int) -> None:
+    """Its own state goes back and forth with each draft; in a batch, rows accept different lengths."""
+    llama = Target(tiny("llama"))
+    expected = [answer.tokens for answer in generate(llama, PROMPTS, max_new_tokens=16)]
+    for proposer in (DraftProposer(target), DraftProposer(target, depth=2, nodes=3)):
+        answers = generate(llama, PROMPTS, proposer, batch_size=rows, max_new_tokens=16)
+        assert [answer.tokens for answer in answers] == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_as_its_own_draft_all_is_accepted(target: Target, rows: int) -> None:
+    proposer = DraftProposer(target, depth=3, nodes=4)
+    answers = generate(target, PROMPTS, proposer, batch_size=rows, max_new_tokens=16)
+    assert all(answer.stats.nodes == sum(answer.stats.accepted_by_depth) == 11 for answer in answers)
+
+
+def test_it_drafts_no_trees(target: Target) -> None:
+    with pytest.raises(ValueError, match="keeps a recurrent state, so it drafts chains; give width 1"):
+        DraftProposer(target, width=2)
 
 
 def test_a_tree_becomes_its_first_path() -> None:
