@@ -14,6 +14,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_
 
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # not in older versions
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"  # each token sees a few others, which an index chooses
 ATTENDING = {
     FULL: FULL,
     SLIDING: SLIDING,
@@ -169,6 +170,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, AttentionWindow]:
         CHUNKED: AttentionWindow(chunk=getattr(config, "attention_chunk_size", None)),
     }
     types = getattr(config, "layer_types", None)
+    if INDEXED in (types or ()):
+        raise ValueError(f"{config.model_type} has sparse attention ({INDEXED}), whose index keys are not in our cache")
     if types is not None and is_recurrent(model):
         types = [ATTENDING[kind] for kind in types if kind in ATTENDING] or [FULL]
     if types is None:

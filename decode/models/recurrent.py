@@ -149,7 +149,7 @@ class StateCache(TreeCache):
 
     def _make(self, layer: Any) -> Any:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            return self._make_layer() if hasattr(layer, "is_sliding") else layer  # a layer without a cache
+            return self._make_layer() if hasattr(layer, "is_sliding") else StateLayer(0)  # one without a cache
         number = layer.number_of_states
         return StateAndAttentionLayer(self, number) if hasattr(layer, "is_sliding") else StateLayer(number)
 

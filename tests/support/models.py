@@ -87,6 +87,35 @@ STATE_SPACE: dict[str, Any] = {
     "mamba_chunk_size": 8,
 }
 
+ZAMBA2: dict[str, Any] = {
+    **STATE_SPACE,
+    "layers_block_type": ["linear_attention", "hybrid"],
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 8,
+    "layer_types": ["linear_attention", "hybrid"],
+}
+NEMOTRON_H: dict[str, Any] = {
+    **EXPERTS,
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "M*M-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+STEPPING = {"zamba2": ZAMBA2, "nemotron_h": NEMOTRON_H}  # their time steps are bounded, but not in all passes
+INKLING: dict[str, Any] = {
+    **EXPERTS,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "unpadded_vocab_size": VOCABULARY,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
+
 # What an architecture needs beyond `SIZES`. A name of several words is a variant of the first word's model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2 windows": {**WINDOWS, "use_sliding_window": True},
@@ -153,24 +182,37 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax": {**EXPERTS, **RECURRENT},
     "kimi_linear": {**EXPERTS, **LATENT, **RECURRENT},
     "bailing_hybrid": {**EXPERTS, **LATENT, **RECURRENT},
-    "glm5_next": {**EXPERTS, **LATENT, **GATED},
-    "qwen4_exp": GATED,
-    "zamba2": {
-        **STATE_SPACE,
-        "layers_block_type": ["linear_attention", "hybrid"],
-        "mamba_ngroups": 2,
-        "n_mamba_heads": 8,
-        "layer_types": ["linear_attention", "hybrid"],
-    },
-    "nemotron_h": {
+    "qwen4_exp_text": {
         **EXPERTS,
-        "num_hidden_layers": 4,
-        "hybrid_override_pattern": "M*M-",
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 8,
+        **GATED,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "zamba2": ZAMBA2,
+    "nemotron_h": NEMOTRON_H,
+    **{f"{name} unbounded": {**shape, "time_step_min": 1e-9} for name, shape in STEPPING.items()},
+    "lara_mini": {**EXPERTS, **GATED, **WINDOWS, "layer_types": [*GATED["layer_types"], "sliding_attention"]},
+    "lfm3": {**WINDOWS, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "inkling_text": {
+        **INKLING,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "inkling2_text": INKLING,
+    "inkling2_loop_text": INKLING,
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attention_head_dim": 8,
+        "attention_hidden_size": 64,
     },
     "olmo_hybrid": GATED,
     "qwen3_5_moe_text": {**EXPERTS, **GATED},
