@@ -64,8 +64,7 @@ class Engine:
         self.proposer = as_proposer(proposer, target)
         if isinstance(kept_bytes, bool) or not isinstance(kept_bytes, int) or kept_bytes < 0:
             raise ValueError(f"kept_bytes is {kept_bytes!r}; it is a number of bytes, 0 for none")
-        # A state is known at the end of a text only.
-        self._prefixes = Prefixes(kept_bytes) if kept_bytes and not target.is_recurrent else None
+        self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
         self._requests: dict[int, Request] = {}  # that have not ended, by id
@@ -212,7 +211,9 @@ class Engine:
         if self._batch is None:
             self._batch = self._make_batch(0)
         part = self.part if self._batch.requests else WHOLE
-        return Reading(self.target, requests, self._batch.layers, self._batch.fuse, part, self._find)
+        reading = Reading(self.target, requests, self._batch.layers, self._batch.fuse, part, self._find)
+        reading.session.keeps_beginnings = self._prefixes is not None
+        return reading
 
     def _find(self, prompt: list[int]) -> Text | None:
         """A beginning of the prompt that is computed already."""

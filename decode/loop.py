@@ -78,6 +78,7 @@ class Batch:
             begin(target)
         self._use = Use(proposer)
         self.session: Session = target.open(rows, self.layers)
+        self.session.keeps_beginnings = prefixes is not None
         self._rows: list[Verified] = []  # in order: those of the last pass, and those that have joined since
         self._verifying = 0.0  # seconds of the last pass
         self._features: dict[int, list[Tensor]] = {}  # of each text, by request id, if they are kept for prefixes
@@ -153,7 +154,8 @@ class Batch:
         texts = []
         for row, request in enumerate(self.requests):
             features = self._features.get(request.request_id, [])
-            length = sum(map(len, features)) if self.layers else self.session.lengths[row]
+            length = self.session.cache.lengths[row]
+            length = min(length, sum(map(len, features))) if self.layers else length
             texts.append(Text(tuple(request.sequence[:length]), self.session, row, features))
         return texts
 

@@ -40,7 +40,7 @@ class Text:
         """The same in a session of its own."""
         session = self.session.open(0)
         session.join(self.session, [self.row])
-        session.cache.lengths = [len(self.tokens)]
+        session.rewind(0, len(self.tokens))
         return Text(self.tokens, session, 0, self.first(len(self.tokens)).features)
 
     @property
@@ -51,13 +51,15 @@ class Text:
     @property
     def bytes(self) -> int:
         """That are allocated for it, in a session of its own."""
-        return sum(tensor.nbytes for tensor in (*self.states, *self.features))
+        states = self.session.count_state_bytes(self.row)
+        return states + sum(tensor.nbytes for tensor in (*self.states, *self.features))
 
     @property
     def least_bytes(self) -> int:
         """That it needs in a session of its own."""
         own = [states[:, :1, :, : len(self.tokens)] for states in self.states]
-        return sum(tensor.nbytes for tensor in (*own, *self.features))
+        states = self.session.count_state_bytes(self.row)
+        return states + sum(tensor.nbytes for tensor in (*own, *self.features))
 
 
 class Prefixes:
@@ -72,7 +74,8 @@ class Prefixes:
         return sum(text.bytes for text in self._texts.values())
 
     def add(self, text: Text) -> None:
-        """Keep a copy of a text. Others that it begins with are dropped."""
+        """Keep a copy of a text, as far as its row can go back. Others that it begins with are dropped."""
+        text = text.first(text.session.find_beginning(text.row, len(text.tokens)))
         if len(text.tokens) < SHORTEST or text.least_bytes > self.most:
             return
         for tokens in [tokens for tokens in self._texts if text.tokens[: len(tokens)] == tokens]:
@@ -83,7 +86,8 @@ class Prefixes:
 
     def find(self, prompt: Sequence[int], running: Iterable[Text]) -> Text | None:
         """The longest beginning of a prompt, but for its last token, that any text has; None if it is too short."""
-        found = [(count_common(text.tokens, prompt[:-1]), text) for text in (*running, *self._texts.values())]
+        known = [(count_common(text.tokens, prompt[:-1]), text) for text in (*running, *self._texts.values())]
+        found = [(text.session.find_beginning(text.row, length), text) for length, text in known]
         length, text = max(found, key=lambda pair: pair[0], default=(0, None))
         if text is None or length < SHORTEST:
             return None

@@ -59,6 +59,7 @@ class Session:
     """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it."""
 
     alike = ALIKE
+    keeps_beginnings = False  # whether rows with a state can go back to a beginning of their text; others always can
 
     def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
         self.target = target
@@ -247,7 +248,19 @@ class Session:
         """Replace an empty row by the first `length` tokens of another session's row `source`."""
         other._move_now()
         self.cache.replace([row], other.cache, [source])
-        self.cache.lengths[row] = length
+        self.rewind(row, length)
+
+    def find_beginning(self, row: int, length: int) -> int:
+        """The most tokens of a row that it can go back to, `length` at most."""
+        return min(length, self.cache.lengths[row])
+
+    def rewind(self, row: int, length: int) -> None:
+        """Go back to the first tokens of a row, as many as `find_beginning` finds."""
+        self.cache.lengths[row] = self.find_beginning(row, length)
+
+    def count_state_bytes(self, row: int) -> int:
+        """The bytes of a row beyond its keys and values."""
+        return 0
 
     def read(
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None

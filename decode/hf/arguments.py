@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from decode.hf.kv_states import count_cached
 from decode.models.compatibility import CACHE_NAMES
 
 # Settings that are refused, and their values that ask for nothing special.
@@ -153,7 +154,7 @@ def refuse_inputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
     unknown = []
     for name, value in inputs.items():
         default = parameters[name].default if name in parameters else None
-        is_empty = isinstance(value, Cache) and value.get_seq_length() == 0
+        is_empty = isinstance(value, Cache) and count_cached(value) == 0
         if name not in INPUTS and not is_empty and not _is_one_of(value, default, getattr(model.config, name, None)):
             unknown.append(name)
     if unknown:

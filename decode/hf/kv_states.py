@@ -6,7 +6,7 @@ Shapes: B rows, H key-value heads, S slots, D head size. A row's slots are its c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from decode.kv_cache import TreeCache
+from decode.models.compatibility import LinearAttentionLayer
 
 READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
@@ -29,10 +30,21 @@ READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWi
 RowStates: TypeAlias = list[tuple[Tensor, Tensor] | None]
 
 
+def count_cached(cache: Cache) -> int:
+    """The tokens in a cache. Raises ValueError for one that does not tell, because it has states alone."""
+    layers: list[Any] = cache.layers
+    if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return int(cache.get_seq_length())
+    if any(any(layer.has_previous_state.values()) for layer in layers):
+        raise ValueError("a cache without attention layers does not tell how many tokens it holds; leave it out")
+    return 0
+
+
 def check_cache(cache: Cache, batch: int) -> None:
     """Raise ValueError if a user's cache has another batch size, or layers of another form than keys and values."""
     for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE:
+        has_state = LinearAttentionLayer is not None and isinstance(layer, LinearAttentionLayer)
+        if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE and not has_state:
             raise ValueError(
                 f"speculate cannot honour a cache with a {type(layer).__name__}; pass a DynamicCache or a StaticCache"
             )

@@ -39,10 +39,16 @@ def make_output(
     prompts, new = session.prompts, max(counts)
     names = PASS_OUTPUTS if config.return_dict_in_generate else ()
     wanted = [name for name in names if getattr(config, f"output_{name}")]
-    before = _copy_cache(model, prompts) if wanted and prompts.past else None
-    states, logits = _complete(session, sequences, counts)
-    if prompts.cache is not None:
-        write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
+    if session.target.is_recurrent:
+        session.close()
+        every = _run_again(model, prompts, sequences, new, prompts.cache, wanted)  # which fills the cache
+        logits = [*every["logits"][:, -new:].float()]
+    else:
+        before = _copy_cache(model, prompts) if wanted and prompts.past else None
+        states, logits = _complete(session, sequences, counts)
+        if prompts.cache is not None:
+            write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
+        every = _run_again(model, prompts, sequences, new, before, wanted) if wanted else {}
     output = GenerateDecoderOnlyOutput(sequences=sequences)
     setattr(output, find_cache_name(GenerateDecoderOnlyOutput), prompts.cache)
     if session.recording.logits:
@@ -52,10 +58,9 @@ def make_output(
             # As transformers does, so that the scores are the same where processors change the logits themselves.
             output.scores = tuple(processors(sequences[:, :end], step) for end, step in zip(ends, steps, strict=True))
         output.logits = steps if config.output_logits else None
-    if wanted:
-        every, read = _run_again(model, prompts, sequences, new, before, wanted), prompts.columns - prompts.past
-        for name in wanted:
-            setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
+    read = prompts.columns - prompts.past
+    for name in wanted:
+        setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
     return output
 
 
@@ -99,7 +104,7 @@ def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
 def _run_again(
     model: PreTrainedModel, prompts: Prompts, sequences: Tensor, new: int, cache: Cache | None, wanted: Sequence[str]
 ) -> dict[str, Any]:
-    """Hidden states and attentions of all columns but the last, by one more pass over the prompts and new tokens."""
+    """One more pass over the prompts and new tokens, but the last: hidden states, attentions, the last new logits."""
     inputs: dict[str, Any] = {
         "attention_mask": torch.cat([prompts.real, prompts.real.new_ones(len(sequences), new - 1)], dim=1).long(),
         "position_ids": extend_columns(prompts.positions, new - 1, step=1)[:, prompts.past :],
@@ -113,8 +118,11 @@ def _run_again(
         inputs["inputs_embeds"] = torch.cat([prompts.embeddings[:, prompts.past :].to(made.device), made], dim=1)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     inputs |= {f"output_{name}": True for name in wanted} | {find_cache_name(type(model).forward): cache}
-    if "logits_to_keep" in signature(model.forward).parameters:
-        inputs["logits_to_keep"] = 1
+    known = signature(model.forward).parameters
+    if "position_ids" not in known:  # there are no attention layers
+        del inputs["position_ids"]
+    if "logits_to_keep" in known:
+        inputs["logits_to_keep"] = new
     with torch.no_grad():
         return model(**inputs, use_cache=cache is not None)
 

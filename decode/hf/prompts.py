@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from decode.hf.kv_states import check_cache
+from decode.hf.kv_states import check_cache, count_cached
 from decode.models.compatibility import CACHE_NAMES
 
 PLACEHOLDER = 0  # stands for a prompt whose tokens are unknown
@@ -88,7 +88,7 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
     """
     caches = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
     cache, embeddings = next(iter(caches), None), inputs.get("inputs_embeds")
-    past = 0 if cache is None else int(cache.get_seq_length())
+    past = 0 if cache is None else count_cached(cache)
     if past or getattr(cache, "_is_user_defined", False):
         check_cache(cache, len(input_ids))
     real = _read_mask(input_ids, inputs, past, config)

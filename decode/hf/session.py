@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.hf.kv_states import RowStates, load_rows, read_cache, read_rows
 from decode.hf.prompts import PLACEHOLDER, Prompts
+from decode.models.cost_curve import CONTEXTS, CostCurve
+from decode.models.recurrent import StateCache, StateSession
 from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
 from decode.session import Fuse, Read, Session, Verdict, run_through
@@ -44,16 +46,17 @@ class PromptTarget(Target):
         """The context length, less the positions that the prompts have beyond their tokens."""
         return super().context - self._prompts.extra_positions
 
+    def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
+        return self._target.cost_curve(batch_size, context)  # measured without these prompts
+
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        if self.is_recurrent:
-            if not self._prompts.are_plain or self._recording != Recording():
-                name = self.config.model_type
-                raise ValueError(
-                    f"{name} keeps a recurrent state: its prompts must be token ids without a cache, and the KV cache, "
-                    "logits and scores of its answers are not returned"
-                )
-            return self._target.open(batch_size, layers)
-        self.session = PromptSession(self._target, layers, self._prompts, self._recording)
+        if self.is_recurrent and self._prompts.hidden is not None:
+            raise ValueError(
+                f"{self.config.model_type} keeps a recurrent state, from which no column in a prompt can be hidden; "
+                "attention_mask may have zeros on the left only, and position_ids must count from there"
+            )
+        kind = PromptStateSession if self.is_recurrent else PromptSession
+        self.session = kind(self._target, layers, self._prompts, self._recording)
         return self.session
 
 
@@ -88,6 +91,8 @@ class PromptSession(Session):
         if prompts.cache is not None and past:
             states = read_cache(prompts.cache, past, [min(first, past) for first in prompts.first.tolist()])
             load_rows(self.cache, states, lengths, self.target.device)
+            if isinstance(self.cache, StateCache):
+                self.cache.load_states(prompts.cache)
         rows = [
             ([PLACEHOLDER] * (prompts.columns - len(row)) + row)[begin:]
             for begin, row in zip(begins, prompts.tokens, strict=True)
@@ -174,3 +179,10 @@ class PromptSession(Session):
         """Continue, in an empty session, from the states of rows whose prompts were read before."""
         load_rows(self.cache, rows, lengths, self.target.device)
         self._tree_logits = torch.empty(0)
+
+
+class PromptStateSession(PromptSession, StateSession):
+    """The same for a target with a recurrent state. Its states are not recorded: `make_output` computes them."""
+
+    def _record_states(self, indices: Sequence[int]) -> None:
+        """Nothing is recorded."""

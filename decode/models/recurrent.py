@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from operator import add
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from decode.kv_cache import TreeCache, TreeCacheLayer
 from decode.models.stock_model import StockModel
@@ -30,6 +30,7 @@ from decode.session import Fuse, Read, Session, Verdict, group_by_length
 from decode.tree import Tree
 
 STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
+EVERY, MOST_MARKS = 128, 16  # tokens between the states of a text that are kept, and how many of them at most
 MOST_GIVEN = 8  # tokens of a row; with more of them its next tree is the root alone, which commits all
 FLAGS = (
     "has_previous_state",
@@ -37,6 +38,9 @@ FLAGS = (
     "is_recurrent_states_initialized",
     "conv_kernel_size",
 )
+
+
+RowStates: TypeAlias = dict[tuple[str, int], Tensor]  # of a layer and a row, by name and number
 
 
 class StateLayer(LinearAttentionLayer):
@@ -104,13 +108,32 @@ class StateLayer(LinearAttentionLayer):
                     old = torch.zeros_like(state) if before[number] is None else before[number]
                     states[number] = torch.where(kept.to(state.device).view(-1, *[1] * (state.dim() - 1)), state, old)
 
+    def read_row(self, row: int) -> RowStates:
+        """A copy of a row's states."""
+        return {
+            (name, number): state[row].clone()
+            for name in STATES
+            for number, state in getattr(self, name).items()
+            if state is not None
+        }
+
+    def write_row(self, row: int, states: RowStates) -> None:
+        """Replace a row's states; those that are not given become zeros."""
+        for name in STATES:
+            for number, state in getattr(self, name).items():
+                if state is not None:
+                    getattr(self, name)[number] = new = state.clone()
+                    new[row] = states.get((name, number), 0)
+
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace each state by what `change` makes of it."""
         for states in (getattr(self, name) for name in STATES):
             for number, state in states.items():
                 states[number] = state if state is None else change(state)
 
-    def replace_states(self, rows: Sequence[int], other: StateLayer, sources: Sequence[int], batch: int) -> None:
+    def replace_states(
+        self, rows: Sequence[int], other: LinearAttentionCacheLayerMixin, sources: Sequence[int], batch: int
+    ) -> None:
         """Replace rows of the `batch` by rows of another layer."""
         for name in FLAGS:
             setattr(self, name, dict(getattr(other, name)))
@@ -138,11 +161,16 @@ class StateAndAttentionLayer(StateLayer, TreeCacheLayer):
 
 
 class StateCache(TreeCache):
-    """The KV cache and the states of a batch. given: of each row, committed tokens that its state has not seen."""
+    """The KV cache and the states of a batch.
+
+    given: of each row, committed tokens that its state has not seen. marks: of each row, states at earlier places of
+    its text, as (tokens, the states of each layer).
+    """
 
     def __init__(self, batch: int, config: PretrainedConfig) -> None:
         super().__init__(batch, config.num_hidden_layers)
         self.given: list[list[int]] = [[] for _ in range(batch)]
+        self.marks: list[list[tuple[int, list[RowStates]]]] = [[] for _ in range(batch)]
         self.layers = [self._make(layer) for layer in DynamicCache(config=config).layers]
         self.states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.is_ahead = False  # a pass has changed the states, and was not kept
@@ -189,15 +217,44 @@ class StateCache(TreeCache):
         if self.is_ahead:
             self.end([False])
 
+    def load_states(self, cache: Cache) -> None:
+        """Take the states of a cache of transformers, for all rows."""
+        rows, layers = range(len(self.lengths)), [each for each in cache.layers if hasattr(each, STATES[0])]
+        stateful = [layer for layer in self.states if layer.number_of_states]
+        for layer, another in zip(stateful, layers, strict=True):
+            layer.replace_states(rows, another, rows, len(rows))
+
+    def mark(self) -> None:
+        """Keep the states where the last ones are far behind. The longer the text, the further they are apart."""
+        for row, (length, marks) in enumerate(zip(self.lengths, self.marks, strict=True)):
+            if length - (marks[-1][0] if marks else 0) >= max(EVERY, length // MOST_MARKS):
+                marks.append((length, [layer.read_row(row) for layer in self.states]))
+                self.marks[row] = marks[1::2] if len(marks) > MOST_MARKS else marks
+
+    def find_mark(self, row: int, length: int) -> int:
+        """The most tokens of a row, `length` at most, whose states are known; 0 if there are none."""
+        known = [self.lengths[row], *(place for place, _ in self.marks[row])]
+        return max((place for place in known if place <= length), default=0)
+
+    def rewind(self, row: int, length: int) -> None:
+        """Go back to a place that `find_mark` has found."""
+        if length < self.lengths[row]:
+            states = dict(self.marks[row]).get(length, [{} for _ in self.states])
+            for layer, kept in zip(self.states, states, strict=True):
+                layer.write_row(row, kept)
+        self.given[row], self.marks[row] = [], [mark for mark in self.marks[row] if mark[0] <= length]
+        self.lengths[row] = length
+
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
-        self.given = [self.given[row] for row in rows]
+        self.given, self.marks = [self.given[row] for row in rows], [self.marks[row] for row in rows]
         for layer in self.states:
             layer.change(lambda state: state[[*rows]])
 
     def add_rows(self, count: int) -> None:
         super().add_rows(count)
         self.given += [[] for _ in range(count)]
+        self.marks += [[] for _ in range(count)]
         for layer in self.states:
             layer.change(lambda state: torch.cat([state, state.new_zeros(count, *state.shape[1:])]))
 
@@ -206,7 +263,7 @@ class StateCache(TreeCache):
         sources = range(len(other.lengths)) if sources is None else sources
         super().replace(rows, other, sources)
         for row, source in zip(rows, sources, strict=True):
-            self.given[row] = [*other.given[source]]
+            self.given[row], self.marks[row] = [*other.given[source]], [*other.marks[source]]
         for layer, another in zip(self.states, other.states, strict=True):
             layer.replace_states(rows, another, sources, len(self.lengths))
 
@@ -232,7 +289,9 @@ class StateSession(Session):
         return [*map(len, self.cache.given)]
 
     def open(self, batch: int) -> StateSession:
-        return StateSession(self.target, batch, self.layers)
+        session = StateSession(self.target, batch, self.layers)
+        session.keeps_beginnings = self.keeps_beginnings
+        return session
 
     @torch.no_grad()
     def verify(
@@ -276,6 +335,8 @@ class StateSession(Session):
         kept = [count == len(chain) and len(given) + count == self._width for given, chain, count in rows]
         self.cache.end(kept)
         self.cache.commit([self._width if is_kept else 0 for is_kept in kept])
+        if self.keeps_beginnings:
+            self.cache.mark()
         self.cache.given = [
             [] if is_kept else given + chain[:count] for is_kept, (given, chain, count) in zip(kept, rows, strict=True)
         ]
@@ -284,6 +345,8 @@ class StateSession(Session):
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
         """As `Session.read`. Rows of different lengths are read one after another."""
+        if self.keeps_beginnings and self.target.device.type == "cpu":  # where longer passes are not faster
+            most = EVERY * len(tokens) if most is None else min(most, EVERY * len(tokens))
         groups = group_by_length([*map(add, self.given, map(len, tokens))], self.alike)
         if len(groups) == 1:
             return (yield from super().read(tokens, fuse, most))
@@ -298,6 +361,17 @@ class StateSession(Session):
                 if states is not None:
                     features[row] = states[place, : len(tokens[row])]
         return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
+
+    def find_beginning(self, row: int, length: int) -> int:
+        return self.cache.find_mark(row, length)
+
+    def rewind(self, row: int, length: int) -> None:
+        self.cache.rewind(row, self.find_beginning(row, length))
+
+    def count_state_bytes(self, row: int) -> int:
+        places = [layer.read_row(row) for layer in self.cache.states]
+        places += [states for _, mark in self.cache.marks[row] for states in mark]
+        return sum(state.nbytes for place in places for state in place.values())
 
     def _move_now(self) -> None:
         super()._move_now()

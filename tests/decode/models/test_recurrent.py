@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from decode import Engine, Sampling, Target, Tree, generate, speculate
-from decode.models.recurrent import StateSession
-from proposers import DraftProposer, MergedProposer, NGramProposer
+from decode.models.recurrent import EVERY, StateSession
+from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.models.test_architectures import OracleTree
-from tests.support.models import VOCABULARY, tiny
+from tests.support.drafting import make_head
+from tests.support.models import CACHE, VOCABULARY, tiny
+from tests.support.speculating import PROMPT, RAGGED, mask_of
 
 NAMES = ["qwen3_5_text", "falcon_h1", "lfm2"]  # a delta rule, a state space next to attention, a convolution
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [11, 12, 13, 14, 15, 16, 11, 12, 13]]
@@ -77,14 +80,36 @@ def test_equal_prompts_have_states_of_their_own(target: Target) -> None:
     assert answers[0].tokens == answers[1].tokens == generate(target, [PROMPTS[0]], max_new_tokens=12)[0].tokens
 
 
-def test_transformers_generate(target: Target) -> None:
-    ids, model = torch.tensor([PROMPTS[0]]), target.model
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, custom_generate=speculate, **options), expected)
-    more: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
-    with pytest.raises(ValueError, match="keeps a recurrent state"):
-        model.generate(ids, custom_generate=speculate, **options, **more)
+@pytest.mark.parametrize("ids", [PROMPT, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", [*NAMES, "mamba2"])
+def test_generate_of_transformers_returns_the_same(name: str, ids: Tensor) -> None:
+    """Tokens, scores, hidden states and a cache, which either of both continues."""
+    model, mask = tiny(name), mask_of(ids)
+    settings: dict[str, Any] = {"return_dict_in_generate": True, "do_sample": False}
+    more: dict[str, Any] = {"output_scores": True, "output_hidden_states": True, "attention_mask": mask}
+    ours, theirs = (
+        model.generate(ids, max_new_tokens=6, **settings, **more, **way) for way in ({"custom_generate": speculate}, {})
+    )
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=0, atol=1e-3)
+    assert [state[-1].shape for state in ours.hidden_states] == [state[-1].shape for state in theirs.hidden_states]
+    if name == "mamba2":  # transformers does not know how many tokens such a cache holds
+        with pytest.raises(ValueError, match="does not tell how many tokens it holds"):
+            model.generate(ours.sequences, custom_generate=speculate, **{CACHE: ours[CACHE]})
+        return
+    whole = model.generate(ids, attention_mask=mask, max_new_tokens=14).tolist()
+    settings |= {"attention_mask": nn.functional.pad(mask, (0, 6), value=1), "max_new_tokens": 8}
+    for begun, way in ((ours, {}), (theirs, {"custom_generate": speculate})):
+        rest = model.generate(begun.sequences, **settings, **way, **{CACHE: begun[CACHE]})
+        assert rest.sequences.tolist() == whole
+        assert rest[CACHE] is begun[CACHE]
+
+
+def test_no_column_in_a_prompt_is_hidden(target: Target) -> None:
+    mask = torch.ones_like(PROMPT)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="keeps a recurrent state, from which no column in a prompt can be hidden"):
+        target.model.generate(PROMPT, attention_mask=mask, custom_generate=speculate, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -121,3 +146,22 @@ def test_rows_go_on_without_others(target: Target) -> None:
     assert isinstance(session, StateSession)
     session.select([2, 1])
     assert session.lengths == [len(PROMPTS[2]), len(PROMPTS[1])]
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+def test_beginnings_of_texts_are_read_once(target: Target, name: str) -> None:
+    """At the end of a text, and where states were kept before it."""
+    proposer = NGramProposer() if name == "ngram" else EagleProposer(make_head("eagle3", target), depth=2)
+    engine, system = Engine(target, proposer, rows=2), [*range(3, 93), *range(3, 63)]
+    settings: dict[str, Any] = {"max_new_tokens": 10, "stop_ids": []}
+    first = engine.add([*system, 50], **settings)
+    list(engine)
+    same_system = [engine.add([*system, token], **settings) for token in (60, 61)]
+    list(engine)
+    turn = engine.add([*first.sequence, 70, 71], **settings)
+    list(engine)
+    assert [request.stats.reused for request in (first, *same_system)] == [0, EVERY, EVERY]
+    assert turn.stats.reused == EVERY if name == "eagle3" else turn.stats.reused > len(system)
+    for request in (first, *same_system, turn):
+        (alone,) = generate(target, [request.prompt], **settings)
+        assert request.answer.tokens == alone.tokens
