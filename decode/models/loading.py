@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
@@ -69,8 +77,13 @@ def load_model(
 
 
 def _load(name: str, **options: Any) -> PreTrainedModel:
-    """A model from a folder or hub id. Raises ValueError for missing or misshapen weights."""
-    model, report = AutoModelForCausalLM.from_pretrained(
+    """A model from a folder or hub id. Raises ValueError for missing or misshapen weights.
+
+    Some models that also see images have no class for text alone. They are loaded whole, and read text as any other.
+    """
+    kind = type(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
         name,
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # refused below, with their names

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from decode import Target, generate
 from decode.models.loading import load_model
@@ -40,6 +42,27 @@ def test_offloaded_models_generate_the_same_tokens(
     expected = generate(Target(whole), PROMPTS, None, max_new_tokens=12)
     answers = generate(Target(spread, accelerate=accelerate), PROMPTS, NGramProposer(length=3), max_new_tokens=12)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+
+
+IMAGES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+IMAGES |= {"num_position_embeddings": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="older ones were not tried")
+@pytest.mark.parametrize(("name", "text"), [("qwen3_5", "qwen3_5_text"), ("lfm2_vl", "lfm2"), ("mistral3", "mistral")])
+def test_a_model_that_sees_images_reads_text(save_model: Callable[..., Path], name: str, text: str) -> None:
+    """A checkpoint of all parts: with a class for text alone (qwen3_5), and without."""
+    shape = tiny(text).config.to_dict()
+    config = AutoConfig.for_model(name, text_config=shape, vision_config=IMAGES)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float64).eval()
+    folder = save_model()
+    whole.save_pretrained(folder)
+    expected = whole.generate(torch.tensor(PROMPTS[:1]), do_sample=False, max_new_tokens=12, eos_token_id=None)
+    target = Target.load(folder, dtype=torch.float64)
+    for prompts in (PROMPTS[:1], PROMPTS):
+        answer, *_ = generate(target, prompts, NGramProposer(length=3), max_new_tokens=12, stop_ids=[])
+        assert answer.prompt + answer.tokens == expected[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16", "torch.float16"])
