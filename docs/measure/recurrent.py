@@ -1,4 +1,4 @@
-"""What speculation costs and brings with a recurrent state: passes over chains, kept states, tokens given again.
+"""What passes and kept states cost a model with a recurrent state, what n-grams gain, and what rounding does.
 
     python -m docs.measure.recurrent [--rounds N] [--out FILE]
 
@@ -19,10 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from decode import Target, generate
+from decode import Target, Tree, generate
 from decode.models.cost_curve import fill, random_chain, time_pass
 from decode.models.recurrent import StateSession
 from proposers import NGramProposer
+from scripts.benchmark.files import find_commit
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 16_000,
@@ -42,7 +43,7 @@ CONTEXT, NODES, NEW_TOKENS = 256, (1, 4, 8), 128
 LINE = range(100, 140)  # the tokens of the line
 
 
-def make_target() -> Target:
+def make_target(dtype: torch.dtype = torch.float32, accelerate: str = "auto") -> Target:
     """The model with random weights, always the same, that repeats `LINE`.
 
     What layers add to the embeddings is made small. So the final state is nearly the last token's embedding, and the
@@ -51,67 +52,91 @@ def make_target() -> Target:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **CONFIG)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             weight.data *= 0.01
     embeddings = model.get_input_embeddings().weight.data
     model.get_output_embeddings().weight.data[[*LINE[1:], LINE[0]]] = embeddings[[*LINE]]
     model.generation_config.eos_token_id = None
-    return Target(model, accelerate="auto")
+    return Target(model, accelerate=accelerate)
 
 
 @torch.inference_mode()
 def time_passes(target: Target, rounds: int) -> dict[str, float]:
-    """Median milliseconds: of passes over chains, of one with as many tokens given before it, and of copied states."""
-    session = fill(target.open(1), CONTEXT)
-    assert isinstance(session, StateSession)
-    trees = {count: random_chain(count, 1, target) for count in NODES}
+    """Median milliseconds of passes over chains, alone and in batches, and of what is done with states before one."""
+    sessions = {rows: fill(target.open(rows), CONTEXT) for rows in (1, 2, 4)}
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for count, tree in trees.items():
-            times.setdefault(f"{count} nodes", []).append(time_pass(session, tree))
-            session.cache.forget()
-        session.cache.given = [[5, 6, 7, 8]]
-        times.setdefault("4 nodes after 4 given", []).append(time_pass(session, trees[4]))
-        session.cache.forget()
-        session.cache.given = [[]]
-        for name, is_first in (("keeping states", False), ("copying states", True)):
-            if is_first:  # what a pass costs that writes to the states in place
-                for layer in session.cache.states:
-                    layer._replaced.clear()
-            begun = perf_counter()
-            session.cache.begin(False)
-            times.setdefault(name, []).append(perf_counter() - begun)
-            session.cache.forget()
-            session.verify(trees[4])  # which learns again
-            session.cache.forget()
-    return {name: 1000 * median(each) for name, each in times.items()}
+        for rows, session in sessions.items():
+            assert isinstance(session, StateSession)
+            cache, trees = session.cache, {count: random_chain(count, rows, target) for count in NODES}
+            for count, tree in trees.items():
+                times.setdefault(f"{rows} x {count} nodes", []).append(time_pass(session, tree))
+                cache.forget()
+            cache.given = [[5, 6, 7, 8]] * rows
+            times.setdefault(f"{rows} x 4 nodes after 4 given", []).append(time_pass(session, trees[4]))
+            cache.forget()
+            cache.given = [[] for _ in range(rows)]
+            times.setdefault(f"{rows} x keeping states", []).append(time_begin(session))
+            for layer in cache.states:
+                layer._replaced.clear()  # as if passes wrote to the states
+            times.setdefault(f"{rows} x copying states", []).append(time_begin(session))
+            session.verify(trees[4])  # which learns again that they do not
+            cache.forget()
+    return {name: round(1000 * median(each), 3) for name, each in times.items()}
+
+
+def time_begin(session: StateSession) -> float:
+    begun = perf_counter()
+    session.cache.begin(False)
+    seconds = perf_counter() - begun
+    session.cache.forget()
+    return seconds
 
 
 def count_state_bytes(target: Target) -> int:
     session = target.open(1)
     assert isinstance(session, StateSession)
     session.extend([[5, 6, 7]])
-    states = [state for layer in session.cache.states for each in (layer.conv_states, layer.recurrent_states)
-              for state in each.values()]  # fmt: skip
-    return sum(state.nbytes for state in states if state is not None)
+    return session.count_state_bytes(0)
 
 
 def time_text(target: Target, rounds: int) -> dict[str, float]:
-    """Tokens per second of plain decoding and with n-grams, in turns, after a table of repeated lines."""
-    prompt = [*LINE] * 3
-    target.warm_up()
-    rates: dict[str, list[float]] = {"plain": [], "ngram": []}
-    texts, tau = [], 0.0
+    """Tokens per second after a table of repeated lines: methods and batches take turns. All texts are equal."""
+    target.warm_up(4)
+    rates: dict[str, list[float]] = {}
+    texts, tau = set[tuple[int, ...]](), 0.0
     for _ in range(rounds):
-        for name, proposer in (("plain", None), ("ngram", NGramProposer())):
-            answer = generate(target, [prompt], proposer, max_new_tokens=NEW_TOKENS)[0]
-            rates[name].append(answer.stats.tokens_per_second)
-            texts.append(answer.tokens)
-            tau = answer.stats.tau
-    assert all(text == texts[0] for text in texts)
-    return {name: median(each) for name, each in rates.items()} | {"tau": tau}
+        for name, proposer, rows in (("plain", None, 1), ("ngram", NGramProposer(), 1), ("plain, 4 rows", None, 4)):
+            begun = perf_counter()
+            answers = generate(target, [[*LINE] * 3] * rows, proposer, max_new_tokens=NEW_TOKENS)
+            rates.setdefault(name, []).append(rows * NEW_TOKENS / (perf_counter() - begun))
+            texts |= {tuple(answer.tokens) for answer in answers}
+            tau = answers[0].stats.tau if name == "ngram" else tau
+    assert len(texts) == 1
+    return {name: round(median(each), 2) for name, each in rates.items()} | {"tau": tau}
+
+
+@torch.inference_mode()
+def compare_rules(dtype: torch.dtype) -> dict[str, float]:
+    """The logits of four nodes in a chain, next to those of four passes over one node, over 24 chains."""
+    target, generator = make_target(dtype, "off"), torch.Generator().manual_seed(0)
+    equal, error, same_top = [], 0.0, []
+    for _ in range(24):
+        text = torch.randint(target.vocabulary, (44,), generator=generator).tolist()
+        one, other = target.open(1), target.open(1)
+        for session in (one, other):
+            session.extend([text[:-4]])
+        chain, single = one.verify(Tree.chain([text[-4:]])).logits[0], []
+        for token in text[-4:]:
+            single.append(other.verify(Tree.chain([[token]])).logits[0, 0])
+            other.keep([[0]])
+        alone = torch.stack(single)
+        equal.append(float((chain == alone).float().mean()))
+        same_top.append(float((chain.argmax(-1) == alone.argmax(-1)).float().mean()))
+        error = max(error, float((chain - alone).abs().max() / alone.float().std()))
+    return {"equal bits": sum(equal) / 24, "largest error": error, "same top token": sum(same_top) / 24}
 
 
 def main() -> None:
@@ -121,8 +146,10 @@ def main() -> None:
     args = parser.parse_args()
     target = make_target()
     weights = sum(each.numel() for each in AutoModelForCausalLM.from_config(target.config).parameters())
-    found = {"weights": weights, "state bytes": count_state_bytes(target), "compiled": target.compiled}
+    found = {"commit": find_commit(), "weights": weights, "state bytes": count_state_bytes(target)}
     found |= {"milliseconds": time_passes(target, args.rounds), "text": time_text(target, args.rounds)}
+    rules = {str(dtype): compare_rules(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+    found["chain and single nodes"] = rules
     print(json.dumps(found, indent=1))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
