@@ -134,7 +134,7 @@ class TreeCache(Cache):
     def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
         """Replace these rows by rows of another cache: `sources`, or all of them, in order."""
         sources = range(len(other.lengths)) if sources is None else sources
-        slots = max(other.lengths[source] for source in sources)
+        slots = max((other.lengths[source] for source in sources), default=0)
         self.grow(slots)
         index, on_device = torch.tensor([[*rows], [*sources]]), dict[torch.device, Tensor]()
         for number, layer in enumerate(other.layers):

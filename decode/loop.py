@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.device.transfer import Upload, list_numbers
 from decode.models.grouped_attention import choosing_kernels
-from decode.models.recurrent import MOST_GIVEN
 from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import Proposer, Step, Use
 from decode.reading import Prefixes, Text
@@ -196,7 +195,7 @@ class Batch:
             samplings=[request.sampling for request in requests],
             stop_ids=[request.limits.stop_ids for request in requests],
             target=self.target,
-            given=max(self.session.given),
+            given=max(self.session.count_given()),
             upload=upload,
         )
         return step, upload
@@ -225,9 +224,6 @@ class Batch:
         They would cost time, and the model may have no positions for them. The bonus token needs room as well.
         """
         depths, most = [room - 1 for room in step.room], max(limits)
-        if step.given > MOST_GIVEN:
-            pairs = zip(depths, self.session.given, strict=True)
-            depths = [0 if given > MOST_GIVEN else depth for depth, given in pairs]
         if "cpu" in (tree.tokens.device.type, upload.device.type) or self.target.is_recurrent:
             tree = tree.to(torch.device("cpu"))
             tree.check(len(step.room), most, self.target.vocabulary, step.bonus)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.models.recurrent import open_session
 from decode.models.timed_model import TimedModel
 from decode.requests.request import Request
 from decode.session import Fuse, Read, Session, find_unique
@@ -75,7 +76,8 @@ class Prefixes:
 
     def add(self, text: Text) -> None:
         """Keep a copy of a text, as far as its row can go back. Others that it begins with are dropped."""
-        text = text.first(text.session.find_beginning(text.row, len(text.tokens)))
+        length = text.session.find_beginning(text.row, len(text.tokens))
+        text = text if length == len(text.tokens) else text.first(length)
         if len(text.tokens) < SHORTEST or text.least_bytes > self.most:
             return
         for tokens in [tokens for tokens in self._texts if text.tokens[: len(tokens)] == tokens]:
@@ -119,7 +121,7 @@ class Reading:
         find: Callable[[list[int]], Text | None],
     ) -> None:
         prompts, self.rows = find_unique([request.prompt for request in requests])
-        self.requests, self.session = requests, target.open(len(prompts), layers)
+        self.requests, self.session = requests, open_session(target, len(prompts), layers)
         self.seconds = Seconds()
         self._known = [find(prompt) for prompt in prompts]
         with self.seconds.measure("target"):

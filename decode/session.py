@@ -74,8 +74,7 @@ class Session:
         """The number of committed tokens of each row."""
         return self.cache.lengths
 
-    @property
-    def given(self) -> list[int]:
+    def count_given(self) -> list[int]:
         """How many committed tokens of each row the next pass computes once more; see `decode.models.recurrent`."""
         return [0] * len(self.lengths)
 
@@ -338,8 +337,8 @@ def choose_chunk(target: StockModel, rows: int, longest: int) -> int:
         return CHUNK
     if target.sees_texts_whole and all(span.is_full for span in target.windows.values()):
         return max(CHUNK, LARGEST // rows)
-    heads = target.config.num_attention_heads
-    repeats = heads // (getattr(target.config, "num_key_value_heads", None) or heads)
+    heads = getattr(target.config, "num_attention_heads", 0)  # 0: no layer attends
+    repeats = heads // (getattr(target.config, "num_key_value_heads", None) or max(heads, 1)) or 1
     return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * target.dtype.itemsize * repeats)) // rows)
 
 

@@ -38,7 +38,8 @@ class DraftProposer(TreeProposer):
     Logits processors of transformers apply to the draft's logits too; a user's own see the text alone, as they may have
     state.
 
-    Raises ValueError for sizes below 1, for a sampled tree, and, in its first step, for another vocabulary.
+    Raises ValueError for sizes below 1, for a tree if it is sampled or the draft has a recurrent state, and, in its
+    first step, for another vocabulary.
     """
 
     name = "draft"
@@ -273,7 +274,7 @@ def count_weights(config: PretrainedConfig) -> int:
     Attention, an MLP (gated if its size is given) and the output matrix; of a mixture, one expert.
     """
     shape = config.to_dict()  # reading attributes that differ from layer to layer raises
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden, heads = config.hidden_size, shape.get("num_attention_heads") or 1
     shared = shape.get("num_key_value_heads") or heads
     size = shape.get("head_dim") or hidden // heads
     inner = shape.get("intermediate_size")

@@ -17,12 +17,12 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from decode.kv_cache import TreeCache
-from decode.models.compatibility import LinearAttentionLayer
 
 READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
@@ -43,7 +43,7 @@ def count_cached(cache: Cache) -> int:
 def check_cache(cache: Cache, batch: int) -> None:
     """Raise ValueError if a user's cache has another batch size, or layers of another form than keys and values."""
     for layer in cache.layers:
-        has_state = LinearAttentionLayer is not None and isinstance(layer, LinearAttentionLayer)
+        has_state = isinstance(layer, LinearAttentionLayer)
         if isinstance(layer, CacheLayerMixin) and type(layer) not in READABLE and not has_state:
             raise ValueError(
                 f"speculate cannot honour a cache with a {type(layer).__name__}; pass a DynamicCache or a StaticCache"

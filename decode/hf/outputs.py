@@ -39,10 +39,12 @@ def make_output(
     prompts, new = session.prompts, max(counts)
     names = PASS_OUTPUTS if config.return_dict_in_generate else ()
     wanted = [name for name in names if getattr(config, f"output_{name}")]
+    logits, every = list[Tensor](), dict[str, Any]()
     if session.target.is_recurrent:
         session.close()
-        every = _run_again(model, prompts, sequences, new, prompts.cache, wanted)  # which fills the cache
-        logits = [*every["logits"][:, -new:].float()]
+        if wanted or session.recording.logits or prompts.cache is not None:
+            every = _run_again(model, prompts, sequences, new, prompts.cache, wanted)  # which fills the cache
+            logits = [*every["logits"][:, -new:].float()]
     else:
         before = _copy_cache(model, prompts) if wanted and prompts.past else None
         states, logits = _complete(session, sequences, counts)

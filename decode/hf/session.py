@@ -55,6 +55,12 @@ class PromptTarget(Target):
                 f"{self.config.model_type} keeps a recurrent state, from which no column in a prompt can be hidden; "
                 "attention_mask may have zeros on the left only, and position_ids must count from there"
             )
+        is_special = self._prompts.embeddings is not None or self._prompts.token_types is not None
+        if self.is_recurrent and is_special and len(set(self._prompts.first.tolist())) > 1:
+            raise ValueError(
+                f"{self.config.model_type} keeps a recurrent state, so rows of embeddings or with token types must be "
+                "equally long; give one at a time"
+            )
         kind = PromptStateSession if self.is_recurrent else PromptSession
         self.session = kind(self._target, layers, self._prompts, self._recording)
         return self.session
@@ -182,7 +188,10 @@ class PromptSession(Session):
 
 
 class PromptStateSession(PromptSession, StateSession):
-    """The same for a target with a recurrent state. Its states are not recorded: `make_output` computes them."""
+    """The same for a target with a recurrent state. It records nothing: `make_output` runs the model once more."""
 
     def _record_states(self, indices: Sequence[int]) -> None:
-        """Nothing is recorded."""
+        pass
+
+    def _record_logits(self, path: Sequence[Sequence[int]]) -> None:
+        pass

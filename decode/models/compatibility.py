@@ -10,9 +10,9 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
-LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)  # not in older versions
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # each token sees a few others, which an index chooses
 ATTENDING = {
@@ -102,8 +102,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layers keep a state instead of keys and values, in transformers' own cache."""
-    if LinearAttentionLayer is None:
-        return False
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except Exception:  # a config that transformers makes no cache for

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -81,7 +82,10 @@ def _load(name: str, **options: Any) -> PreTrainedModel:
 
     Some models that also see images have no class for text alone. They are loaded whole, and read text as any other.
     """
-    kind = type(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    try:
+        kind = type(AutoConfig.from_pretrained(name, trust_remote_code=False))
+    except (OSError, ValueError):  # of a folder with an adapter alone, whose base is named in it
+        kind = PretrainedConfig
     sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
         name,

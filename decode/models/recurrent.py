@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from operator import add
 from typing import Any, TypeAlias
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +24,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from decode.kv_cache import TreeCache, TreeCacheLayer
+from decode.kv_cache import BUCKET, TreeCache, TreeCacheLayer
 from decode.models.stock_model import StockModel
 from decode.sampling import Sampling
-from decode.session import Fuse, Read, Session, Verdict, group_by_length
+from decode.session import ALIKE, Fuse, Read, Session, Verdict, group_by_length
 from decode.tree import Tree
 
 STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
-EVERY, MOST_MARKS = 128, 16  # tokens between the states of a text that are kept, and how many of them at most
-MOST_GIVEN = 8  # tokens of a row; with more of them its next tree is the root alone, which commits all
-FLAGS = (
-    "has_previous_state",
-    "is_conv_states_initialized",
-    "is_recurrent_states_initialized",
-    "conv_kernel_size",
-)
-
-
-RowStates: TypeAlias = dict[tuple[str, int], Tensor]  # of a layer and a row, by name and number
+EVERY, MOST_MARKS = 128, 4  # tokens between the states of a text that are kept, and how many of them at most
+MOST_GIVEN = 8  # tokens of a row; more of them are committed by a pass of their own
+FLAGS = "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "conv_kernel_size"
+Index: TypeAlias = Callable[[torch.device], Tensor]  # rows, on each device
+States: TypeAlias = dict[tuple[str, int], Tensor]  # of a layer and a row, by name and number
 
 
 class StateLayer(LinearAttentionLayer):
@@ -57,7 +52,7 @@ class StateLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
         self._before: dict[str, dict[int, Any]] = {}
-        self._given: dict[tuple[str, int], Tensor | None] = {}  # what the pass works on
+        self._working: dict[tuple[str, int], Tensor | None] = {}  # what the pass works on
         self._replaced: set[tuple[str, int, bool]] = set()  # states that a pass (of one node, or not) leaves alone
 
     def update_conv_state(
@@ -78,37 +73,47 @@ class StateLayer(LinearAttentionLayer):
         """As transformers' own, but the old state stays as it is."""
         if not self.is_recurrent_states_initialized[state_idx]:
             self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
-        self.recurrent_states[state_idx] = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        state = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        is_part = state.untyped_storage().nbytes() > state.nbytes  # of the states after all chunks
+        self.recurrent_states[state_idx] = state.clone() if is_part else state
         return self.recurrent_states[state_idx]
 
     def begin(self, is_single: bool) -> None:
         """Keep the states before a pass, which is over one node or more."""
         self._before = {name: dict(getattr(self, name)) for name in (*STATES, *FLAGS)}
         for name in STATES:
+            states = getattr(self, name)
             for number, state in self._before[name].items():
                 if state is not None and (name, number, is_single) not in self._replaced:
-                    getattr(self, name)[number] = state.clone()
-                self._given[name, number] = getattr(self, name)[number]
+                    states[number] = state.clone()
+                self._working[name, number] = states[number]
 
     def learn(self, is_single: bool) -> None:
         """Take in which states the pass has replaced."""
-        for (name, number), given in self._given.items():
-            if given is not None and getattr(self, name)[number] is not given:
+        for (name, number), state in self._working.items():
+            if state is not None and getattr(self, name)[number] is not state:
                 self._replaced.add((name, number, is_single))
 
-    def restore(self, kept: Tensor | None) -> None:
-        """Go back to the states before the pass, but for the rows `kept` [B] (bool)."""
-        if kept is None:
-            for name, before in self._before.items():
-                setattr(self, name, dict(before))
-            return
+    def restore(self) -> None:
+        """Go back to the states before the pass."""
+        for name, before in self._before.items():
+            setattr(self, name, dict(before))
+
+    def restore_all_but(self, kept: Index) -> None:
+        """Go back to the states before the pass, except in the rows `kept` [B] (bool)."""
         for states, before in ((getattr(self, name), self._before[name]) for name in STATES):
             for number, state in states.items():
                 if state is not None:
                     old = torch.zeros_like(state) if before[number] is None else before[number]
-                    states[number] = torch.where(kept.to(state.device).view(-1, *[1] * (state.dim() - 1)), state, old)
+                    is_kept = kept(state.device).view(-1, *[1] * (state.dim() - 1))
+                    states[number] = torch.where(is_kept, state, old)
 
-    def read_row(self, row: int) -> RowStates:
+    def count_bytes(self, row: int) -> int:
+        """The bytes of a row's states."""
+        states = [state for name in STATES for state in getattr(self, name).values() if state is not None]
+        return sum(state[row].nbytes for state in states)
+
+    def read_row(self, row: int) -> States:
         """A copy of a row's states."""
         return {
             (name, number): state[row].clone()
@@ -117,7 +122,7 @@ class StateLayer(LinearAttentionLayer):
             if state is not None
         }
 
-    def write_row(self, row: int, states: RowStates) -> None:
+    def write_row(self, row: int, states: States) -> None:
         """Replace a row's states; those that are not given become zeros."""
         for name in STATES:
             for number, state in getattr(self, name).items():
@@ -131,10 +136,11 @@ class StateLayer(LinearAttentionLayer):
             for number, state in states.items():
                 states[number] = state if state is None else change(state)
 
-    def replace_states(
-        self, rows: Sequence[int], other: LinearAttentionCacheLayerMixin, sources: Sequence[int], batch: int
-    ) -> None:
-        """Replace rows of the `batch` by rows of another layer."""
+    def replace_states(self, rows: Index, other: LinearAttentionCacheLayerMixin, sources: Index, batch: int) -> None:
+        """Replace rows of the `batch` by rows of another layer. Where that has seen nothing, they become zeros."""
+        if not any(other.has_previous_state.values()):
+            self.change(lambda state: state.index_fill(0, rows(state.device), 0))
+            return
         for name in FLAGS:
             setattr(self, name, dict(getattr(other, name)))
         self.dtype, self.device = other.dtype, other.device
@@ -142,16 +148,14 @@ class StateLayer(LinearAttentionLayer):
             states = getattr(self, name)
             for number, state in getattr(other, name).items():
                 if state is not None:
-                    old = states[number]
-                    new = state.new_zeros(batch, *state.shape[1:]) if old is None else old.clone()
-                    new[[*rows]] = state[[*sources]]
-                    states[number] = new
+                    old = state.new_zeros(batch, *state.shape[1:]) if states[number] is None else states[number]
+                    states[number] = old.index_copy(0, rows(state.device), state[sources(state.device)])
 
 
 class StateAndAttentionLayer(StateLayer, TreeCacheLayer):
     """A layer with both a state, and keys and values."""
 
-    def __init__(self, cache: TreeCache, number_of_states: int) -> None:
+    def __init__(self, cache: Any, number_of_states: int) -> None:
         TreeCacheLayer.__init__(self, cache)
         StateLayer.__init__(self, number_of_states)
 
@@ -168,18 +172,20 @@ class StateCache(TreeCache):
     """
 
     def __init__(self, batch: int, config: PretrainedConfig) -> None:
-        super().__init__(batch, config.num_hidden_layers)
+        layers = DynamicCache(config=config).layers
+        super().__init__(batch, sum(hasattr(layer, "is_sliding") for layer in layers))
         self.given: list[list[int]] = [[] for _ in range(batch)]
-        self.marks: list[list[tuple[int, list[RowStates]]]] = [[] for _ in range(batch)]
-        self.layers = [self._make(layer) for layer in DynamicCache(config=config).layers]
+        self.marks: list[list[tuple[int, list[States]]]] = [[] for _ in range(batch)]
+        self.layers = [self._make(layer) for layer in layers]
         self.states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         self.is_ahead = False  # a pass has changed the states, and was not kept
+        self._config = config
 
     def _make(self, layer: Any) -> Any:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            return self._make_layer() if hasattr(layer, "is_sliding") else StateLayer(0)  # one without a cache
+            return self._make_layer() if hasattr(layer, "is_sliding") else StateLayer(0)  # an MLP of nemotron_h
         number = layer.number_of_states
-        return StateAndAttentionLayer(self, number) if hasattr(layer, "is_sliding") else StateLayer(number)
+        return StateAndAttentionLayer(proxy(self), number) if hasattr(layer, "is_sliding") else StateLayer(number)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Also of models without attention layers."""
@@ -207,9 +213,9 @@ class StateCache(TreeCache):
     def end(self, kept: Sequence[bool]) -> None:
         """Commit what the pass made of these rows' states, and go back in the others."""
         if not all(kept):
-            rows = torch.tensor(kept) if any(kept) else None
+            rows = _index(kept)
             for layer in self.states:
-                layer.restore(rows)
+                layer.restore_all_but(rows) if any(kept) else layer.restore()
         self.is_ahead = False
 
     def forget(self) -> None:
@@ -219,10 +225,31 @@ class StateCache(TreeCache):
 
     def load_states(self, cache: Cache) -> None:
         """Take the states of a cache of transformers, for all rows."""
-        rows, layers = range(len(self.lengths)), [each for each in cache.layers if hasattr(each, STATES[0])]
-        stateful = [layer for layer in self.states if layer.number_of_states]
+        layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+        rows, stateful = _index(range(len(self.lengths))), [layer for layer in self.states if layer.number_of_states]
         for layer, another in zip(stateful, layers, strict=True):
-            layer.replace_states(rows, another, rows, len(rows))
+            layer.replace_states(rows, another, rows, len(self.lengths))
+
+    def view(self, row: int) -> StateCache:
+        """A cache of one row, whose keys and values are those of this one."""
+        self.grow(self.lengths[row] + len(self.given[row]) + BUCKET)
+        part, index = StateCache(1, self._config), _index([row])
+        for layer, viewed in zip(self.layers, part.layers, strict=True):
+            if layer.is_initialized:
+                viewed.keys, viewed.values = layer.keys[row : row + 1], layer.values[row : row + 1]
+                viewed.dtype, viewed.device, viewed.is_initialized = layer.dtype, layer.device, True
+            if isinstance(layer, StateLayer):
+                viewed.replace_states(_index([0]), layer, index, 1)
+        part.capacity, part.lengths = self.capacity, [self.lengths[row]]
+        part.given, part.marks = [self.given[row]], [self.marks[row]]
+        return part
+
+    def take_back(self, row: int, part: StateCache) -> None:
+        """Take what was committed in the view of a row."""
+        rows, sources = _index([row]), _index([0])
+        for layer, viewed in zip(self.states, part.states, strict=True):
+            layer.replace_states(rows, viewed, sources, len(self.lengths))
+        self.lengths[row], self.given[row], self.marks[row] = part.lengths[0], part.given[0], part.marks[0]
 
     def mark(self) -> None:
         """Keep the states where the last ones are far behind. The longer the text, the further they are apart."""
@@ -248,8 +275,9 @@ class StateCache(TreeCache):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.given, self.marks = [self.given[row] for row in rows], [self.marks[row] for row in rows]
+        index = _index(rows)
         for layer in self.states:
-            layer.change(lambda state: state[[*rows]])
+            layer.change(lambda state: state[index(state.device)])
 
     def add_rows(self, count: int) -> None:
         super().add_rows(count)
@@ -264,8 +292,9 @@ class StateCache(TreeCache):
         super().replace(rows, other, sources)
         for row, source in zip(rows, sources, strict=True):
             self.given[row], self.marks[row] = [*other.given[source]], [*other.marks[source]]
+        index, source_index = _index(rows), _index(sources)
         for layer, another in zip(self.states, other.states, strict=True):
-            layer.replace_states(rows, another, sources, len(self.lengths))
+            layer.replace_states(index, another, source_index, len(self.lengths))
 
 
 class StateSession(Session):
@@ -282,10 +311,9 @@ class StateSession(Session):
 
     @property
     def lengths(self) -> list[int]:
-        return [*map(add, self.cache.lengths, self.given)]
+        return [*map(add, self.cache.lengths, self.count_given())]
 
-    @property
-    def given(self) -> list[int]:
+    def count_given(self) -> list[int]:
         return [*map(len, self.cache.given)]
 
     def open(self, batch: int) -> StateSession:
@@ -301,11 +329,14 @@ class StateSession(Session):
         if not tree.is_chain:
             raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
         pairs = zip(tree.tokens.tolist(), tree.sizes.tolist(), strict=True)
-        self._chains, given = [tokens[:size] for tokens, size in pairs], self.cache.given
+        self._chains, self._upload = [tokens[:size] for tokens, size in pairs], None  # the upload has no given tokens
+        if not start:
+            self._catch_up(only_roots=tree.width == 1)
+        given = self.cache.given
         whole = Tree.chain([before + chain for before, chain in zip(given, self._chains, strict=True)])
-        self._width, self._upload = whole.width, None  # that has the tree without the given tokens
-        begin = start and len(given[0]) + start
-        nodes, is_single = range(start, tree.width), whole.width == 1
+        self._width, is_single = whole.width, whole.width == 1
+        begin = len(given[0]) + start if start else 0  # the first node that this pass computes
+        nodes = range(start, tree.width)  # of which the result is wanted; those of padding are the last one's
         places = [[min(len(before) + node, whole.width - 1) - begin for node in nodes] for before in given]
         wanted = places if only is None else [[row[node] for node in only] for row in places]
         computed = None if only is None else sorted({place for row in wanted for place in row})
@@ -318,6 +349,26 @@ class StateSession(Session):
             wanted = [[computed.index(place) for place in row] for row in wanted]
         features = None if verdict.features is None else _take(verdict.features, places)
         return Verdict(_take(verdict.logits, wanted), features)
+
+    def _catch_up(self, only_roots: bool) -> None:
+        """Commit given tokens by passes of their own: of rows with many of them, and those that keep rows apart.
+
+        Where no row has drafts, rows with different numbers of given tokens would never meet: the longest one is
+        committed, the others get a further token to give.
+        """
+        counts = self.count_given()
+        is_apart = only_roots and len(set(counts)) > 1
+        for row, count in enumerate(counts):
+            if count > MOST_GIVEN or (is_apart and count):
+                self._commit_given(row)
+
+    def _commit_given(self, row: int) -> None:
+        part = StateSession(self.target, 1)
+        part.cache = self.cache.view(row)
+        tokens, part.cache.given = part.cache.given[0], [[]]
+        part.verify(Tree.chain([tokens]), only=[0])
+        part.keep([range(len(tokens))])
+        self.cache.take_back(row, part.cache)
 
     def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
         inputs = super()._model_inputs(tree, start, lengths)
@@ -344,12 +395,17 @@ class StateSession(Session):
     def read(
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
-        """As `Session.read`. Rows of different lengths are read one after another."""
+        """As `Session.read`. After it, no row has given tokens. Rows of different lengths are read in groups."""
         if self.keeps_beginnings and self.target.device.type == "cpu":  # where longer passes are not faster
             most = EVERY * len(tokens) if most is None else min(most, EVERY * len(tokens))
-        groups = group_by_length([*map(add, self.given, map(len, tokens))], self.alike)
-        if len(groups) == 1:
-            return (yield from super().read(tokens, fuse, most))
+        counts = [*map(add, self.count_given(), map(len, tokens))]
+        groups = group_by_length(counts, self.alike)
+        if len(groups) == 1 or max(counts) < ALIKE:
+            read = yield from super().read(tokens, fuse, most)
+            for row, count in enumerate(self.count_given()):
+                if count:
+                    self._commit_given(row)
+            return read
         logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
         for rows in groups:
             part = self.open(0)
@@ -366,12 +422,11 @@ class StateSession(Session):
         return self.cache.find_mark(row, length)
 
     def rewind(self, row: int, length: int) -> None:
+        self._move_now()
         self.cache.rewind(row, self.find_beginning(row, length))
 
     def count_state_bytes(self, row: int) -> int:
-        places = [layer.read_row(row) for layer in self.cache.states]
-        places += [states for _, mark in self.cache.marks[row] for states in mark]
-        return sum(state.nbytes for place in places for state in place.values())
+        return (1 + len(self.cache.marks[row])) * sum(layer.count_bytes(row) for layer in self.cache.states)
 
     def _move_now(self) -> None:
         super()._move_now()
@@ -381,6 +436,18 @@ class StateSession(Session):
 def open_session(target: StockModel, batch: int, layers: Sequence[int] = ()) -> Session:
     """An empty session of a target, without graphs."""
     return (StateSession if target.is_recurrent else Session)(target, batch, layers)
+
+
+def _index(rows: Sequence[int]) -> Index:
+    """Rows, copied to each device once."""
+    copies: dict[torch.device, Tensor] = {}
+
+    def find(device: torch.device) -> Tensor:
+        if device not in copies:
+            copies[device] = torch.tensor([*rows]).to(device)
+        return copies[device]
+
+    return find
 
 
 def _take(results: Tensor, places: Sequence[Sequence[int]]) -> Tensor:

@@ -54,7 +54,8 @@ def self_test(target: StockModel) -> float:
         raise
     except Exception as cause:  # anything from the model's code
         reason = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}"
-        raise ValueError(f"{name} cannot verify a tree: its forward pass over a small one raises {reason}") from cause
+        kind = "chain" if target.is_recurrent else "tree"
+        raise ValueError(f"{name} cannot verify a {kind}: its forward pass over a small one raises {reason}") from cause
     if error <= allowed:
         _refuse_row_coupling(name, coupling, allowed)
         _refuse_windows(name, missed)

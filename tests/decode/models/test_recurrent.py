@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Engine, Sampling, Target, Tree, generate, speculate
-from decode.models.recurrent import EVERY, StateSession
+from decode.models.recurrent import EVERY, MOST_GIVEN, StateSession
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.models.test_architectures import OracleTree
 from tests.support.drafting import make_head
@@ -47,7 +47,7 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
 
 def test_a_thousand_random_rejections_leave_the_text_of_plain_decoding(target: Target) -> None:
     draw = random.Random(1)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(12)]
+    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(14)]
     plain = [answer.tokens for answer in generate(target, prompts, max_new_tokens=220, batch_size=4)]
     oracle = OracleTree([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)])
     made = generate(target, prompts, oracle, max_new_tokens=220, batch_size=4)
@@ -165,3 +165,52 @@ def test_beginnings_of_texts_are_read_once(target: Target, name: str) -> None:
     for request in (first, *same_system, turn):
         (alone,) = generate(target, [request.prompt], **settings)
         assert request.answer.tokens == alone.tokens
+
+
+def test_rows_that_are_behind_are_brought_up(target: Target) -> None:
+    """By passes of their own, if no row has drafts, or if many tokens are given again."""
+    session = target.open(3)
+    assert isinstance(session, StateSession)
+    session.extend([PROMPTS[0]] * 3)
+    session.verify(Tree.chain([[20, 21, 22, 23]] * 3))
+    session.keep([[0, 1, 2], [0], [0, 1, 2, 3]])
+    assert session.count_given() == [3, 1, 0]
+    logits = session.verify(Tree.chain([[30]] * 3)).logits[:, 0]
+    session.keep([[0]] * 3)
+    assert session.count_given() == [0, 0, 0]
+    for row, count in enumerate((3, 1, 4)):
+        text = [*PROMPTS[0], *[20, 21, 22, 23][:count], 30]
+        assert torch.allclose(logits[row], target.model(torch.tensor([text])).logits[0, -1], atol=1e-3)
+    for _ in range(4):
+        session.verify(Tree.chain([[5, 6, 7, 8], [5, 6, 7], [5]]))
+        session.keep([[0, 1, 2], [0, 1], [0]])
+    assert max(session.count_given()) <= MOST_GIVEN + 3
+
+
+def test_a_pass_that_was_not_kept_leaves_no_trace(target: Target) -> None:
+    """Also where rows without tokens join, and where a row goes back."""
+    session, other = target.open(1), target.open(1)
+    session.extend([PROMPTS[0]])
+    other.verify(Tree.chain([[5, 6]]))
+    expected = session.verify(Tree.chain([[20, 21]])).logits
+    session.join(other, [0])
+    session.rewind(0, len(PROMPTS[0]))
+    assert session.lengths == [len(PROMPTS[0]), 0]
+    both = session.verify(Tree.chain([[20, 21], [9, 3]])).logits
+    assert torch.allclose(both[0], expected[0], atol=1e-3)
+    assert torch.allclose(both[1], target.model(torch.tensor([PROMPTS[1]])).logits[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])  # transformers does not take them for falcon_h1
+def test_embeddings_are_read(name: str) -> None:
+    model = tiny(name)
+    rows = model.get_input_embeddings()(torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])).detach()
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    for embeddings in (rows[:1], rows):
+        expected = model.generate(inputs_embeds=embeddings, **settings)
+        made = model.generate(inputs_embeds=embeddings, custom_generate=speculate, proposer="ngram", **settings)
+        assert made.tolist() == expected.tolist()
+    mask = torch.ones(2, len(PROMPTS[0])).long()
+    mask[1, :3] = 0
+    with pytest.raises(ValueError, match="must be equally long"):
+        model.generate(inputs_embeds=rows, attention_mask=mask, custom_generate=speculate, **settings)
