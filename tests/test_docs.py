@@ -118,6 +118,16 @@ def test_the_results_are_those_that_were_measured(file: str, section: str) -> No
             assert [tau, speed, whole, speculation or measured[method][3]] == measured[method]
 
 
+def test_the_costs_of_recurrent_models_are_those_that_were_measured() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "recurrent-cpu.json").read_text(encoding="utf-8"))
+    columns = "1 nodes", "4 nodes", "8 nodes", "4 nodes after 4 given"
+    for row, *cells in read_table("docs/recurrent.md", "| milliseconds of a pass |"):
+        assert cells == [f"{found['milliseconds'][f'{row.split()[0]} x {name}']:.1f}" for name in columns]
+    for name, rate, ratio, _ in read_table("docs/recurrent.md", "| | tokens/s | relative | tau |"):
+        measured = found["text"][name.strip("`")]
+        assert (rate, ratio) == (f"{measured:.1f}", f"{measured / found['text']['plain']:.2f}")
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.stem)
 def test_results_name_their_commit(file: Path) -> None:
     report = json.loads(file.read_text(encoding="utf-8"))
