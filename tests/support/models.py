@@ -240,7 +240,9 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
     config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in settings.items() if value != ...})
     # The default kernel for experts does not support float64.
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForSeq2SeqLM
-    model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some states' decays are drawn, and only changed a little below
+        model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     _draw_weights(model, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = None
     return model.eval()
