@@ -119,7 +119,7 @@ def test_the_results_are_those_that_were_measured(file: str, section: str) -> No
 
 
 def test_the_costs_of_recurrent_models_are_those_that_were_measured() -> None:
-    found = json.loads((ROOT / "docs" / "results" / "recurrent-cpu.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "docs" / "results" / "recurrent.json").read_text(encoding="utf-8"))
     columns = "1 nodes", "4 nodes", "8 nodes", "4 nodes after 4 given"
     for row, *cells in read_table("docs/recurrent.md", "| milliseconds of a pass |"):
         assert cells == [f"{found['milliseconds'][f'{row.split()[0]} x {name}']:.1f}" for name in columns]

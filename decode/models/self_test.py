@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from decode.cpu.packed_linear import BAD_WEIGHT, find_bad_weight
+from decode.cpu.packed_linear import BAD_WEIGHT, PackedLayer, find_bad_weight
 from decode.models.compatibility import ATTENDING, AttentionWindow, find_input_scales
 from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel, find_decoder
@@ -115,6 +115,10 @@ def _refuse_no_numbers(target: StockModel) -> None:
         raise ValueError(f"{name} cannot be used in {dtype}: its weight {weight} {BAD_WEIGHT}")
     advice = ": its numbers overflow; try bfloat16 or float32" if target.dtype == torch.float16 else ""
     fault = "its logits are NaN or infinite, though all weights are finite"
+    if any(isinstance(module, PackedLayer) for module in target.model.modules()):
+        advice = (
+            ", or its code reads weights of linear layers, which are packed; try accelerate='off' (--accelerate off)"
+        )
     raise ValueError(f"{name} cannot be used in {dtype}: {fault}{advice}")
 
 

@@ -185,7 +185,7 @@ def test_the_beginnings_of_prompts_are_read_once(name: str, monkeypatch: pytest.
 
 def test_prompts_are_read_next_to_steps_of_a_fixed_shape() -> None:
     """With graphs, but on a CPU; a prompt has a shape of its own."""
-    target = make_target()
+    target, other = Target(tiny("llama")), Target(tiny("llama"))
     target.has_graphs = True
     engine = Engine(target, NGramProposer(), rows=2)
     requests = [engine.add(PROMPTS[0], max_new_tokens=9, stop_ids=[])]
@@ -193,7 +193,7 @@ def test_prompts_are_read_next_to_steps_of_a_fixed_shape() -> None:
     requests.append(engine.add([*PROMPTS[0], 9, 8, 7], max_new_tokens=9, stop_ids=[]))
     list(engine)
     for request in requests:
-        (alone,) = generate(make_target(), [request.prompt], None, max_new_tokens=9, stop_ids=[])
+        (alone,) = generate(other, [request.prompt], None, max_new_tokens=9, stop_ids=[])
         assert request.answer is not None and request.answer.tokens == alone.tokens
 
 

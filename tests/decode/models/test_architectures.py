@@ -145,7 +145,7 @@ REFUSED = {
     "openai-gpt": "openai-gpt cannot verify a tree",
     # In transformers, their passes over several tokens ignore the cached state.
     **{name: f"{name} (fails|cannot|takes|has)" for name in ("falcon_mamba", "jamba", "mamba", "zamba")},
-    "minimax": "minimax cannot verify a tree",  # it has a cache of its own
+    "minimax": "minimax cannot verify a (tree|chain)",  # it has a cache of its own
     "mpt": "mpt uses ALiBi",
     "recurrent_gemma": "recurrent_gemma (fails|cannot|keeps)",  # its states are not in the cache
     "roberta decoder": "roberta fails the tree self-test",  # its positions begin after the padding token's
