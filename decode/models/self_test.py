@@ -116,9 +116,7 @@ def _refuse_no_numbers(target: StockModel) -> None:
     advice = ": its numbers overflow; try bfloat16 or float32" if target.dtype == torch.float16 else ""
     fault = "its logits are NaN or infinite, though all weights are finite"
     if any(isinstance(module, PackedLayer) for module in target.model.modules()):
-        advice = (
-            ", or its code reads weights of linear layers, which are packed; try accelerate='off' (--accelerate off)"
-        )
+        advice = ", or its code reads weights of packed linear layers; try accelerate='off' (--accelerate off)"
     raise ValueError(f"{name} cannot be used in {dtype}: {fault}{advice}")
 
 

@@ -446,6 +446,6 @@ def test_a_closed_pipe_ends_the_run(folder: Path, long_run: list[str]) -> None:
 def test_a_process_fails_in_one_line(folder: Path) -> None:
     with start(folder, "--model", "recurrent", "--prompt", "x") as process:
         Run(process.wait(timeout=60), *process.communicate()).refused(
-            "mamba cannot be used in float32: its logits are NaN or infinite, though all weights are finite, or its code "
-            "reads weights of linear layers, which are packed; try accelerate='off' (--accelerate off)"
+            "mamba cannot be used in float32: its logits are NaN or infinite, though all weights are finite, or its "
+            "code reads weights of packed linear layers; try accelerate='off' (--accelerate off)"
         )
