@@ -240,9 +240,7 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
     config = AutoConfig.for_model(name.split()[0], **{key: value for key, value in settings.items() if value != ...})
     # The default kernel for experts does not support float64.
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForSeq2SeqLM
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # some states' decays are drawn, and only changed a little below
-        model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
+    model = auto.from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation="eager")
     _draw_weights(model, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -261,7 +259,9 @@ def limit_threads(most: int) -> Iterator[None]:
 
 def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draw weights so large that each token affects the next; with usual ones a random model repeats itself."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):
+            parameter.data.fill_(0.5)  # transformers draws them without this generator
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
         if parameter.ndim > 1:
             parameter.data = noise * 2 / parameter.shape[-1] ** 0.5
