@@ -88,6 +88,7 @@ STATE_SPACE: dict[str, Any] = {
 }
 
 ZAMBA2: dict[str, Any] = {
+    "time_step_min": 0.5,
     **STATE_SPACE,
     "layers_block_type": ["linear_attention", "hybrid"],
     "mamba_ngroups": 2,
@@ -95,6 +96,7 @@ ZAMBA2: dict[str, Any] = {
     "layer_types": ["linear_attention", "hybrid"],
 }
 NEMOTRON_H: dict[str, Any] = {
+    "time_step_min": 0.5,
     **EXPERTS,
     "num_hidden_layers": 4,
     "hybrid_override_pattern": "M*M-",
