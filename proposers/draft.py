@@ -16,20 +16,24 @@ from transformers import PretrainedConfig
 from decode import Sampling, Session, Step, Target, Tree
 from decode.device.transfer import read
 from decode.models.recurrent import open_session
+from decode.models.user_cache import print_notice
 from decode.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.sampling import for_groups, upcast_half
 from proposers.tree_proposer import Inputs, TreeProposer
 from proposers.trees.coupled import find_noise
+from proposers.vocabulary import DraftText, VocabularyMap
 
 LONGEST = 16
+WELL_SHARED = 0.9  # of the target's tokens; with fewer of them a notice says so
 MEMORY = 0.95  # weight of the acceptance before, per step
 
 
 class DraftProposer(TreeProposer):
     """Drafts with a smaller model.
 
-    draft: the small model; it must share the target's tokenizer. Their outputs may be padded to different sizes: tokens
-    that one of them lacks are never drafted.
+    draft: the small model. With another tokenizer than the target's, tokens of both are drafted (`VocabularyMap`); that
+    needs `Target(model, tokenizer)` for both. Outputs may be padded to different sizes: tokens that one of the models
+    lacks are never drafted.
     depth: tokens ahead, at most.
     width: 1 drafts a chain; more a tree, in which so many paths are followed at each level and get as many next tokens.
     nodes: see `TreeProposer`.
@@ -39,7 +43,7 @@ class DraftProposer(TreeProposer):
     state.
 
     Raises ValueError for sizes below 1, for a tree if it is sampled or the draft has a recurrent state, and, in its
-    first step, for another vocabulary.
+    first step, for a vocabulary whose tokens are not known.
     """
 
     name = "draft"
@@ -60,6 +64,8 @@ class DraftProposer(TreeProposer):
             raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
         self.draft_model, self.sampled = draft, sampled
         self._session = DraftSession(draft)
+        self._mapped: tuple[Any, Any] | None = None  # the tokenizers that the map was made for
+        self._map: VocabularyMap | None = None  # None: they are the same
         self._last_levels = 0  # of a sampled chain
         self._accepted, self._tried = 2.4, 4.0  # decayed counts of its tokens; one counts if its parent was right
 
@@ -70,21 +76,22 @@ class DraftProposer(TreeProposer):
         return fresh
 
     def begin(self, target: Target) -> None:
-        """Raise ValueError unless draft and target share a vocabulary. Either may pad its output to more rows."""
+        """Find the tokens that draft and target share. Raises ValueError if that cannot be told."""
         draft = self.draft_model
         ours, theirs = draft.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:
-            if ours is not theirs and ours.get_vocab() != theirs.get_vocab():
-                raise ValueError("the draft model's tokenizer is not the target's; a draft must share it")
+            if self._mapped != (ours, theirs):
+                self._mapped, self._map = (ours, theirs), find_map(draft, target)
         elif draft.vocabulary != target.vocabulary:
             raise ValueError(
                 f"the draft model has a vocabulary of {draft.vocabulary} tokens, the target one of "
-                f"{target.vocabulary}; a draft must share the target's tokenizer (if only the padding of their outputs "
-                "differs, give both their tokenizers: Target(model, tokenizer))"
+                f"{target.vocabulary}, and not both have a tokenizer, which tells what their tokens are; give both: "
+                "Target(model, tokenizer)"
             )
-        shared = min(draft.vocabulary, target.vocabulary)
+        self._session.vocabulary = self._map
+        shared = min(draft.vocabulary, target.vocabulary) if self._map is None else len(self._map.target_ids)
         if self.width > shared:
-            raise ValueError(f"width is {self.width}, more than the {shared} tokens of the vocabulary")
+            raise ValueError(f"width is {self.width}, more than the {shared} tokens that draft and target share")
         self.draft_budget.usual_level_time = count_weights(draft.config) / count_weights(target.config)
 
     def observe(self, step: Step) -> None:
@@ -146,42 +153,70 @@ def find_q(step: Step, logits: Tensor, prefixes: Sequence[Tensor]) -> Tensor:
     return for_groups(step.samplings, find)
 
 
+def find_map(draft: Target, target: Target) -> VocabularyMap | None:
+    """How the tokens of two models correspond; None if their tokenizers are the same."""
+    ours: Any = draft.tokenizer
+    theirs: Any = target.tokenizer
+    if ours is theirs or ours.get_vocab() == theirs.get_vocab():
+        return None
+    found = VocabularyMap(ours, theirs, draft.vocabulary, target.vocabulary)
+    advice = "" if found.overlap >= WELL_SHARED else "; no others are drafted, so one of the same family may do better"
+    print_notice(f"the draft model has another tokenizer, with {found.overlap:.0%} of the target's tokens{advice}")
+    return found
+
+
 class DraftSession:
     """A draft model's cache of the texts of one stream. Tokens are not read before a draft needs them.
 
-    Logits have the target's vocabulary. The draft model's own output may be padded to another size.
+    vocabulary: how the target's tokens are read; None: as they are. Logits have the target's vocabulary. The draft
+    model's own output may be padded to another size.
     """
 
     def __init__(self, draft: Target) -> None:
         self.draft = draft
+        self.vocabulary: VocabularyMap | None = None
         self._session: Session
         self._step: Step
+        self._texts: dict[int, DraftText] = {}  # by request id, with a vocabulary of its own
+        self._ids: list[list[int]] = []  # of each row's text
         self._drafter: ModelDrafter | None = None  # of the last step, if it drafted
 
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
         stayed, drafter, self._drafter, self._step = step.stayed, self._drafter, None, step
+        self._ids = self._read_texts(step)
         if step.is_first:
             self._session = open_session(self.draft, len(step.request_ids))
             return
-        rows = range(len(self._session.lengths))
-        accepted = {place: tokens[1:] for place, tokens in zip(stayed, step.committed, strict=False)}
-        self._session.keep(drafter.find_read(accepted) if drafter is not None else [[] for _ in rows])
-        if len(stayed) < len(rows):
+        lengths = self._session.lengths
+        accepted = {place: ids[lengths[place] :] for place, ids in zip(stayed, self._ids, strict=False)}
+        self._session.keep(drafter.find_read(accepted) if drafter is not None else [[] for _ in lengths])
+        if len(stayed) < len(lengths):
             self._session.select(stayed)
         if step.joined:
             self._session.add_rows(len(step.joined))
 
-    def start(self, step: Step) -> Tensor:
-        """Read the texts to their ends, the roots. Returns the logits [B, V] after them.
+    def _read_texts(self, step: Step) -> list[list[int]]:
+        """Each row's text in the draft's tokens. Another one stands for those that it does not have."""
+        if self.vocabulary is None:
+            last = self.draft.vocabulary - 1
+            return [[min(token, last) for token in sequence] for sequence in step.sequences]
+        known = {} if step.is_first else self._texts
+        self._texts = {
+            request_id: known.get(request_id) or DraftText(self.vocabulary) for request_id in step.request_ids
+        }
+        pairs = zip(self._texts.values(), step.sequences, strict=True)
+        return [text.follow(sequence) for text, sequence in pairs]
 
-        Another token stands for those that the draft model does not have.
-        """
-        last, lengths = self.draft.vocabulary - 1, self._session.lengths
-        new = [row for row, text in enumerate(step.sequences) if lengths[row] == 0 and len(text) > 1]
-        texts = [[min(token, last) for token in sequence] for sequence in step.sequences]
+    def start(self, step: Step) -> Tensor:
+        """Read the texts to their ends, the roots. Returns the logits [B, V] after them."""
+        lengths, texts = self._session.lengths, self._ids
+        new = [row for row, text in enumerate(texts) if lengths[row] == 0 and len(text) > 1]
         if 0 < len(new) < len(texts):  # whole texts apart, so that the others need not be padded
             self._session.renew(new, [texts[row][:-1] for row in new])
+        for row, (text, length) in enumerate(zip(texts, self._session.lengths, strict=True)):
+            if length == len(text):  # the root is a part of a character, which has no token yet
+                self._session.rewind(row, length - 1)
         unread = [text[length:] for text, length in zip(texts, self._session.lengths, strict=True)]
         return self._fit(self._session.extend(unread)[0])
 
@@ -192,12 +227,30 @@ class DraftSession:
 
     def verify(self, tree: Tree, begin: int) -> Tensor:
         """Read a draft's nodes from `begin` on. Returns the logits [B, W, V] after them."""
-        known = tree.with_tensors({"tokens": tree.tokens.clamp(max=self.draft.vocabulary - 1)})
+        known = tree.with_tensors({"tokens": self.translate(tree.tokens)})
         return self._fit(self._session.verify(known, start=begin).logits)
+
+    def translate(self, tokens: Tensor) -> Tensor:
+        """The draft's tokens for tokens that were drafted."""
+        if self.vocabulary is None:
+            return tokens.clamp(max=self.draft.vocabulary - 1)
+        ours, theirs = self._shared(tokens.device)
+        return ours[torch.searchsorted(theirs, tokens).clamp(max=len(theirs) - 1)]
+
+    def _shared(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The shared tokens [S] as the draft's and the target's, the latter in order."""
+        assert self.vocabulary is not None
+        return self.vocabulary.draft_ids.to(device), self.vocabulary.target_ids.to(device)
 
     def _fit(self, logits: Tensor) -> Tensor:
         """The logits [..., V] of the target's vocabulary; tokens that the draft model does not have are impossible."""
-        missing = self._step.target.vocabulary - logits.shape[-1]
+        size = self._step.target.vocabulary
+        if self.vocabulary is not None:
+            ours, theirs = self._shared(logits.device)
+            fitted = logits.new_full((*logits.shape[:-1], size), -torch.inf)
+            fitted[..., theirs] = logits[..., ours]
+            return fitted
+        missing = size - logits.shape[-1]
         return logits if missing == 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
@@ -243,9 +296,9 @@ class ModelDrafter:
     def find_read(self, accepted: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Which of the tokens that were read are in each row's text now, in its order.
 
-        accepted: the draft tokens that were accepted, by row.
+        accepted: how the text goes on, in the draft's tokens, by row.
         """
-        tokens, parents = read(torch.stack([self._tokens, self._parents])).tolist()
+        tokens, parents = read(torch.stack([self._session.translate(self._tokens), self._parents])).tolist()
         found: list[list[int]] = []
         for row, nodes in enumerate(zip(tokens, parents, strict=True)):
             places = {
