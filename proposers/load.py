@@ -133,7 +133,7 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
     has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
     _refuse_options(str(name), given, has)
     if name == "draft" and "draft_model" not in given:
-        raise ValueError("draft needs draft_model, a smaller model with the same vocabulary")
+        raise ValueError("draft needs draft_model, a smaller model")
     if name in HEAD_PROPOSERS or "head" in given:
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:

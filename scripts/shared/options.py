@@ -31,7 +31,7 @@ default model (default: the pretrained one; for merged none)"""
 NODES_HELP = """for heads, draft, suffix, recycling, merged, auto: trees of N nodes (default: as many as pay)"""
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
-DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model with the same vocabulary, folder or hub id"
+DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every

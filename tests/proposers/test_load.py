@@ -179,7 +179,7 @@ BEFORE_LOADING = [
     ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, draft, medusa"),
     ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
     ("auto", {"sampled": True}, "auto has no option sampled; it is for draft"),
-    ("draft", {}, "draft needs draft_model, a smaller model with the same vocabulary"),
+    ("draft", {}, "draft needs draft_model, a smaller model"),
     ("medusa", {"width": 3}, "medusa has no option width; it is for draft, eagle, eagle3"),
     ("medusa", {"head": "nowhere"}, "cannot load a head from 'nowhere': there is no such local folder"),
     ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
