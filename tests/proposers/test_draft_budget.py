@@ -12,7 +12,7 @@ from decode import Target, generate, stream
 from decode.models.cost_curve import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
-from proposers.draft_budget import DraftBudget
+from proposers.draft_budget import DraftBudget, chain_time
 from tests.support.drafting import Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
@@ -167,3 +167,16 @@ def test_rows_share_a_budget_where_padding_costs_nothing(kind: str, monkeypatch:
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     sizes = [tree.sizes.tolist() for tree in recorder.trees]
     assert any(len({*each}) > 1 for each in sizes) and max(map(max, sizes)) > 1
+
+
+def test_a_chain_costs_what_its_rejection_gives_again() -> None:
+    """With a recurrent state: the accepted tokens and the bonus token, and all that was given already."""
+
+    def cost(nodes: float) -> float:
+        return 1 + 0.1 * (nodes - 1)
+
+    assert chain_time(cost, 0, 1, 0, 1) == 1
+    assert chain_time(cost, 3, 1, 0, 1) == cost(4)  # the root alone is never rejected
+    assert chain_time(cost, 0, 5, 4, 1) == cost(5)
+    assert chain_time(cost, 0, 5, 2, 0.5) == pytest.approx(cost(5) + 0.5 * 0.3)
+    assert chain_time(cost, 3, 5, 2, 0) == pytest.approx(cost(8) + 0.6)
