@@ -17,7 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import transformers
 from accelerate.state import AcceleratorState
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import decode
@@ -143,6 +145,7 @@ def test_every_public_name_and_setting_is_documented() -> None:
     assert [name for name in settings if name not in page] == []
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="older ones have fewer architectures")
 def test_the_table_of_models_is_that_of_the_tests() -> None:
     page = PAGES["docs/models.md"]
     accepted, refused = (
