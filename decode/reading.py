@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.models.recurrent import open_session
-from decode.models.timed_model import TimedModel
+from decode.models.stock_model import StockModel
 from decode.requests.request import Request
 from decode.session import Fuse, Read, Session, find_unique
 from decode.stats import Seconds
@@ -113,7 +113,7 @@ class Reading:
 
     def __init__(
         self,
-        target: TimedModel,
+        target: StockModel,
         requests: list[Request],
         layers: Sequence[int],
         fuse: Fuse | None,

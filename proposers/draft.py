@@ -178,46 +178,52 @@ class DraftSession:
         self._session: Session
         self._step: Step
         self._texts: dict[int, DraftText] = {}  # by request id, with a vocabulary of its own
-        self._ids: list[list[int]] = []  # of each row's text
         self._drafter: ModelDrafter | None = None  # of the last step, if it drafted
 
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
         stayed, drafter, self._drafter, self._step = step.stayed, self._drafter, None, step
-        self._ids = self._read_texts(step)
+        self._follow_texts(step)
         if step.is_first:
             self._session = open_session(self.draft, len(step.request_ids))
             return
         lengths = self._session.lengths
-        accepted = {place: ids[lengths[place] :] for place, ids in zip(stayed, self._ids, strict=False)}
-        self._session.keep(drafter.find_read(accepted) if drafter is not None else [[] for _ in lengths])
+        paths: list[list[int]] = [[] for _ in lengths]
+        if drafter is not None:
+            paths = drafter.find_read({place: self._text(row, lengths[place]) for row, place in enumerate(stayed)})
+        self._session.keep(paths)
         if len(stayed) < len(lengths):
             self._session.select(stayed)
         if step.joined:
             self._session.add_rows(len(step.joined))
 
-    def _read_texts(self, step: Step) -> list[list[int]]:
-        """Each row's text in the draft's tokens. Another one stands for those that it does not have."""
+    def _follow_texts(self, step: Step) -> None:
+        """Write what is new in each row's text in the draft's tokens, if they are others than the target's."""
         if self.vocabulary is None:
-            last = self.draft.vocabulary - 1
-            return [[min(token, last) for token in sequence] for sequence in step.sequences]
+            return
         known = {} if step.is_first else self._texts
-        self._texts = {
-            request_id: known.get(request_id) or DraftText(self.vocabulary) for request_id in step.request_ids
-        }
-        pairs = zip(self._texts.values(), step.sequences, strict=True)
-        return [text.follow(sequence) for text, sequence in pairs]
+        self._texts = {each: known.get(each) or DraftText(self.vocabulary) for each in step.request_ids}
+        for text, sequence in zip(self._texts.values(), step.sequences, strict=True):
+            text.follow(sequence)
+
+    def _text(self, row: int, begin: int = 0) -> list[int]:
+        """A row's text from a place on, in the draft's tokens. Another one stands for those that it does not have."""
+        if self.vocabulary is not None:
+            return self._texts[self._step.request_ids[row]].ids[begin:]
+        last = self.draft.vocabulary - 1
+        return [min(token, last) for token in self._step.sequences[row][begin:]]
 
     def start(self, step: Step) -> Tensor:
         """Read the texts to their ends, the roots. Returns the logits [B, V] after them."""
-        lengths, texts = self._session.lengths, self._ids
-        new = [row for row, text in enumerate(texts) if lengths[row] == 0 and len(text) > 1]
-        if 0 < len(new) < len(texts):  # whole texts apart, so that the others need not be padded
-            self._session.renew(new, [texts[row][:-1] for row in new])
-        for row, (text, length) in enumerate(zip(texts, self._session.lengths, strict=True)):
-            if length == len(text):  # the root is a part of a character, which has no token yet
-                self._session.rewind(row, length - 1)
-        unread = [text[length:] for text, length in zip(texts, self._session.lengths, strict=True)]
+        rows = range(len(step.sequences))
+        new = [row for row, length in enumerate(self._session.lengths) if length == 0 and len(self._text(row)) > 1]
+        if 0 < len(new) < len(rows):  # whole texts apart, so that the others need not be padded
+            self._session.renew(new, [self._text(row)[:-1] for row in new])
+        unread = [self._text(row, length) for row, length in zip(rows, self._session.lengths, strict=True)]
+        for row in rows:
+            if not unread[row]:  # the root is a part of a character, which has no token yet
+                self._session.rewind(row, self._session.lengths[row] - 1)
+                unread[row] = self._text(row, self._session.lengths[row])
         return self._fit(self._session.extend(unread)[0])
 
     def start_drafter(self, logits: Tensor) -> ModelDrafter:

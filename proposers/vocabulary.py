@@ -92,6 +92,9 @@ class DraftText:
                 if special is not None:
                     self._end_character()
                     self.ids.append(special)
+            if not self.ids:  # a model reads at least one token
+                self._end_character()
+                self.ids = self.ids or self._map.draft_ids[:1].tolist()
             return self.ids
         for token in new:
             known = self._map.draft_of.get(token)
@@ -149,9 +152,8 @@ def read_bytes(tokenizer: Any) -> dict[int, bytes]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer, so the bytes of its tokens are not known")
-    settings = json.loads(backend.to_str())
-    decoder = json.dumps(settings["decoder"])
-    special = {each["id"] for each in settings["added_tokens"] if each["special"]}
+    decoder = json.dumps(json.loads(backend.decoder.__getstate__()), ensure_ascii=False) if backend.decoder else ""
+    special = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
     vocabulary = {token: name for name, token in tokenizer.get_vocab().items() if token not in special}
     if '"ByteLevel"' in decoder:
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -159,10 +161,10 @@ def read_bytes(tokenizer: Any) -> dict[int, bytes]:
             token: bytes(byte_of[character] for character in name) if set(name) <= byte_of.keys() else name.encode()
             for token, name in vocabulary.items()
         }
-    if SPACE in json.dumps(settings["decoder"], ensure_ascii=False) or '"Metaspace"' in decoder:
+    if SPACE in decoder or '"Metaspace"' in decoder:
         return {
             token: bytes([int(byte[1], 16)]) if (byte := BYTE.fullmatch(name)) else name.replace(SPACE, " ").encode()
             for token, name in vocabulary.items()
         }
-    kind = settings["model"].get("type")
+    kind = type(backend.model).__name__
     raise ValueError(f"a {kind} tokenizer does not tell the bytes of its tokens; use byte-level BPE or SentencePiece")

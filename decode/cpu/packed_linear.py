@@ -7,6 +7,7 @@ compiler, oneDNN's packed layers take its place.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, TypeGuard, cast
@@ -63,7 +64,7 @@ class StoredLayer(nn.Module):
         self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
 
 
-class PackedLayer(nn.Module):
+class PackedLayer(nn.Module, ABC):
     """Stands in the place of an `nn.Linear`, or of several."""
 
     in_features: int
@@ -75,9 +76,9 @@ class PackedLayer(nn.Module):
         """The shape [N, K], dtype and device of the weight, which models ask for. Its values are NaN."""
         return torch.full((), torch.nan, dtype=self.dtype).expand(self.out_features, self.in_features)
 
+    @abstractmethod
     def dense_weight(self) -> Tensor:
         """The weight [N, K]."""
-        raise NotImplementedError
 
 
 class PackedLinear(PackedLayer):

@@ -252,7 +252,7 @@ class StateCache(TreeCache):
         self.lengths[row], self.given[row], self.marks[row] = part.lengths[0], part.given[0], part.marks[0]
 
     def mark(self) -> None:
-        """Keep the states where the last ones are far behind. The longer the text, the further they are apart."""
+        """Keep each row's states every `EVERY` tokens, in long texts every quarter of their length."""
         for row, (length, marks) in enumerate(zip(self.lengths, self.marks, strict=True)):
             if length - (marks[-1][0] if marks else 0) >= max(EVERY, length // MOST_MARKS):
                 marks.append((length, [layer.read_row(row) for layer in self.states]))
@@ -336,7 +336,7 @@ class StateSession(Session):
         whole = Tree.chain([before + chain for before, chain in zip(given, self._chains, strict=True)])
         self._width, is_single = whole.width, whole.width == 1
         begin = len(given[0]) + start if start else 0  # the first node that this pass computes
-        nodes = range(start, tree.width)  # of which the result is wanted; those of padding are the last one's
+        nodes = range(start, tree.width)  # whose results are returned; padding gets the result of a real node
         places = [[min(len(before) + node, whole.width - 1) - begin for node in nodes] for before in given]
         wanted = places if only is None else [[row[node] for node in only] for row in places]
         computed = None if only is None else sorted({place for row in wanted for place in row})

@@ -187,7 +187,7 @@ def _measure_errors(target: StockModel, nodes: Sequence[int]) -> tuple[float, fl
 
 
 def _measure_chain_errors(target: StockModel, others: int = 1) -> float:
-    """The error over chains, some of whose nodes are rejected, which restores the state.
+    """The error over chains. Some of their nodes are rejected, which restores the state.
 
     others: further rows of the batch, which are shorter, so that there is padding.
     """

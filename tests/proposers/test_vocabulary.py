@@ -84,6 +84,15 @@ def test_a_character_is_cut_where_it_ends() -> None:
     assert cut_character(b"\xff\x80") == (b"\xff\x80", b"")  # no text
 
 
+def test_a_text_has_a_token_in_any_case() -> None:
+    """Also the beginning of a character alone, and a special token that the draft does not have."""
+    ours, theirs = byte_level(["ab"]), byte_level(["ab"])
+    theirs.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    vocabulary = VocabularyMap(ours, theirs, len(ours), len(theirs))
+    for token in (theirs.convert_tokens_to_ids("<turn>"), vocabulary.encode("\u4f60".encode()[:1])[0]):
+        assert len(DraftText(vocabulary).follow([token])) == 1
+
+
 def make_pair(draft: str, target: str, **settings: Any) -> tuple[Target, Target]:
     """A draft and a target with tokenizers of their own. Equal weights would be of no use: ids differ."""
     ours, theirs = KINDS[draft](["ab", "你"]), KINDS[target](["ab", "cd"])
