@@ -1,8 +1,8 @@
 """Proposers: ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
 from proposers.calibration import Calibration, load_calibration
-from proposers.draft import DraftProposer
 from proposers.draft_budget import DraftBudget
+from proposers.draft_models.proposer import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer

@@ -24,7 +24,8 @@ from heads import PRETRAINED
 from heads.checkpoint import find_folder, load_head
 from heads.formats.layout import Head
 from proposers.calibration import load_calibration
-from proposers.draft import DraftProposer
+from proposers.draft_models.loading import load_draft_model
+from proposers.draft_models.proposer import DraftProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer
@@ -40,7 +41,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "suffix": (SuffixProposer, ("store", "nodes")),
     "recycling": (RecyclingProposer, ("nodes",)),
     "merged": (MergedProposer, _MERGED),
-    "draft": (DraftProposer, ("draft_model", "sampled", "nodes", *_SHAPE)),
+    "draft": (DraftProposer, ("draft_model", "draft_layers", "sampled", "nodes", *_SHAPE)),
     "medusa": (MedusaProposer, _TRAINED),
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
@@ -64,6 +65,7 @@ def load_proposer(
     *,
     head: str | Path | None = None,
     draft_model: Target | str | Path | None = None,
+    draft_layers: int | None = None,
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
@@ -78,6 +80,7 @@ def load_proposer(
     head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
     of the kind that `name` is; "merged" then has no head.
     draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
+    draft_layers: for "draft": only the first layers of the model to load; without draft_model, of the target's.
     store: finished answers to draft from, see `MergedProposer`.
     nodes, depth, width: see `TreeProposer`. sampled: see `DraftProposer`.
 
@@ -86,7 +89,7 @@ def load_proposer(
     """
     check_target(target)
     options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
-    options |= {"depth": depth, "width": width, "sampled": sampled}
+    options |= {"draft_layers": draft_layers, "depth": depth, "width": width, "sampled": sampled}
     given = check_options(name, options)
     if own := OWN_CLASS.fullmatch(str(name)):
         return _load_own(Path(own[1]), own[2])
@@ -132,8 +135,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
     has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
     _refuse_options(str(name), given, has)
-    if name == "draft" and "draft_model" not in given:
-        raise ValueError("draft needs draft_model, a smaller model")
+    if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
+        raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
     if name in HEAD_PROPOSERS or "head" in given:
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
@@ -214,10 +217,19 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
     return HEAD_PROPOSERS[head.kind](head, calibration=load_calibration(folder), **options).prepare(target)
 
 
-def _load_draft_proposer(target: Target, draft_model: Target | str | Path, **options: Any) -> DraftProposer:
+def _load_draft_proposer(
+    target: Target, draft_model: Target | str | Path | None, draft_layers: int | None = None, **options: Any
+) -> DraftProposer:
+    """A proposer with a draft model, calibrated if its folder has a calibration."""
     if not isinstance(draft_model, Target):
-        draft_model = Target.load(str(draft_model), dtype=target.dtype, device=str(target.device))
-    proposer = DraftProposer(draft_model, **options)
+        name = str(target.model.name_or_path if draft_model is None else draft_model)
+        placed: dict[str, Any] = {"dtype": target.dtype, "device": str(target.device)}
+        draft_model = load_draft_model(name, layers=draft_layers, **placed)
+    elif draft_layers is not None:
+        raise ValueError("draft_layers is for a model to load, and draft_model is loaded already; give its name")
+    folder = str(draft_model.model.name_or_path)
+    _warn_of_weights(folder, getattr(draft_model.config, "target_weights", None), target)
+    proposer = DraftProposer(draft_model, calibration=load_calibration(folder), **options)
     proposer.begin(target)
     return proposer
 
@@ -231,11 +243,16 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
     halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
-    trained, given = head.config.target_weights, getattr(target.model, "weights_fingerprint", None)
+    _warn_of_weights(str(folder), head.config.target_weights, target)
+    return head
+
+
+def _warn_of_weights(folder: str, trained: str | None, target: Target) -> None:
+    """Warn if what drafts was trained for another target, by the fingerprint of its weights."""
+    given = getattr(target.model, "weights_fingerprint", None)
     if None not in (trained, given) and trained != given:
         warnings.warn(
-            f"the head in {str(folder)!r} was trained for {head.config.target_name or 'a model'} with other weights "
-            "than this target's; the text stays the same, but fewer draft tokens may be accepted",
-            stacklevel=2,
+            f"{folder!r} was trained for a model with other weights than this target's; the text stays the same, but "
+            "fewer draft tokens may be accepted",
+            stacklevel=3,
         )
-    return head

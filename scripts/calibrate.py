@@ -1,16 +1,19 @@
-"""Measure how often a trained head's draft tokens are accepted, and save that in its folder for drafting."""
+"""Measure how often a head's or draft model's tokens are accepted, and save that in its folder for drafting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from decode import Target, stream
+from decode import Target, Tree, stream
+from decode.models.fingerprint import fingerprint_vocabulary
 from heads import LayerCache
 from heads.checkpoint import find_folder
 from heads.vocabulary import top_tokens
@@ -23,7 +26,7 @@ from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter
 from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
-from scripts.shared.options import ModelOptions, add_model_options, load_target
+from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
 from training.rendering import Renderer
 
@@ -40,6 +43,7 @@ formats); of turns, only the first is used"""
 SHOWN = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes
 PRIOR = 3.0  # outcomes that the head's own probabilities count for
 CHUNK = 64  # positions that are tried together: an EAGLE head needs a copy of its cache for each
+DEPTH = 8  # of draft models; deeper levels are like the deepest
 UNCALIBRATED = (0.0, 1.0, 0.0)  # the head's own probabilities
 
 
@@ -48,23 +52,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         model = ModelOptions.from_args(args)
-        find_folder(args.head)
+        folder = find_folder(args.head or args.draft_model)
         conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
         target = load_target(model)
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
-        head = load_draft_head(args.head, target)
-        proposer = HEAD_PROPOSERS[head.kind](head).prepare(target)
-        calibration = fit_calibration(measure(target, proposer, prompts, args.max_new_tokens))
+        if args.head is not None:
+            head = load_draft_head(folder, target)
+            try_out: TryOut = partial(try_head, target, HEAD_PROPOSERS[head.kind](head).prepare(target))
+        else:
+            draft = load_draft(replace(model, model=str(folder)))
+            check_vocabulary(draft, target)
+            try_out = partial(try_draft_model, draft)
+        calibration = fit_calibration(measure(target, try_out, prompts, args.max_new_tokens))
         print(describe(calibration))
-        calibration.save(args.head)
+        calibration.save(folder)
 
 
 def make_parser() -> Parser:
     parser = Parser(prog="draftless calibrate", description=__doc__, epilog=EPILOG)
     add = parser.add_argument
-    add("--head", type=Path, required=True, metavar="DIR", help="the head's folder")
+    one = parser.add_mutually_exclusive_group(required=True).add_argument
+    one("--head", type=Path, metavar="DIR", help="the head's folder")
+    one("--draft-model", type=Path, metavar="DIR", help="or that of a draft model with the model's tokenizer")
     add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)
     add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
@@ -109,8 +120,18 @@ class Trials(NamedTuple):
         return self.known & before.cumprod(dim=1).bool()
 
 
-def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]], max_new_tokens: int) -> Trials:
-    """The head's drafts along the target's own answers to the prompts."""
+TryOut: TypeAlias = Callable[[Sequence[int], Sequence[int]], Trials]  # along an answer to a prompt
+
+
+def check_vocabulary(draft: Target, target: Target) -> None:
+    """Raise ValueError if a draft model has another tokenizer than the target."""
+    ours, theirs = draft.tokenizer, target.tokenizer
+    if ours is None or theirs is None or fingerprint_vocabulary(ours) != fingerprint_vocabulary(theirs):
+        raise ValueError("the draft model has another tokenizer, whose tokens cannot be compared with the answers'")
+
+
+def measure(target: Target, try_out: TryOut, prompts: Sequence[list[int]], max_new_tokens: int) -> Trials:
+    """The drafts along the target's own answers to the prompts."""
     chunks = stream(target, prompts, NGramProposer(), batch_size=1, max_new_tokens=max_new_tokens, text=False)
     answers = (chunk.answer for chunk in chunks if chunk.answer)
     trials = []
@@ -118,7 +139,7 @@ def measure(target: Target, proposer: HeadProposer, prompts: Sequence[list[int]]
         if answer.error is not None:
             raise ValueError(answer.error)
         if len(answer.tokens) > 1:
-            trials.append(try_head(target, proposer, answer.prompt, answer.tokens))
+            trials.append(try_out(answer.prompt, answer.tokens))
     return Trials.join(trials)
 
 
@@ -135,6 +156,25 @@ def try_head(target: Target, proposer: HeadProposer, prompt: Sequence[int], answ
     first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; the root follows it
     parts = [(begin, min(begin + CHUNK, last)) for begin in range(first, last, CHUNK)]
     return Trials.join(_try_part(target, proposer, features, text, *part) for part in parts)
+
+
+@torch.no_grad()
+def try_draft_model(draft: Target, prompt: Sequence[int], answer: Sequence[int]) -> Trials:
+    """What a draft model drafts at each position of an answer of the target.
+
+    After the true text it drafts the same at every depth: one pass tells all.
+    """
+    text = torch.tensor([*prompt, *answer])
+    first, last = len(prompt), len(text) - 1  # the roots
+    verdict = draft.open(1).verify(Tree.chain([text[:last].tolist()]), only=range(first, last))
+    ids, likely = (part.cpu() for part in top_tokens(verdict.logits[0], RANKS))  # [P, R]
+    listed = getattr(draft.config, "draft_tokens", None)
+    if listed is not None and verdict.logits.shape[-1] == len(listed):
+        ids = torch.tensor(listed)[ids]
+    right, count = ids == text[first + 1 :, None], last - first
+    places = torch.arange(count)[:, None] + torch.arange(DEPTH)  # [P, K]
+    known, places = places < count, places.clamp(max=count - 1)
+    return Trials(likely[places], right[places], known)
 
 
 def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int) -> Trials:

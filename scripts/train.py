@@ -20,16 +20,18 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head, save_head
 from scripts.distillation.answers_file import settings_path
 from scripts.head_training.measurements import plot_training, print_plan, validate
-from scripts.head_training.options import MULTI_HEAD, TrainOptions, make_parser
+from scripts.head_training.options import DRAFT_LAYERS, MULTI_HEAD, TrainOptions, make_parser
 from scripts.shared.command import failing_clearly
-from scripts.shared.options import ModelOptions, load_target
+from scripts.shared.options import ModelOptions, load_model_only, load_target
 from training.checkpoint import load_checkpoint
 from training.data import Dataset, load_dataset
-from training.factory import make_head, make_objective
+from training.draft_model import DraftModel, RolloutLoader
+from training.factory import make_draft_model, make_head, make_objective
 from training.feature_cache import BatchLoader, FeatureCache
 from training.rendering import Renderer
 from training.teacher import Teacher
@@ -47,24 +49,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.check_files()
         accelerator, options = make_accelerator(options)
         target, dataset = load_model_and_data(options)
-        head = get_head(options, target, dataset)
+        head = (
+            get_draft_model(options, target, dataset) if options.kind == "draft" else get_head(options, target, dataset)
+        )
         objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
+        load_batch: Any = BatchLoader(dataset.examples, teacher)
+        if options.rollout:
+            load_batch = RolloutLoader(dataset.examples, teacher, head, options.rollout, options.temperature)
         if options.plan:
-            print_plan(objective, dataset, options.schedule, BatchLoader(dataset.examples, teacher))
+            print_plan(objective, dataset, options.schedule, load_batch)
             return
 
         settings = describe_settings(options, dataset, head)
         model = describe_model(target.model, target.tokenizer)
         state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
         if state is None and accelerator.is_main_process:
-            print_plan(objective, dataset, options.schedule, BatchLoader(dataset.examples, teacher))
+            print_plan(objective, dataset, options.schedule, load_batch)
         options.out.mkdir(parents=True, exist_ok=True)
+        if options.cache is not None:
+            load_batch = BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator))
         trainer = Trainer(
             objective,
             dataset,
-            BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator)),
+            load_batch,
             partial(validate, target, head, dataset.prompts),
-            partial(save_head, head, options.out, torch.bfloat16),
+            partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16),
             options.schedule,
             options.out,
             accelerator,
@@ -148,6 +157,22 @@ def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     return head
 
 
+def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> DraftModel:
+    """A draft model that is cut out of the target, or that of --init. Raises ValueError if it is for another target."""
+    name = options.model if options.init is None else str(options.init)
+    # Apart from the target, whose layers are packed: these are trained.
+    model, tokenizer = load_model_only(ModelOptions(name, "float32", options.device, accelerate="off"))
+    layers: Sequence[int] | None = None
+    if options.init is None:
+        count, total = options.layers or DRAFT_LAYERS, target.config.num_hidden_layers
+        if count >= total:
+            raise ValueError(f"--layers is {count}; a draft of this model has 1 to {total - 1}")
+        layers = choose_spaced(count, total) if options.cut == "spaced" else range(count)
+    head = make_draft_model(model, tokenizer, target, dataset.examples, layers, options.draft_vocab)
+    head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
+    return head
+
+
 def _load_head(options: TrainOptions, target: Target) -> Any:
     sizes = target.vocabulary, target.config.num_hidden_layers
     head: Any = load_head(options.init, torch.float32, *sizes)
@@ -172,7 +197,10 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
     tokens = [] if head.token_map is None else head.token_map.tolist()  # a checkpoint has only draft ids
     return {
         **schedule,
-        **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
+        **{
+            name: getattr(options, name)
+            for name in ("kind", "dtype", "max_length", "use_text", "validation", "rollout")
+        },
         "template_options": dict(options.template_option or ()),
         "data": dataset.fingerprint,
         "init": None if options.init is None else str(options.init.resolve()),
@@ -182,12 +210,9 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
     }
 
 
-def fill_cache(
-    options: TrainOptions, teacher: Teacher, dataset: Dataset, accelerator: Accelerator
-) -> FeatureCache | None:
+def fill_cache(options: TrainOptions, teacher: Teacher, dataset: Dataset, accelerator: Accelerator) -> FeatureCache:
     """The cache of --cache, filled up to --cache-gib; each process fills its part."""
-    if options.cache is None:
-        return None
+    assert options.cache is not None
     settings = {"data": dataset.fingerprint, "dtype": options.dtype, "layers": list(teacher.layers)}
     with accelerator.main_process_first():
         cache = FeatureCache(options.cache, settings | describe_model(teacher.target.model, teacher.target.tokenizer))

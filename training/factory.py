@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from decode import Target
+from decode.models.cut_model import cut_model
+from decode.models.fingerprint import fingerprint_vocabulary
 from heads import HEADS, LayerConfig, choose_features
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
+from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
@@ -56,17 +60,46 @@ def make_head(
     return head
 
 
-def make_objective(head: Any, target: Target, loss: str, decay: float, **eagle: Any) -> Objective:
-    """The objective that trains a head. eagle: `EagleObjective`'s steps, regression and noise."""
+def make_draft_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    target: Target,
+    examples: Sequence[Example],
+    layers: Sequence[int] | None,
+    draft_vocab: int | None,
+) -> DraftModel:
+    """A draft model for the target: some layers of a model with the same vocabulary, or the whole model (None).
+
+    draft_vocab: see `choose_draft_vocabulary`. Raises ValueError for a model with another vocabulary.
+    """
+    own, theirs = fingerprint_vocabulary(tokenizer), fingerprint_vocabulary(target.tokenizer)
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    if own != theirs or size != target.vocabulary:
+        raise ValueError(
+            f"the draft model has {size} tokens, the target {target.vocabulary}, and both must be the same to train "
+            "it: take a checkpoint with the target's tokenizer, or cut the draft out of the target"
+        )
+    drafted = choose_draft_vocabulary(examples, size, draft_vocab)
+    name, tokens = model.config.name_or_path, None if len(drafted) == size else drafted
+    config = DraftModelConfig(Path(name).name, None if layers is None else tuple(layers), len(drafted))
+    return DraftModel(model if layers is None else cut_model(model, layers), tokenizer, config, tokens)
+
+
+def make_objective(
+    head: Any, target: Target, loss: str, decay: float, temperature: float = 1.0, **eagle: Any
+) -> Objective:
+    """The objective that trains a head or draft model. eagle: `EagleObjective`'s steps, regression and noise."""
+    if head.kind == "draft":
+        return DraftModelObjective(head, loss, None, decay, temperature)
     if head.kind == "medusa":
-        return MedusaObjective(head, loss, None, decay)
+        return MedusaObjective(head, loss, None, decay, temperature)
     with torch.no_grad():  # a call and not the weight: some models scale their embeddings
         table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
     if head.kind == "hydra":
-        return MedusaObjective(head, loss, table, decay)
+        return MedusaObjective(head, loss, table, decay, temperature)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
-    return EagleObjective(head, loss, table, decay=decay, **eagle)
+    return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)
 
 
 def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # logits held in memory at a time
+LEAST = 1e-8  # probability in logarithms: cached ones have half precision
 ETA = 3.0  # how fast `lk` moves from kl to tv as the head improves (LK losses, section 4)
 
 # A loss takes p and q at the labels, [R, S]. It returns its value [R] and its gradient by the logits, which for all of
@@ -46,12 +47,41 @@ def lk(p: Tensor, q: Tensor) -> ValueAndGradient:
     return weight * value + (1 - weight) * other, column * a + (1 - column) * c, column * b + (1 - column) * d
 
 
+def rkl(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """KL(q || p), which punishes tokens that the target does not give (Agarwal et al. 2024)."""
+    (p, p_tail), (q, q_tail) = _with_tail(p), _with_tail(q)
+    slopes, tail = (q / p).log(), (q_tail / p_tail).log()
+    return (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
+
+
+def jsd(p: Tensor, q: Tensor) -> ValueAndGradient:
+    """Jensen-Shannon divergence: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Agarwal et al. 2024)."""
+    (p, p_tail), (q, q_tail) = _with_tail(p), _with_tail(q)
+    m, m_tail = (p + q) / 2, (p_tail + q_tail) / 2
+    slopes, tail = (q / m).log() / 2, (q_tail / m_tail).log() / 2
+    value = ((p * (p / m).log()).sum(dim=-1) + p_tail * (p_tail / m_tail).log()) / 2
+    return value + (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
+
+
+def _with_tail(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities [R, S] that have logarithms, and [R]: of all other tokens, which count as one."""
+    return p.clamp_min(LEAST), (1 - p.sum(dim=-1)).clamp_min(LEAST)
+
+
+def _by_slopes(q: Tensor, q_tail: Tensor, slopes: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of a loss, by its derivatives with respect to q: `slopes` at the labels, `tail` at the other tokens."""
+    mean = (q * slopes).sum(dim=-1) + q_tail * tail
+    return (tail - mean)[:, None], q * (tail[:, None] - slopes)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], ValueAndGradient]] = {
     "ce": kl,  # its only label is the text's token
     "kl": kl,
     "tv": tv,
     "lk": lk,
     "lk-alpha": lk_alpha,
+    "rkl": rkl,
+    "jsd": jsd,
 }
 
 

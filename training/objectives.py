@@ -39,15 +39,17 @@ class Objective(nn.Module, ABC):
     """The loss over all draft depths. A module, so that it can be wrapped for several processes.
 
     embedding: the target's [V, H], for heads that read draft tokens. decay: the weight of each depth relative to the
-    one before.
+    one before. temperature: of both distributions, at most 1: the labels hold nearly all of the probability then.
     """
 
     embedding: Tensor  # None for Medusa
     draft_ids: Tensor
 
-    def __init__(self, head: Any, loss: str, embedding: Tensor | None, decay: float = DECAY) -> None:
+    def __init__(
+        self, head: Any, loss: str, embedding: Tensor | None, decay: float = DECAY, temperature: float = 1.0
+    ) -> None:
         super().__init__()
-        self.head, self.loss, self.decay = head, loss, decay
+        self.head, self.loss, self.decay, self.temperature = head, loss, decay, temperature
         self.register_buffer("embedding", None if embedding is None else embedding.detach(), persistent=False)
         draft_ids = torch.full((head.vocab_size,), -1)
         tokens = torch.arange(head.vocab_size) if head.token_map is None else head.token_map.cpu()
@@ -84,7 +86,11 @@ class Objective(nn.Module, ABC):
             labels = batch.tokens[row, column + 1][:, None]
             p = torch.ones_like(labels, dtype=torch.float32)
         weight, bias = self.head.output_layer(depth)
-        return vocabulary_loss(self.loss, self.head.normalise(states), weight, bias, self.draft_ids[labels], p)
+        states = self.head.normalise(states)
+        if self.temperature != 1:
+            p = (p.log() / self.temperature).softmax(dim=-1)
+            states, bias = states / self.temperature, None if bias is None else bias / self.temperature
+        return vocabulary_loss(self.loss, states, weight, bias, self.draft_ids[labels], p)
 
 
 class MedusaObjective(Objective):
@@ -130,8 +136,9 @@ class EagleObjective(Objective):
         regression: float = 0.0,
         noise: float = 0.0,
         decay: float = DECAY,
+        temperature: float = 1.0,
     ) -> None:
-        super().__init__(head, loss, embedding, decay)
+        super().__init__(head, loss, embedding, decay, temperature)
         self.steps, self.regression, self.noise = steps, regression, noise
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

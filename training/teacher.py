@@ -64,7 +64,8 @@ class Teacher:
                 logits = model(input_ids=tokens, use_cache=False).logits[0]  # [A, V] of all examples
         finally:
             hook.remove()
-        features = torch.cat([captured[layer] for layer in self.layers], dim=-1)  # [B, T, F]
+        nothing = torch.empty(*tokens.shape, 0, dtype=self.target.dtype, device=tokens.device)
+        features = torch.cat([nothing, *(captured[layer] for layer in self.layers)], dim=-1)  # [B, T, F]
         best = (top_tokens(part, LABELS) for part in logits.split(TOP_K_ROWS))
         labels, log_p = (torch.cat(parts).split(answers.sum(dim=1).tolist()) for parts in zip(*best, strict=True))
         kept = [features[row, : len(example.tokens)] for row, example in enumerate(examples)]

@@ -27,11 +27,13 @@ from decode.sampling import for_groups, upcast_half
 class Coupling:
     """The target's noise at the positions of a draft.
 
-    samplings: of each row. keys [B, >= L]: of each level, see `decode.noise.row_keys`.
+    samplings: of each row. keys [B, >= L]: of each level, see `decode.noise.row_keys`. tokens [D]: the target's tokens
+    of a draft model's own, whose text begins with them; None: as `token_map` says.
     """
 
     samplings: Sequence[Sampling]
     keys: Tensor
+    tokens: Tensor | None = None
 
     def perturb(self, logits: Tensor, level: int, token_map: Tensor | None) -> Tensor:
         """Logits [B, W, D] float32 whose order is that of the draft's choices, and whose softmax is their probability.
@@ -40,7 +42,8 @@ class Coupling:
         token_map [D]: the target's tokens of draft ids.
         """
         keys, logits = self.keys[:, level], logits.expand(len(self.keys), -1, -1)
-        tokens = torch.arange(logits.shape[2], device=logits.device) if token_map is None else token_map
+        known = token_map if self.tokens is None else self.tokens
+        tokens = torch.arange(logits.shape[2], device=logits.device) if known is None else known
 
         def perturb(sampling: Sampling, rows: Any) -> Tensor:
             scores = upcast_half(logits[rows])

@@ -5,13 +5,24 @@ Shapes: B rows, M candidates, C chosen ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from decode import Tree
 from decode.device.transfer import read
+
+
+class Node(NamedTuple):
+    """A draft token, the number of its parent in the tree, and the log-probability that its path is right."""
+
+    token: int
+    parent: int
+    score: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,20 @@ class Draft:
         drafted, above, padded = _join_nodes(roots, tokens, parents, chosen, scores)
         figures = _expect(scores, right, shares) if has_figures else scores[:0]
         return cls(Tree(drafted, above, sizes, height, scores=padded), figures, levels, shares)
+
+    @classmethod
+    def of_rows(cls, roots: Sequence[int], rows: Sequence[Sequence[Node]], like: Draft, has_figures: bool) -> Draft:
+        """The trees of each row's nodes, best first and without the root; their levels are those of another draft."""
+        tree = Tree.of_rows(
+            [
+                ([root, *(node.token for node in row)], [-1, *(node.parent for node in row)])
+                for root, row in zip(roots, rows, strict=True)
+            ]
+        )
+        scores = pad_sequence([torch.tensor([0.0, *(node.score for node in row)]) for row in rows], True, -torch.inf)
+        right = like.figures[like.largest.width :] if has_figures and not like.shares else None
+        figures = _expect(scores[:, 1:], right, like.shares) if has_figures else scores[:0]
+        return cls(replace(tree, scores=scores), figures, like.levels, like.shares)
 
     def tree(self, nodes: int) -> Tree:
         """The best tree of at most `nodes` nodes, the best ones first."""

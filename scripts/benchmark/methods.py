@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
+from decode.models.fingerprint import fingerprint_vocabulary
+from decode.requests.text import Tokenizer
 from decode.stats import PARTS
 from proposers import AnswerStore, MergedProposer, load_proposer
-from scripts.shared.options import ModelOptions, load_model_only, load_target
+from scripts.shared.options import ModelOptions, load_draft, load_model_only
 
 NODES = 64  # largest draft tree
 # Transformers' own methods, and their arguments of `generate`.
@@ -90,15 +92,16 @@ def make_methods(
 ) -> dict[str, Method]:
     """The methods by their texts, with their draft models, heads and peers loaded."""
     stock = _load_stock(target, model, temperature) if any(each.name in PEERS for each in named) else None
-    loop, peer = partial(_make_loop, target, model, temperature), partial(_make_peer, stock, model)
+    loop, peer = partial(_make_loop, target, model, temperature), partial(_make_peer, stock, target.tokenizer, model)
     return {each.text: peer(each) if each.name in PEERS else loop(each) for each in named}
 
 
 def _make_loop(target: Target, model: ModelOptions, temperature: float, named: NamedMethod) -> Method:
     """The project's loop. Each conversation has a proposer that has learned nothing yet and shares the models."""
     options = dict(named.options)
-    if "draft_model" in options:
-        options["draft_model"] = load_target(replace(model, model=options["draft_model"]))
+    if {"draft_model", "draft_layers"} & {*options}:
+        name, layers = options.get("draft_model", model.model), options.pop("draft_layers", None)
+        options["draft_model"] = load_draft(replace(model, model=name), layers)
     load = partial(load_proposer, named.name, target, **options)
     cold = load()
     kept = load(store=AnswerStore()) if named.warm else cold
@@ -125,11 +128,15 @@ def _load_stock(target: Target, options: ModelOptions, temperature: float) -> Pr
     return model
 
 
-def _make_peer(stock: PreTrainedModel | None, options: ModelOptions, named: NamedMethod) -> Method:
+def _make_peer(
+    stock: PreTrainedModel | None, tokenizer: Tokenizer | None, options: ModelOptions, named: NamedMethod
+) -> Method:
     """Hugging Face's `generate`, which keeps nothing between calls."""
     settings = PEERS[named.name] | named.options
     if assistant := settings.pop("draft_model", None):
-        settings["assistant_model"], _ = load_model_only(replace(options, model=assistant), "off")
+        settings["assistant_model"], other = load_model_only(replace(options, model=assistant), "off")
+        if tokenizer is not None and fingerprint_vocabulary(other) != fingerprint_vocabulary(tokenizer):
+            settings |= {"tokenizer": tokenizer, "assistant_tokenizer": other}  # its "universal assisted decoding"
     return lambda _: partial(ask_peer, stock, settings)
 
 

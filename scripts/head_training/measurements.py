@@ -15,16 +15,19 @@ from torch import nn
 from decode import Target, generate
 from decode.stats import Stats
 from heads.vocabulary import VocabularyHead
-from proposers import HEAD_PROPOSERS
+from proposers import HEAD_PROPOSERS, DraftProposer
+from proposers.tree_proposer import TreeProposer
 from scripts.shared.plot import save_figure
 from training.checkpoint import read_metrics
 from training.data import Dataset
+from training.draft_model import DraftModel
 from training.feature_cache import BatchLoader
 from training.schedule import Schedule
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
 NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; BATCH: prompts at a time
+DEPTH, WIDTH = 6, 4  # of draft models, which have no depth of their own
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
@@ -55,9 +58,13 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
     print("\n".join(f"{name:21} {value}" for name, value in rows.items()), flush=True)
 
 
-def validate(target: Target, head: VocabularyHead, prompts: Sequence[Sequence[int]]) -> Validation:
+def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequence[Sequence[int]]) -> Validation:
     """Decode the prompts greedily with trees of `NODES` nodes."""
-    proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
+    proposer: TreeProposer
+    if isinstance(head, DraftModel):
+        proposer = DraftProposer(Target(head.model), depth=DEPTH, width=WIDTH, nodes=NODES)
+    else:
+        proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
     answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
     stats = Stats()
     for answer in answers:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from heads import HEADS
 from heads.vocabulary import Output
 from scripts.shared.command import Parser, at_least, check_plot
 from scripts.shared.prompts import TEMPLATE_OPTION, parse_template_option
@@ -23,17 +22,27 @@ from training.schedule import Schedule
 TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
 MULTI_HEAD = "heads", "layers", "output"
+MODEL = "cut", "rollout"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
-NOT_FOR = {"medusa": UNROLLING, "hydra": UNROLLING, "eagle": MULTI_HEAD, "eagle3": (*MULTI_HEAD, "regression")}
+NOT_FOR = {
+    "medusa": (*UNROLLING, *MODEL),
+    "hydra": (*UNROLLING, *MODEL),
+    "eagle": (*MULTI_HEAD, *MODEL),
+    "eagle3": (*MULTI_HEAD, *MODEL, "regression"),
+    "draft": (*UNROLLING, "heads", "output"),
+}
+DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
     "model": "model",
     "heads": "shape of a new head",
     "loss": "training",
     "ttt_steps": "eagle and eagle3",
+    "cut": "draft",
 }
 
 EPILOG = """\
---out becomes the head's folder for --head of other commands: the head of the best validation so far. metrics.jsonl has
+--out becomes the head's folder for --head of other commands, or the model's for --draft-model: that of the best
+validation so far. metrics.jsonl has
 loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
 fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
 """
@@ -55,7 +64,11 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 class TrainOptions:
     """The command line of `draftless train`, a field for each option. Raises ValueError if they do not fit together."""
 
-    kind: str = flag("the kind of head to train", choices=[*HEADS], required=True)
+    kind: str = flag(
+        "the kind of head to train; draft: a small model with some of the model's own layers",
+        choices=[*NOT_FOR],
+        required=True,
+    )
     data: tuple[Path, ...] = flag(
         "JSON Lines files of prompts with their answers, or of conversations (docs/training.md has the formats); best "
         "the model's own answers, as draftless distill writes them; their token ids are read",
@@ -73,7 +86,12 @@ class TrainOptions:
         **{name: value for name, value in TEMPLATE_OPTION.items() if name != "help"},
         type=parse_template_option,
     )
-    init: Path | None = flag("start from the head in this folder", type=Path, metavar="DIR")
+    init: Path | None = flag(
+        "start from the head in this folder; draft: from this model (a folder or hub id), which may be of any kind "
+        "that has the model's tokenizer",
+        type=Path,
+        metavar="DIR",
+    )
     plan: bool = flag("print sizes and the expected time, then exit", False)
     plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
 
@@ -84,7 +102,9 @@ class TrainOptions:
     cache_gib: float = number("largest size of the cache", 20.0)
 
     heads: int | None = number("medusa and hydra: draft tokens (default: 4)")
-    layers: int | None = number("medusa and hydra: blocks of each head (default: 1)")
+    layers: int | None = number(
+        f"medusa and hydra: blocks of each head (default: 1); draft: layers of the model (default: {DRAFT_LAYERS})"
+    )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(
         "medusa and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
@@ -97,6 +117,7 @@ class TrainOptions:
     )
 
     loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
+    temperature: float = number("train at this temperature, at most 1, at which the head is to draft", 1.0)
     decay: float = number("weight of each draft token relative to the one before", DECAY)
     epochs: int = number("passes over the data", Schedule.epochs)
     max_steps: int | None = number("stop after N steps")
@@ -115,12 +136,25 @@ class TrainOptions:
     )
     noise: float | None = flag("uniform noise on features (default: 0; EAGLE-1 has 0.1)", type=float, metavar="X")
 
+    cut: str | None = flag(
+        "which layers of the model: first, or spaced, which are as far apart as possible (default: first)",
+        choices=["first", "spaced"],
+    )
+    rollout: int | None = number("let each answer end with N tokens of the draft model, which the model scores")
+
     def __post_init__(self) -> None:
         if self.prefix and (self.kind != "hydra" or self.init is not None):
             raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
         for name in NOT_FOR[self.kind]:
             if getattr(self, name):
-                raise ValueError(f"--{name.replace('_', '-')} is not for {self.kind} heads; leave it out")
+                kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
+                raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
+        if self.kind == "draft" and self.init is not None and (self.layers or self.cut):
+            raise ValueError("--layers and --cut are for a draft that is cut out of the model; leave out --init")
+        if self.rollout and self.cache is not None:
+            raise ValueError("--rollout makes other texts in each step, which no --cache has; give one of them")
+        if not 0 < self.temperature <= 1:
+            raise ValueError(f"--temperature is {self.temperature}; it must be above 0 and at most 1")
         if self.seed >= 1 << 32:
             raise ValueError(f"--seed is {self.seed}; it must be at most {(1 << 32) - 1}")
         if not 0 <= self.max_bad <= 1:
@@ -140,7 +174,7 @@ class TrainOptions:
     @property
     def objective(self) -> dict[str, Any]:
         """The settings of the objective, as `make_objective` takes them."""
-        settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay}
+        settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay, "temperature": self.temperature}
         if self.kind in REGRESSION:
             regression = REGRESSION[self.kind] if self.regression is None else self.regression
             settings |= {"steps": self.ttt_steps or TTT_STEPS, "regression": regression, "noise": self.noise or 0.0}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
@@ -15,6 +17,7 @@ from decode.cpu.acceleration import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.requests.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
+from proposers.draft_models.loading import load_draft_model
 from proposers.eagle import DEPTH, WIDTH
 from proposers.load import OPTIONS
 from scripts.shared.command import at_least
@@ -32,13 +35,24 @@ NODES_HELP = """for heads, draft, suffix, recycling, merged, auto: trees of N no
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
+DRAFT_LAYERS_HELP = """for draft: draft with the first N layers of the draft model; without --draft-model, of the model
+itself, if it was trained for an early exit"""
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
 run, and so the same text in half precision too"""
 
 
-DRAFTING = ("draft_model", "head", "nodes", "depth", "width", "sampled", "store")  # options of `load_proposer`
+DRAFTING = (
+    "draft_model",
+    "draft_layers",
+    "head",
+    "nodes",
+    "depth",
+    "width",
+    "sampled",
+    "store",
+)  # options of `load_proposer`
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add, whole = parser.add_argument_group("drafting").add_argument, at_least(1)
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
+    add("--draft-layers", type=whole, metavar="N", help=DRAFT_LAYERS_HELP)
     add("--head", metavar="DIR", help=HEAD_HELP)
     add("--nodes", type=whole, metavar="N", help=NODES_HELP)
     add("--depth", type=whole, metavar="N", help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most")
@@ -97,14 +112,27 @@ def load_target(options: ModelOptions) -> Target:
 
 def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
     """The model and its tokenizer; `accelerate` replaces the option. Raises ValueError if it cannot be loaded."""
-    # Progress bars and warnings of transformers would hide the one line that matters.
+    settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
+    del settings["deterministic"]
+    with _loading():
+        return load_model(settings.pop("model"), **settings)
+
+
+def load_draft(options: ModelOptions, layers: int | None = None) -> Target:
+    """A model to draft with, as `load_draft_model` loads it. Raises ValueError if it cannot be loaded."""
+    settings = asdict(options)
+    with _loading():
+        return load_draft_model(settings.pop("model"), layers=layers, **settings)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Show no progress bars and warnings of transformers: they would hide the one line that matters."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
-    del settings["deterministic"]
     try:
-        return load_model(settings.pop("model"), **settings)
+        yield
     except (RuntimeError, ImportError) as error:  # no network for the default model, no memory, no accelerate
         raise ValueError(str(error)) from error
 
@@ -115,6 +143,7 @@ def make_proposer(args: argparse.Namespace, target: Target, store: AnswerStore |
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
     settings = {name: getattr(args, name) for name in DRAFTING} | {"store": store}
-    if args.draft_model is not None:
-        settings["draft_model"] = load_target(ModelOptions.from_args(args, model=args.draft_model))
+    if args.draft_model is not None or args.draft_layers is not None:
+        model = args.draft_model or args.model
+        settings["draft_model"] = load_draft(ModelOptions.from_args(args, model=model), settings.pop("draft_layers"))
     return load_proposer(args.proposer, target, **settings)

@@ -13,8 +13,9 @@ from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcess
 
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
-from proposers import DraftProposer, draft
-from proposers.draft import count_weights
+from proposers import DraftProposer
+from proposers.draft_models import proposer as draft
+from proposers.draft_models.proposer import count_weights
 from tests.support.drafting import Recorder
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny

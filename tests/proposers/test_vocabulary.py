@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode import Sampling, Target, generate
 from proposers import DraftProposer, MergedProposer
-from proposers.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
+from proposers.draft_models.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
 from tests.support.drafting import Recorder
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import tiny

@@ -11,10 +11,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+Children = dict[int, list[tuple[int, int]]]  # by node (-1: the end of the text): the tokens after it and their nodes
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 ROLES = "bos_token_id", "eos_token_id"
@@ -32,13 +36,15 @@ class VocabularyMap:
     """
 
     def __init__(self, draft: Any, target: Any, draft_size: int, target_size: int) -> None:
-        self.draft, self._draft_size = draft, draft_size
+        self.draft, self.target, self._draft_size = draft, target, draft_size
         self.bytes_of = {token: data for token, data in read_bytes(target).items() if token < target_size}
-        self._ids = invert(read_bytes(draft), draft_size)
+        self.draft_bytes = {token: data for token, data in read_bytes(draft).items() if token < draft_size}
+        self._ids = invert(self.draft_bytes, draft_size)
         self._longest = max(map(len, self._ids))
         roles = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]
         self.specials = {theirs: ours for ours, theirs in roles if ours is not None and theirs is not None}
-        targets = invert(self.bytes_of, target_size)
+        self._target_specials = {ours: theirs for theirs, ours in self.specials.items()}
+        self._target_ids = targets = invert(self.bytes_of, target_size)
         pairs = {token: self._ids[data] for data, token in targets.items() if data in self._ids}
         self.draft_of = {**pairs, **{theirs: ours for theirs, ours in self.specials.items() if theirs < target_size}}
         shared = sorted(self.draft_of.items())
@@ -55,60 +61,103 @@ class VocabularyMap:
         """Draft tokens with these bytes: the longest one each time. Bytes that no token has are left out."""
         ids, place = list[int](), 0
         while place < len(data):
-            for size in range(min(self._longest, len(data) - place), 0, -1):
-                token = self._ids.get(data[place : place + size])
-                if token is not None:
-                    ids.append(token)
-                    break
-            else:
-                size = 1
-            place += size
+            size = find_longest(self._ids, data[place : place + self._longest])
+            if size:
+                ids.append(self._ids[data[place : place + size]])
+            place += max(size, 1)
         return ids
 
-    def encode_text(self, data: bytes) -> list[int]:
-        """The draft's own tokens for a text: as its tokenizer cuts it, if the bytes are characters."""
+    @cached_property
+    def first_tokens(self) -> Tensor:
+        """For each draft token, the target token that its text begins with [draft_size]; 0 for those without text."""
+        first = torch.zeros(self._draft_size, dtype=torch.long)
+        first[self.draft_ids] = self.target_ids
+        known = {*self.draft_ids.tolist()}
+        for token, data in self.draft_bytes.items():
+            if token not in known and (size := find_longest(self._target_ids, data)):
+                first[token] = self._target_ids[data[:size]]
+        return first
+
+    def target_special(self, token: int) -> int | None:
+        """The target's special token for one of the draft's."""
+        return self._target_specials.get(token)
+
+    def cut(self, data: bytes, before: bytes, partial: bytes = b"") -> list[list[int]]:
+        """The target's tokens for a text after another one: as its tokenizer cuts both together, and the text alone.
+
+        partial: the bytes between them, of a character that the text completes. Cuts that are no tokens of the text
+        alone are left out.
+        """
+        found = list[list[int]]()
+        for start in (before + partial, b""):
+            try:
+                text = (start + data).decode()
+            except UnicodeDecodeError:  # the text alone begins within a character
+                continue
+            ids = self.target.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            ends = [*accumulate((len(self.bytes_of.get(token, b"")) for token in ids), initial=0)]
+            if ends[-1] == len(start) + len(data) and len(start) in ends:
+                cut = ids[ends.index(len(start)) :]
+                found += [cut] if cut and cut not in found and all(token in self.bytes_of for token in cut) else []
+        return found
+
+    def encode_text(self, data: bytes, is_first: bool = True) -> list[int]:
+        """The draft's own tokens for a text or, unless it is the first, a part of one: as its tokenizer cuts it.
+
+        Bytes that are no characters, and parts that the tokenizer would begin with a space, are cut by `encode`.
+        """
         try:
-            return [*self.draft(data.decode(), add_special_tokens=False, split_special_tokens=True)["input_ids"]]
+            ids = [*self.draft(data.decode(), add_special_tokens=False, split_special_tokens=True)["input_ids"]]
         except UnicodeDecodeError:
             return self.encode(data)
+        is_same = is_first or b"".join(self.draft_bytes.get(token, b"") for token in ids) == data
+        return ids if is_same else self.encode(data)
 
 
 class DraftText:
-    """One text in the draft's tokens, which only ever grows. `ids` are they."""
+    """One text in the draft's tokens, which only ever grows. `ids` are they; `partial` is what they do not have yet."""
 
     def __init__(self, vocabulary: VocabularyMap) -> None:
-        self._map, self.ids, self._read, self._partial = vocabulary, list[int](), 0, b""
+        self._map, self.ids, self._read, self.partial = vocabulary, list[int](), 0, b""
 
-    def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The draft tokens of a text, given all its target tokens. A character that is not complete is left out."""
+    def follow(self, tokens: Sequence[int], drafted: Children | None = None) -> list[int]:
+        """The draft tokens of a text, given all its target tokens. A character that is not complete is left out.
+
+        drafted: what the draft model read after the text before; as far as the text is that, it keeps its tokens.
+        """
         new, is_first = tokens[self._read :], self._read == 0
         self._read = len(tokens)
         if is_first:
             begin = self._map.begins_with
             self.ids += begin if self._map.specials.get(new[0]) not in begin else []
-            for special, data in split_at_specials(new, self._map):
-                complete, self._partial = cut_character(self._partial + data)
-                self.ids += self._map.encode_text(complete) if complete else []
-                if special is not None:
-                    self._end_character()
-                    self.ids.append(special)
-            if not self.ids:  # a model reads at least one token
+        for special, data in split_at_specials(new, self._map):
+            if drafted:
+                data = self._take_drafted(self.partial + data, drafted)
+                drafted, self.partial = None, b""
+            complete, self.partial = cut_character(self.partial + data)
+            self.ids += self._map.encode_text(complete, is_first) if complete else []
+            if special is not None:
                 self._end_character()
-                self.ids = self.ids or self._map.draft_ids[:1].tolist()
-            return self.ids
-        for token in new:
-            known = self._map.draft_of.get(token)
-            if known is not None and (not self._partial or token in self._map.specials):
-                self._end_character()
-                self.ids.append(known)
-                continue
-            complete, self._partial = cut_character(self._partial + self._map.bytes_of.get(token, b""))
-            self.ids += self._map.encode(complete)
+                self.ids.append(special)
+        if not self.ids:  # a model reads at least one token
+            self._end_character()
+            self.ids = self.ids or self._map.draft_ids[:1].tolist()
         return self.ids
 
+    def _take_drafted(self, data: bytes, drafted: Children) -> bytes:
+        """Add the drafted tokens that these bytes begin with. Returns the other bytes."""
+        node = -1
+        while True:
+            spelt = [(self._map.draft_bytes.get(token, b""), token, after) for token, after in drafted.get(node, ())]
+            best = max((each for each in spelt if each[0] and data.startswith(each[0])), default=None)
+            if best is None:
+                return data
+            self.ids.append(best[1])
+            data, node = data[len(best[0]) :], best[2]
+
     def _end_character(self) -> None:
-        self.ids += self._map.encode(self._partial)
-        self._partial = b""
+        self.ids += self._map.encode(self.partial)
+        self.partial = b""
 
 
 def split_at_specials(tokens: Sequence[int], vocabulary: VocabularyMap) -> Iterator[tuple[int | None, bytes]]:
@@ -133,6 +182,11 @@ def cut_character(data: bytes) -> tuple[bytes, bytes]:
         if lead < 0x80:
             break
     return data, b""
+
+
+def find_longest(ids: dict[bytes, int], data: bytes) -> int:
+    """How many of the first bytes the longest token has that they begin with; 0 without one."""
+    return next((size for size in range(len(data), 0, -1) if data[:size] in ids), 0)
 
 
 def invert(bytes_of: dict[int, bytes], size: int) -> dict[bytes, int]:

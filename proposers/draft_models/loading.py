@@ -1,0 +1,69 @@
+"""Load a draft model: any model, the first layers of one, or one that was trained to draft (`draftless train`)."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode import Target
+from decode.cpu.acceleration import accelerate as accelerate_model
+from decode.models.cut_model import cut_model
+from decode.models.loading import load_model
+
+
+def load_draft_model(
+    name: str | PathLike[str] | None = None, *, layers: int | None = None, accelerate: str = "auto", **settings: Any
+) -> Target:
+    """A model to draft with.
+
+    layers: only its first ones, with its final norm and its output layer: an early exit, for models that were trained
+    to have one (Elhoushi et al., "LayerSkip", 2024). Other arguments and errors are those of `Target.load`. A model
+    that was trained to draft a part of the vocabulary computes no more logits than those.
+    """
+    tokens = _read_draft_tokens(Path("" if name is None else name))
+    deterministic = settings.pop("deterministic", False)
+    if layers is None and tokens is None:
+        return Target.load(name, accelerate=accelerate, deterministic=deterministic, **settings)
+    model, tokenizer = load_model(name, accelerate="off", **settings)
+    if layers is not None:
+        model = cut_model(model, range(layers))
+    if tokens is not None:
+        keep_outputs(model, torch.tensor(tokens))
+    return Target(accelerate_model(model, accelerate), tokenizer, deterministic=deterministic)
+
+
+def _read_draft_tokens(folder: Path) -> list[int] | None:
+    """The tokens that a model in a folder was trained to draft; None: all."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError:
+        return None  # loading it tells what is wrong
+    tokens = config.get("draft_tokens") if isinstance(config, dict) else None
+    if tokens is None:
+        return None
+    size = config.get("vocab_size")
+    is_list = isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens)
+    if not is_list or tokens != sorted({*tokens}) or not 0 <= tokens[0] <= tokens[-1] < (size or 1 << 31):
+        raise ValueError(f"{file}: draft_tokens is a list of token ids below {size}, each once and in order")
+    return tokens
+
+
+def keep_outputs(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """Replace a model's output layer by one for these tokens alone."""
+    output: Any = model.get_output_embeddings()
+    weight, bias = output.weight.detach()[tokens], getattr(output, "bias", None)
+    smaller = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+    smaller.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        smaller.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
+    model.set_output_embeddings(smaller)
+    model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False

@@ -1,0 +1,208 @@
+"""A small draft model with its own KV cache, run through the same code as the target.
+
+After Leviathan et al. (2023) and Chen et al. (2023). Shapes: B rows, W paths, R read draft tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from decode import Sampling, Step, Target, Tree
+from decode.models.user_cache import print_notice
+from decode.noise import DRAFT, inverse_cdf, to_uniforms
+from decode.sampling import for_groups
+from proposers.calibration import Calibration
+from proposers.draft_models.retokenized import retokenize
+from proposers.draft_models.session import DraftSession, ModelDrafter
+from proposers.draft_models.vocabulary import VocabularyMap
+from proposers.tree_proposer import Inputs, TreeProposer
+from proposers.trees.coupled import find_coupling, find_noise
+from proposers.trees.draft import Draft
+from proposers.trees.search import ScoredDrafter, search
+
+LONGEST = 16
+WELL_SHARED = 0.9  # of the target's tokens; with fewer of them a notice says so
+MEMORY = 0.95  # weight of the acceptance before, per step
+
+
+class DraftProposer(TreeProposer):
+    """Drafts with a smaller model.
+
+    draft: the small model. With another tokenizer than the target's, tokens of both are drafted (`VocabularyMap`); that
+    needs `Target(model, tokenizer)` for both. Outputs may be padded to different sizes: tokens that one of the models
+    lacks are never drafted.
+    depth: tokens ahead, at most.
+    width: 1 drafts a chain; more a tree, in which so many paths are followed at each level and get as many next tokens.
+    nodes: see `TreeProposer`.
+    sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
+    gives another text than without a proposer.
+    Logits processors of transformers apply to the draft's logits too; a user's own see the text alone, as they may have
+    state.
+
+    Raises ValueError for sizes below 1, for a tree if it is sampled or the draft has a recurrent state, and, in its
+    first step, for a vocabulary whose tokens are not known.
+    """
+
+    name = "draft"
+
+    def __init__(
+        self,
+        draft: Target,
+        *,
+        depth: int | None = None,
+        width: int = 1,
+        nodes: int | None = None,
+        sampled: bool = False,
+        calibration: Calibration | None = None,
+    ) -> None:
+        depth = LONGEST if depth is None else depth
+        super().__init__(depth=depth, width=width, ranks=width, nodes=nodes, calibration=calibration)
+        if sampled and width > 1:
+            raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
+        if draft.is_recurrent and width > 1:
+            raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
+        self.draft_model, self.sampled = draft, sampled
+        self._session = DraftSession(draft)
+        self._mapped: tuple[Any, Any] | None = None  # the tokenizers that the map was made for
+        self._map: VocabularyMap | None = None  # None: they are the same
+        self._last_levels = 0  # of a sampled chain
+        self._accepted, self._tried = 2.4, 4.0  # decayed counts of its tokens; one counts if its parent was right
+
+    def renew(self) -> Self:
+        fresh = super().renew()
+        fresh._session = DraftSession(self.draft_model)
+        fresh._last_levels, fresh._accepted, fresh._tried = 0, 2.4, 4.0
+        return fresh
+
+    def begin(self, target: Target) -> None:
+        """Find the tokens that draft and target share. Raises ValueError if that cannot be told."""
+        draft = self.draft_model
+        ours, theirs = draft.tokenizer, target.tokenizer
+        if ours is not None and theirs is not None:
+            if self._mapped != (ours, theirs):
+                self._mapped, self._map = (ours, theirs), find_map(draft, target)
+        elif draft.vocabulary != target.vocabulary:
+            raise ValueError(
+                f"the draft model has a vocabulary of {draft.vocabulary} tokens, the target one of "
+                f"{target.vocabulary}, and not both have a tokenizer, which tells what their tokens are; give both: "
+                "Target(model, tokenizer)"
+            )
+        self._session.vocabulary = self._map
+        shared = min(draft.vocabulary, target.vocabulary) if self._map is None else len(self._map.target_ids)
+        if self.width > shared:
+            raise ValueError(f"width is {self.width}, more than the {shared} tokens that draft and target share")
+        self.draft_budget.usual_level_time = count_weights(draft.config) / count_weights(target.config)
+
+    def observe(self, step: Step) -> None:
+        """Bring the draft model's cache to the accepted tokens."""
+        self._session.observe(step)
+        for path in step.path[: len(step.stayed)] if self._last_levels else ():
+            self._accepted = MEMORY * self._accepted + len(path) - 1
+            self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
+        self._last_levels = 0
+
+    def find_device(self, target: Target) -> torch.device:
+        return self.draft_model.device
+
+    @property
+    def token_map(self) -> Tensor | None:
+        return self._session.tokens
+
+    def read_step(self, step: Step) -> Inputs:
+        return {"logits": self._session.start(step)}
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> ModelDrafter:
+        return self._session.start_drafter(inputs["logits"])
+
+    def draft(self, step: Step, levels: int, most: int) -> Tree:
+        return self._sample(step, levels) if self.sampled else super().draft(step, levels, most)
+
+    def _search(self, step: Step, levels: int, most: int) -> Draft:
+        """Another vocabulary is drafted from as it is, and the text is cut into the target's tokens then.
+
+        Logits processors need the target's tokens, and get those that both have.
+        """
+        if self._map is None or any(sampling.processors for sampling in step.samplings):
+            return super()._search(step, levels, most)
+        inputs = self.read_inputs(step, levels)
+        coupling = find_coupling(step.samplings, inputs.get("keys"))
+        if coupling is not None:
+            coupling = replace(coupling, tokens=self._map.first_tokens.to(inputs["roots"].device))
+        drafter = ScoredDrafter(self._session.start_drafter(inputs["logits"], is_own=True), coupling=coupling)
+        budget = self.draft_budget if self.adaptive else None
+        shares = self.adaptive and self.draft_budget.unit < 1
+        width, ranks = (1, 1) if step.target.is_recurrent else (self.width, self.ranks)
+        draft = search(inputs["roots"], drafter, levels, width, ranks, most, budget, self.adaptive, shares)
+        return retokenize(draft, step, self._session, most, self.adaptive)
+
+    def _sample(self, step: Step, levels: int) -> Tree:
+        """A chain sampled from the draft model, with its distributions for the verifier.
+
+        Its length yields most tokens per second (Leviathan et al., theorem 3.8) if each token is accepted with the same
+        probability after an accepted one. It must not depend on the tokens.
+        """
+        if self.adaptive:
+            rate = self._accepted / self._tried
+            expected = list(accumulate(rate**level for level in range(1, levels + 1)))
+            levels = self.draft_budget.choose_levels(expected)
+        self._last_levels = levels
+        roots, drafter = self.find_roots(step), self._session.start_drafter(self._session.start(step))
+        texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
+        # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
+        noise = to_uniforms(find_noise(step, levels, DRAFT).to(roots.device))
+        tokens, qs = roots[:, None], list[Tensor]()
+        for level in range(levels):
+            if level:
+                drafter.extend(torch.zeros_like(tokens[:, -1:]), tokens[:, -1:])
+            prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
+            logits = self._session.spread(self._session.fit(drafter.read_logits[:, 0]))
+            qs.append(find_q(step, logits, prefixes))
+            sampled = inverse_cdf(qs[-1], noise[:, level]).clamp(max=logits.shape[1] - 1)  # all are 0 after NaN
+            tokens = torch.cat([tokens, sampled[:, None]], dim=1)
+        qs.append(torch.zeros_like(qs[0]))  # nothing was sampled after the last token
+        return Tree.chain_of(tokens, torch.full_like(roots, levels + 1), q=torch.stack(qs, dim=1))
+
+
+def find_q(step: Step, logits: Tensor, prefixes: Sequence[Tensor]) -> Tensor:
+    """The probabilities [B, V] that draft tokens are sampled from, by logits [B, V]: q may be any distribution."""
+
+    def find(sampling: Sampling, rows: Any) -> Tensor:
+        places = range(len(prefixes))[rows] if isinstance(rows, slice) else rows
+        some, ids = [prefixes[row] for row in places], [step.request_ids[row] for row in places]
+        return sampling.for_drafts.probabilities(logits[rows], some, ids).nan_to_num(nan=0.0)
+
+    return for_groups(step.samplings, find)
+
+
+def find_map(draft: Target, target: Target) -> VocabularyMap | None:
+    """How the tokens of two models correspond; None if their tokenizers are the same."""
+    ours: Any = draft.tokenizer
+    theirs: Any = target.tokenizer
+    if ours is theirs or ours.get_vocab() == theirs.get_vocab():
+        return None
+    found = VocabularyMap(ours, theirs, draft.vocabulary, target.vocabulary)
+    advice = "" if found.overlap >= WELL_SHARED else "; one of the same family may do better"
+    print_notice(f"the draft model has another tokenizer, with {found.overlap:.0%} of the target's tokens{advice}")
+    return found
+
+
+def count_weights(config: PretrainedConfig) -> int:
+    """About how many weights a pass reads, by the sizes in a config: packed layers do not show theirs.
+
+    Attention, an MLP (gated if its size is given) and the output matrix; of a mixture, one expert.
+    """
+    shape = config.to_dict()  # reading attributes that differ from layer to layer raises
+    hidden, heads = config.hidden_size, shape.get("num_attention_heads") or 1
+    shared = shape.get("num_key_value_heads") or heads
+    size = shape.get("head_dim") or hidden // heads
+    inner = shape.get("intermediate_size")
+    mlp = 3 * hidden * inner if isinstance(inner, int) else 8 * hidden**2
+    layer = 2 * hidden * size * (heads + shared) + mlp
+    return config.num_hidden_layers * layer + config.vocab_size * hidden

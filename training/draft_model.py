@@ -1,0 +1,164 @@
+"""A small draft model in training: cut out of the target, or another checkpoint of the same tokenizer.
+
+Only its decoder layers and its final norm are trained. Embeddings and output matrix are most of a small model's
+weights, and those of the target fit its states already. Shapes: B rows, T tokens, R positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from decode.models.stock_model import find_decoder
+from training.data import Example
+from training.objectives import Objective
+from training.teacher import Batch, Teacher, collate
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """Where a draft model comes from. layers: those of the model that it was cut out of; None: it is whole."""
+
+    source: str
+    layers: tuple[int, ...] | None = None
+    draft_size: int | None = None
+    target_weights: str | None = None
+
+
+class DraftModel(nn.Module):
+    """A draft model, as the trainer sees it: a head that reads tokens and no features.
+
+    model: as it was loaded (`accelerate="off"`). tokens [D]: the target's tokens that it drafts; None: all.
+
+    Raises ValueError for a model whose logits are no product of its states with a matrix, for example because they are
+    capped: losses are computed from such products.
+    """
+
+    kind = "draft"
+    features = ()
+    token_map: Tensor | None
+    matrix: Tensor
+    bias: Tensor | None
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: DraftModelConfig, tokens: Tensor | None) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.draft_size = self.vocab_size if tokens is None else len(tokens)
+        self.register_buffer("token_map", tokens, persistent=False)
+        for module in (*filter(lambda each: isinstance(each, nn.Embedding), model.modules()), self._output):
+            module.requires_grad_(False)
+        weight, bias = self._output.weight.detach(), getattr(self._output, "bias", None)
+        bias = None if bias is None else bias.detach()
+        self.register_buffer("matrix", weight if tokens is None else weight[tokens], persistent=False)
+        self.register_buffer("bias", bias if tokens is None or bias is None else bias[tokens], persistent=False)
+        self._scale = self._find_scale()
+        if tokens is not None:  # `proposers.draft_model` reads them; other programs draft from the whole vocabulary
+            model.config.get_text_config(decoder=True).draft_tokens = tokens.tolist()
+
+    @property
+    def _output(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def _find_scale(self) -> float:
+        """The factor of the logits: 1 in most models."""
+        tokens = torch.arange(min(16, self.vocab_size))[None]
+        logits, product = self.model(input_ids=tokens, use_cache=False).logits, self._output(self(tokens))
+        scale = float((logits * product).sum() / (product * product).sum())
+        if not torch.allclose(logits, scale * product, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+            kind = self.model.config.model_type
+            raise ValueError(f"{kind} does more to its logits than a matrix product, so it cannot be trained here")
+        return scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The states [B, T, H] after tokens [B, T], which may be padded at their ends."""
+        states: Tensor = find_decoder(self.model)[0](input_ids=tokens, use_cache=False)[0]
+        return states
+
+    def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """As of a head."""
+        return self.matrix, self.bias
+
+    def normalise(self, states: Tensor) -> Tensor:
+        """As of a head."""
+        return states * self._scale
+
+    @torch.no_grad()
+    def roll(self, tokens: Sequence[Sequence[int]], count: int, temperature: float) -> list[list[int]]:
+        """So many tokens that it samples after each text."""
+        device, longest = self.matrix.device, max(map(len, tokens))
+        padding = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in tokens], device=device)
+        padded = torch.tensor([[0] * (longest - len(text)) + [*text] for text in tokens], device=device)
+        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "pad_token_id": 0}
+        config = GenerationConfig(**settings, min_new_tokens=count, max_new_tokens=count)
+        self.model.generation_config, own = config, self.model.generation_config
+        try:
+            rolled: Any = self.model.generate(padded, attention_mask=padding)
+        finally:
+            self.model.generation_config = own
+        return [row[longest:] for row in rolled.tolist()]
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Save it as a folder of transformers, with its tokenizer. Files are replaced one by one, the config last."""
+        model = copy.deepcopy(self.model).to(dtype)
+        config = model.config.get_text_config(decoder=True)
+        config.target_weights = self.config.target_weights
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".saving-") as aside:
+            model.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
+            for file in sorted(Path(aside).iterdir(), key=lambda file: file.name == CONFIG):
+                os.replace(file, folder / file.name)
+
+
+class DraftModelObjective(Objective):
+    """The loss of a draft model after each token of an answer. In a draft of several tokens, it reads the same way."""
+
+    head: DraftModel
+
+    def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        row, column = batch.answers.nonzero(as_tuple=True)
+        yield self.head(batch.tokens)[row, column], row, column
+
+
+class RolloutLoader:
+    """Loads the batch of the examples with the given numbers, with the last tokens of each drawn from the draft model.
+
+    Each answer ends at a random place, and from there the draft model goes on for `count` tokens, which the target
+    scores too: so it learns from its own mistakes (Agarwal et al., "On-policy distillation", 2024). temperature: of
+    its samples.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], teacher: Teacher, model: DraftModel, count: int, temperature: float
+    ) -> None:
+        self.examples, self.teacher, self.model = examples, teacher, model
+        self.count, self.temperature = count, temperature
+
+    def __call__(self, numbers: Sequence[int]) -> Batch:
+        examples = [self.examples[number] for number in numbers]
+        begins = [example.spans[0][0] for example in examples]
+        places = [
+            begin + int(torch.randint(len(example.tokens) - begin, ()))
+            for begin, example in zip(begins, examples, strict=True)
+        ]
+        kept = [example.tokens[:place] for example, place in zip(examples, places, strict=True)]
+        rolled = self.model.roll(kept, self.count, self.temperature)
+        made = []
+        for example, text, tokens in zip(examples, kept, rolled, strict=True):
+            spans = [(begin, min(end, len(text))) for begin, end in example.spans if begin < len(text)]
+            spans.append((len(text), len(text) + len(tokens)))
+            made.append(Example((*text, *tokens), tuple(spans)))
+        return collate(made, self.teacher.compute(made))
