@@ -118,6 +118,17 @@ class Engine:
         """End a request with "cancelled" at the next step. One that has ended stays as it is."""
         request.is_cancelled = True
 
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of texts that have ended."""
+        return 0 if self._prefixes is None else self._prefixes.most
+
+    @kept_bytes.setter
+    def kept_bytes(self, most: int) -> None:
+        if self._prefixes is None:
+            raise ValueError("this engine keeps no texts; make it with kept_bytes")
+        self._prefixes.most = most
+
     def close(self) -> None:
         """Cancel all requests and free what they used. No more can be added."""
         with self._adding:

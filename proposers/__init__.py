@@ -3,6 +3,7 @@
 from proposers.calibration import Calibration, load_calibration
 from proposers.draft_budget import DraftBudget
 from proposers.draft_models.proposer import DraftProposer
+from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
@@ -28,6 +29,7 @@ __all__ = [
     "Place",
     "RecyclingProposer",
     "Source",
+    "StagedProposer",
     "SuffixProposer",
     "TreeProposer",
     "check_options",

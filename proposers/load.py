@@ -26,6 +26,7 @@ from heads.formats.layout import Head
 from proposers.calibration import load_calibration
 from proposers.draft_models.loading import load_draft_model
 from proposers.draft_models.proposer import DraftProposer
+from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer
@@ -41,7 +42,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "suffix": (SuffixProposer, ("store", "nodes")),
     "recycling": (RecyclingProposer, ("nodes",)),
     "merged": (MergedProposer, _MERGED),
-    "draft": (DraftProposer, ("draft_model", "draft_layers", "sampled", "nodes", *_SHAPE)),
+    "draft": (DraftProposer, ("draft_model", "draft_layers", "draft_proposer", "sampled", "nodes", *_SHAPE)),
     "medusa": (MedusaProposer, _TRAINED),
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
@@ -66,6 +67,7 @@ def load_proposer(
     head: str | Path | None = None,
     draft_model: Target | str | Path | None = None,
     draft_layers: int | None = None,
+    draft_proposer: Proposer | str | Path | None = None,
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
@@ -82,6 +84,8 @@ def load_proposer(
     draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
     draft_layers: for "draft": only the first layers of the model to load; without draft_model, of the target's.
     store: finished answers to draft from, see `MergedProposer`.
+    draft_proposer: for "draft": what drafts for the draft model (`StagedProposer`): a proposer, or a name or folder as
+    `name` is.
     nodes, depth, width: see `TreeProposer`. sampled: see `DraftProposer`.
 
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
@@ -89,7 +93,13 @@ def load_proposer(
     """
     check_target(target)
     options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
-    options |= {"draft_layers": draft_layers, "depth": depth, "width": width, "sampled": sampled}
+    options |= {
+        "draft_layers": draft_layers,
+        "draft_proposer": draft_proposer,
+        "depth": depth,
+        "width": width,
+        "sampled": sampled,
+    }
     given = check_options(name, options)
     if own := OWN_CLASS.fullmatch(str(name)):
         return _load_own(Path(own[1]), own[2])
@@ -103,7 +113,7 @@ def load_proposer(
     if name in ("merged", "auto"):
         drafter: TreeProposer | None = None
         if model is not None:
-            drafter = _load_draft_proposer(target, model)
+            drafter = _load_draft_proposer(target, model)  # type: ignore[assignment]  # without a proposer of its own
         elif chosen is not None:
             drafter = _load_head_proposer(None, find_head(str(name), chosen), target)
         elif name == "auto":
@@ -135,6 +145,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
     has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
     _refuse_options(str(name), given, has)
+    if "draft_proposer" in given and "sampled" in given:
+        raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
         raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
     if name in HEAD_PROPOSERS or "head" in given:
@@ -218,8 +230,12 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
 
 
 def _load_draft_proposer(
-    target: Target, draft_model: Target | str | Path | None, draft_layers: int | None = None, **options: Any
-) -> DraftProposer:
+    target: Target,
+    draft_model: Target | str | Path | None,
+    draft_layers: int | None = None,
+    draft_proposer: Proposer | str | Path | None = None,
+    **options: Any,
+) -> DraftProposer | StagedProposer:
     """A proposer with a draft model, calibrated if its folder has a calibration."""
     if not isinstance(draft_model, Target):
         name = str(target.model.name_or_path if draft_model is None else draft_model)
@@ -229,7 +245,13 @@ def _load_draft_proposer(
         raise ValueError("draft_layers is for a model to load, and draft_model is loaded already; give its name")
     folder = str(draft_model.model.name_or_path)
     _warn_of_weights(folder, getattr(draft_model.config, "target_weights", None), target)
-    proposer = DraftProposer(draft_model, calibration=load_calibration(folder), **options)
+    proposer: DraftProposer | StagedProposer
+    if draft_proposer is None:
+        proposer = DraftProposer(draft_model, calibration=load_calibration(folder), **options)
+    else:
+        if isinstance(draft_proposer, str | Path):
+            draft_proposer = load_proposer(draft_proposer, draft_model)
+        proposer = StagedProposer(draft_model, draft_proposer, **options)
     proposer.begin(target)
     return proposer
 

@@ -23,7 +23,7 @@ def cut_model(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     cut = copy.deepcopy(model, shared)
     stack = find_decoder(cut)[1]
-    chosen = nn.ModuleList(stack[layer] for layer in layers)
+    chosen = nn.ModuleList(stack[layer] for layer in layers).train(stack.training)
     for parent in [*cut.modules()]:
         for name, module in parent.named_children():
             if module is stack:

@@ -37,6 +37,7 @@ the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
 DRAFT_LAYERS_HELP = """for draft: draft with the first N layers of the draft model; without --draft-model, of the model
 itself, if it was trained for an early exit"""
+DRAFT_PROPOSER_HELP = """for draft: what drafts for the draft model, such as ngram or a head's folder (staged drafts)"""
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
@@ -96,6 +97,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
     add("--draft-layers", type=whole, metavar="N", help=DRAFT_LAYERS_HELP)
+    add("--draft-proposer", metavar="NAME", help=DRAFT_PROPOSER_HELP)
     add("--head", metavar="DIR", help=HEAD_HELP)
     add("--nodes", type=whole, metavar="N", help=NODES_HELP)
     add("--depth", type=whole, metavar="N", help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most")

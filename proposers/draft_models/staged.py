@@ -1,0 +1,168 @@
+"""Staged drafts: a draft model whose own decoding is sped up by another proposer.
+
+After Spector and Re, "Accelerating LLM Inference with Staged Speculative Decoding" (2023). The ordinary engine decodes
+with the draft model until enough tokens are drafted. Beginnings of texts that it has read are not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from itertools import accumulate
+from time import perf_counter
+from typing import Self
+
+import torch
+
+from decode import Engine, Proposer, Sampling, Step, Target, Tree
+from decode.device.transfer import read
+from decode.models.recurrent import open_session
+from decode.noise import make_exponential
+from decode.reading import Text
+from decode.requests.answer import LogProbs
+from decode.requests.request import Request
+from proposers.draft_budget import DraftBudget
+from proposers.trees.coupled import find_noise
+from proposers.trees.draft import Node
+
+LONGEST = 16
+MEMORY = 0.95  # weight of the acceptance before, per step
+SPARE = 2  # times the memory of the texts: it also holds tokens that were drafted in vain
+
+
+class StagedProposer:
+    """Drafts with a model that drafts for itself.
+
+    draft: the model, with the target's vocabulary. inner: what drafts for it. The draft's text does not depend on
+    `inner`, and where the target samples, the draft knows its noise, as all drafts here do.
+    depth: tokens ahead, at most. width: next tokens of each text that become nodes: its own choice and runners-up.
+    nodes: the most nodes of a tree, root included. None adapts the depth to this device, down to no draft at all; trees
+    then have `width` nodes a level.
+
+    Raises ValueError for sizes below 1 and, in `begin`, for a draft model with another vocabulary.
+    """
+
+    layers: Sequence[int] = ()
+    name = "draft"
+
+    def __init__(
+        self, draft: Target, inner: Proposer, *, depth: int | None = None, width: int = 1, nodes: int | None = None
+    ) -> None:
+        self.draft_model, self.inner, self.depth = draft, inner, LONGEST if depth is None else depth
+        self.width, self.nodes, self.adaptive = width, nodes, nodes is None
+        if min(self.depth, width) < 1 or (nodes is not None and nodes < 1):
+            raise ValueError(f"depth {self.depth}, width {width} and nodes {nodes} must be at least 1")
+        self._reset()
+
+    def _reset(self) -> None:
+        self.draft_budget = DraftBudget()
+        self._engine: Engine | None = None
+        self._bytes = 0  # of a token's keys, values and features
+        self._last_levels = 0
+        self._accepted, self._tried = 2.4, 4.0  # decayed counts of drafted tokens; one counts if its parent was right
+
+    def renew(self) -> Self:
+        """The same proposer with nothing learned."""
+        fresh = copy(self)
+        fresh.inner = self.inner.renew() if hasattr(self.inner, "renew") else self.inner
+        fresh._reset()
+        return fresh
+
+    def begin(self, target: Target) -> None:
+        """Raises ValueError if the draft model has another vocabulary."""
+        if self.draft_model.vocabulary != target.vocabulary:
+            raise ValueError(
+                f"a staged draft model needs the target's vocabulary; it has {self.draft_model.vocabulary} tokens, the "
+                f"target {target.vocabulary}"
+            )
+        if self._engine is None:
+            self._engine = Engine(self.draft_model, self.inner)
+            session = open_session(self.draft_model, 1, self.inner.layers)
+            _, features = session.extend([[0]])
+            self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).least_bytes
+
+    @torch.no_grad()
+    def propose(self, step: Step, budget: int) -> Tree:
+        levels = self._choose_levels(step, min(budget, self.nodes or budget))
+        begun = perf_counter()
+        answers = self._decode(step, levels) if levels else {}
+        if self.adaptive and levels:
+            self.draft_budget.take_drafting_time(perf_counter() - begun, levels)
+        keys = None
+        if answers and not all(sampling.greedy for sampling in step.samplings):
+            keys = read(find_noise(step, levels))
+        rows = []
+        for row, request in enumerate(answers.get(each) for each in step.request_ids):
+            nodes = [Node(step.bonus[row], -1, 0.0)]
+            if request is not None and request.answer is not None:
+                noise = None if keys is None else keys[row]
+                self._add_nodes(nodes, request.answer.tokens, request.answer.log_probs, step.samplings[row], noise)
+            most = min(budget, self.nodes or 1 + levels * self.width)
+            rows.append(keep_best(nodes, most))
+        return Tree.of_rows([([n.token for n in row], [n.parent for n in row]) for row in rows])
+
+    def _choose_levels(self, step: Step, most: int) -> int:
+        """How many tokens to draft: as many as should yield most tokens per second, if each is as likely as before."""
+        for path in step.path[: len(step.stayed)] if self._last_levels else ():
+            self._accepted = MEMORY * self._accepted + len(path) - 1
+            self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
+        levels = min(self.depth, most - 1, max(2, *step.room) - 1)
+        if self.adaptive:
+            self.draft_budget.observe(step)
+            if levels < 1 or self.draft_budget.is_backing_off():
+                self.draft_budget.skip()
+                levels = 0
+            else:
+                rate = self._accepted / self._tried
+                expected = list(accumulate(rate**level for level in range(1, levels + 1)))
+                levels = self.draft_budget.choose_levels(expected)
+        self._last_levels = levels
+        return levels
+
+    def _decode(self, step: Step, levels: int) -> dict[int, Request]:
+        """So many tokens of the draft model after each text, by request id; none where its context has no room."""
+        assert self._engine is not None
+        self._engine.rows = max(self._engine.rows, len(step.request_ids))
+        self._engine.kept_bytes = SPARE * self._bytes * sum(len(text) + levels for text in step.sequences)
+        found = {}
+        for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
+            if len(text) + levels < self.draft_model.context:
+                limits = {"max_new_tokens": levels, "stop_ids": [*step.stop_ids[row]], "log_probs": self.width}
+                sampling = step.samplings[row]
+                sampling = sampling.for_drafts if sampling.processors else sampling
+                found[request_id] = self._engine.add(
+                    [*text], request_id=request_id, sampling=sampling, text=False, **limits
+                )
+        for _ in self._engine:
+            pass
+        return found
+
+    def _add_nodes(
+        self,
+        nodes: list[Node],
+        tokens: list[int],
+        told: Sequence[LogProbs],
+        sampling: Sampling,
+        keys: torch.Tensor | None,
+    ) -> None:
+        """Add the draft model's text and, at each of its tokens, what it would have chosen next."""
+        above, score = 0, 0.0
+        for level, (token, each) in enumerate(zip(tokens, told, strict=True)):
+            likely = {**each.best, token: each.chosen}
+            log_p = torch.tensor([*likely.values()])
+            if not sampling.greedy and keys is not None:  # as in `trees.coupled`
+                noise = make_exponential(keys[level : level + 1], torch.tensor([*likely]))[0].log().neg().float()
+                log_p = (log_p + sampling.temperature * noise).log_softmax(dim=-1)
+            best = len(nodes)
+            nodes.append(Node(token, above, score + float(log_p[[*likely].index(token)])))
+            others = [(p, other) for other, p in zip(likely, log_p.tolist(), strict=True) if other != token]
+            for p, other in sorted(others, reverse=True)[: self.width - 1]:
+                nodes.append(Node(other, above, score + p))
+            above, score = best, nodes[best].score
+
+
+def keep_best(nodes: list[Node], most: int) -> list[Node]:
+    """The best `most` nodes, the root among them, with parents before their children."""
+    order = sorted(range(len(nodes)), key=lambda number: -nodes[number].score)[:most]
+    places = {-1: -1} | {number: place for place, number in enumerate(order)}
+    return [nodes[number]._replace(parent=places[nodes[number].parent]) for number in order]
