@@ -160,6 +160,7 @@ def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
 def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> DraftModel:
     """A draft model that is cut out of the target, or that of --init. Raises ValueError if it is for another target."""
     name = options.model if options.init is None else str(options.init)
+    torch.manual_seed(options.seed)  # of rollouts
     # Apart from the target, whose layers are packed: these are trained.
     model, tokenizer = load_model_only(ModelOptions(name, "float32", options.device, accelerate="off"))
     layers: Sequence[int] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # logits held in memory at a time
-LEAST = 1e-8  # probability in logarithms: cached ones have half precision
+LEAST_P, LEAST_Q = 1e-8, 1e-30  # in logarithms; p may have been stored in half precision
 ETA = 3.0  # how fast `lk` moves from kl to tv as the head improves (LK losses, section 4)
 
 # A loss takes p and q at the labels, [R, S]. It returns its value [R] and its gradient by the logits, which for all of
@@ -23,7 +23,7 @@ ValueAndGradient = tuple[Tensor, Tensor, Tensor]
 
 def kl(p: Tensor, q: Tensor) -> ValueAndGradient:
     """Cross-entropy with the target's distribution: KL(p || q) up to a constant (Hinton et al. 2015)."""
-    return -(p * q.clamp_min(1e-30).log()).sum(dim=-1), p.sum(dim=-1, keepdim=True), p
+    return -(p * q.clamp_min(LEAST_Q).log()).sum(dim=-1), p.sum(dim=-1, keepdim=True), p
 
 
 def tv(p: Tensor, q: Tensor) -> ValueAndGradient:
@@ -49,23 +49,23 @@ def lk(p: Tensor, q: Tensor) -> ValueAndGradient:
 
 def rkl(p: Tensor, q: Tensor) -> ValueAndGradient:
     """KL(q || p), which punishes tokens that the target does not give (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _with_tail(p), _with_tail(q)
+    (p, p_tail), (q, q_tail) = _with_tail(p, LEAST_P), _with_tail(q, LEAST_Q)
     slopes, tail = (q / p).log(), (q_tail / p_tail).log()
     return (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
 
 
 def jsd(p: Tensor, q: Tensor) -> ValueAndGradient:
     """Jensen-Shannon divergence: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _with_tail(p), _with_tail(q)
+    (p, p_tail), (q, q_tail) = _with_tail(p, LEAST_P), _with_tail(q, LEAST_Q)
     m, m_tail = (p + q) / 2, (p_tail + q_tail) / 2
     slopes, tail = (q / m).log() / 2, (q_tail / m_tail).log() / 2
     value = ((p * (p / m).log()).sum(dim=-1) + p_tail * (p_tail / m_tail).log()) / 2
     return value + (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
 
 
-def _with_tail(p: Tensor) -> tuple[Tensor, Tensor]:
+def _with_tail(p: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Probabilities [R, S] that have logarithms, and [R]: of all other tokens, which count as one."""
-    return p.clamp_min(LEAST), (1 - p.sum(dim=-1)).clamp_min(LEAST)
+    return p.clamp_min(least), (1 - p.sum(dim=-1)).clamp_min(least)
 
 
 def _by_slopes(q: Tensor, q_tail: Tensor, slopes: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

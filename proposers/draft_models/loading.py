@@ -65,5 +65,5 @@ def keep_outputs(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     smaller.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         smaller.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
-    model.set_output_embeddings(smaller)
+    model.set_output_embeddings(smaller.train(output.training))
     model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False

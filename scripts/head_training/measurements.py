@@ -95,14 +95,15 @@ def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch:
     target = load_batch.teacher.target
     objective.to(target.device)
     for trial, numbers in enumerate([batches[0], *batches]):  # the first is a warm-up
-        started = perf_counter()
-        batch = load_batch(numbers)
-        float(batch.probabilities.sum())  # synchronizes with a GPU
-        between = perf_counter()
         devices = [target.device] if target.device.type == "cuda" else []
         autocast = torch.autocast(target.device.type, target.dtype, enabled=target.dtype == torch.bfloat16)
-        with torch.random.fork_rng(devices), autocast:
-            loss = objective(batch).total
+        with torch.random.fork_rng(devices):
+            started = perf_counter()
+            batch = load_batch(numbers)
+            float(batch.probabilities.sum())  # synchronizes with a GPU
+            between = perf_counter()
+            with autocast:
+                loss = objective(batch).total
         loss.backward()
         float(loss.detach())
         objective.zero_grad(set_to_none=True)

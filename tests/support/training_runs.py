@@ -45,10 +45,10 @@ FIRST = 3  # smaller ids are special tokens
 
 
 @cache
-def train_predictable() -> PreTrainedModel:
+def train_predictable(layers: int = 1) -> PreTrainedModel:
     """A tiny Llama trained to continue `walk`, in which each token has one successor."""
     torch.manual_seed(0)
-    model = tiny("llama", dtype=torch.float32, num_hidden_layers=1)
+    model = tiny("llama", dtype=torch.float32, num_hidden_layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(200):
         starts = torch.randint(FIRST, VOCABULARY, (16,)).tolist()
@@ -81,10 +81,10 @@ def write_answers(file: Path, rows: int, seed: int = 0) -> Path:
     return file
 
 
-def save_predictable(folder: Path, rows: int) -> Path:
+def save_predictable(folder: Path, rows: int, layers: int = 1) -> Path:
     """Turn a folder of `save_model` into the predictable target without a chat template, with some of its answers."""
     with limit_threads(1):
-        train_predictable().save_pretrained(folder)
+        train_predictable(layers).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
     given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
-    given += [] if {"eagle", "eagle3"} & {*options} else SHAPE
+    given += [] if {"eagle", "eagle3", "draft"} & {*options} else SHAPE
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:

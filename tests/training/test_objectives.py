@@ -30,6 +30,12 @@ def written_out(name: str, p: Tensor, q: Tensor) -> Tensor:
     alpha = torch.minimum(p, q).sum(dim=-1)
     entropy = -(p * q.log()).sum(dim=-1)
     weight = torch.exp(-3 * alpha).detach()
+    if name in ("rkl", "jsd"):  # the tokens that are no labels count as one
+        p, q = (torch.cat([each * (p > 0), 1 - (each * (p > 0)).sum(1, True)], 1) for each in (p, q))
+        p, q = p.clamp_min(1e-300), q.clamp_min(1e-300)
+        m = (p + q) / 2
+        jsd = (p * (p / m).log() + q * (q / m).log()).sum() / 2
+        return jsd if name == "jsd" else (q * (q / p).log()).sum()
     return {
         "ce": entropy,
         "kl": entropy,
@@ -62,6 +68,24 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(value, expected)
     assert right.tolist() == (logits.argmax(dim=-1) == labels[:, 0]).tolist()
     torch.testing.assert_close(*(torch.autograd.grad(each * 3, inputs) for each in (value, expected)))
+
+
+def test_temperature_is_that_of_both_distributions() -> None:
+    """Labels of all tokens, so that nothing is left out."""
+    head = make_head("medusa", TARGET)
+    batch = make_batch("medusa")
+    p = torch.randn(3, 13, VOCABULARY, dtype=torch.float64).softmax(dim=-1)
+    probabilities, labels = p.sort(dim=-1, descending=True)
+    batch = batch._replace(labels=labels, probabilities=probabilities)
+    found = MedusaObjective(head, "tv", None, temperature=0.5)(batch).total
+    total = torch.zeros((), dtype=torch.float64)
+    objective = MedusaObjective(head, "tv", None)
+    for depth, (states, row, column) in enumerate(objective.draft(batch)):
+        weight, bias = head.output_layer(depth)
+        logits = torch.nn.functional.linear(states, weight, bias)
+        rejected = 1 - torch.minimum((p[row, column].log() / 0.5).softmax(-1), (logits / 0.5).softmax(-1)).sum(dim=-1)
+        total += objective.decay**depth * rejected.sum()
+    torch.testing.assert_close(found.double(), total)
 
 
 def make_batch(kind: str) -> Batch:

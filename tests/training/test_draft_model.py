@@ -1,0 +1,243 @@
+"""Draft models in training: cut out of the target, saved as transformers' own models, and used to draft."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode import Sampling, Target, generate
+from decode.models.cut_model import cut_model
+from proposers import DraftProposer, load_proposer
+from proposers.draft_models.loading import load_draft_model
+from scripts import calibrate
+from tests.support.models import VOCABULARY, tiny
+from tests.support.training_runs import assert_same, losses, save_predictable, stop_at, train, walk
+from training.checkpoint import CHECKPOINT, read_metrics
+from training.data import Example
+from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective, RolloutLoader
+from training.teacher import Teacher, collate
+from training.trainer import Trainer
+
+CUT = ["--kind", "draft", "--layers", "1", "--lr", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def place(save_model: Callable[..., Path]) -> Path:
+    """A predictable target of two layers, and 200 of its answers."""
+    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=2), rows=200, layers=2)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(place, folder, *CUT, "--epochs", "6", "--draft-vocab", "80") == 0
+    return folder
+
+
+def test_a_cut_draft_learns(place: Path, trained: Path) -> None:
+    rows = read_metrics(trained)
+    assert losses(trained)[-1]["agreement"][0] > 0.9 and rows[-1]["tau"] > 3
+    untrained = generate(
+        Target.load(place, dtype="float32"),
+        [[5], [17]],
+        DraftProposer(load_draft_model(place, layers=1, dtype="float32"), depth=3, nodes=4),
+        max_new_tokens=24,
+    )
+    assert sum(answer.stats.tau for answer in untrained) / 2 < rows[-1]["tau"]
+
+
+def test_it_is_a_model_of_transformers(place: Path, trained: Path) -> None:
+    """Other programs draft with it as with any model: vLLM as `draft_model`, transformers as `assistant_model`."""
+    model, report = AutoModelForCausalLM.from_pretrained(trained, output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.num_hidden_layers == 1 and model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(trained).get_vocab() == AutoTokenizer.from_pretrained(place).get_vocab()
+    target, prompt = AutoModelForCausalLM.from_pretrained(place).eval(), torch.tensor([walk(5, 3)])
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(prompt, **settings)
+    assert target.generate(prompt, assistant_model=model.float().eval(), **settings).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, {"sampling": Sampling(0.8, seed=3)}])
+def test_only_the_tokens_that_it_was_trained_for_are_computed(
+    place: Path, trained: Path, settings: dict[str, Any]
+) -> None:
+    """The text is the target's; the tree is the one of all outputs, with other tokens left out."""
+    target = Target.load(place, dtype="float64")
+    draft = load_draft_model(trained, dtype="float64")
+    whole = Target.load(trained, dtype="float64")
+    listed = json.loads((trained / "config.json").read_text())["draft_tokens"]
+    assert len(listed) == 80 and draft.model.get_output_embeddings().out_features == 80
+    prompts = [walk(5, 3), [59], walk(12, 4)]
+    limits: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": (), **settings}
+    plain = [answer.tokens for answer in generate(target, prompts, None, **limits)]
+    taus = []
+    for each in (draft, whole):
+        for shape in ({"width": 2, "depth": 4, "nodes": 8}, {"depth": 3, "nodes": 4}):
+            answers = generate(target, prompts, DraftProposer(each, **shape), batch_size=2, **limits)
+            assert [answer.tokens for answer in answers] == plain
+            taus.append([answer.stats.steps for answer in answers])
+    assert taus[:2] == taus[2:] and max(map(max, taus)) < 30
+
+
+def test_sampled_drafts_of_a_part_of_the_vocabulary(place: Path, trained: Path) -> None:
+    target, draft = Target.load(place, dtype="float64"), load_draft_model(trained, dtype="float64")
+    answers = generate(
+        target,
+        [walk(5, 3)] * 2,
+        DraftProposer(draft, sampled=True, depth=3, nodes=4),
+        sampling=Sampling(0.5, seed=1),
+        max_new_tokens=20,
+        stop_ids=(),
+    )
+    assert all(answer.error is None and answer.stats.tau > 1.2 for answer in answers)
+
+
+def test_calibrated_drafts(place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = trained.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "x", "Q")))
+    options = ["--model", str(place), "--prompt-file", str(prompts), "--max-new-tokens", "20", "--device", "cpu"]
+    calibrate.main(["--draft-model", str(trained), *options])
+    assert "expected tau" in capsys.readouterr().out
+    target = Target.load(place)
+    proposer = load_proposer("draft", target, draft_model=trained, width=2, depth=3, nodes=6)
+    assert isinstance(proposer, DraftProposer) and proposer.calibration is not None
+    assert proposer.calibration.acceptance[0][0] > 0.6
+    (plain,), (drafted,) = (
+        generate(target, [walk(5, 3)], each, max_new_tokens=20, stop_ids=()) for each in (None, proposer)
+    )
+    assert drafted.tokens == plain.tokens and drafted.stats.tau > 2
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "fingerprint_vocabulary", id)
+        calibrate.main(["--draft-model", str(trained), *options])
+    assert "another tokenizer, whose tokens cannot be compared" in capsys.readouterr().err
+    (trained / "calibration.json").unlink()
+
+
+@pytest.mark.parametrize("options", [[], ["--rollout", "3"], ["--loss", "rkl", "--temperature", "0.8"]])
+def test_stopped_and_resumed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    run = [*CUT, *options, "--max-steps", "9", "--validate-every", "4", "--save-every", "3"]
+    assert train(place, tmp_path / "whole", *run) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(5))
+        assert train(place, tmp_path / "stopped", *run) == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "stopped" / CHECKPOINT, weights_only=True)["progress"]["step"] == 5
+    assert train(place, tmp_path / "stopped", *run, "--resume") == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_a_checkpoint_to_start_from(place: Path, trained: Path, tmp_path: Path) -> None:
+    """Of another kind, too; it must have the target's tokens."""
+    other = tiny("gpt2", dtype=torch.float32, num_hidden_layers=1)
+    other.save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(place).save_pretrained(tmp_path / "gpt2")
+    run = ["--kind", "draft", "--max-steps", "4", "--cache", str(tmp_path / "cache")]
+    assert train(place, tmp_path / "one", *run, "--init", str(tmp_path / "gpt2")) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").config.model_type == "gpt2"
+    assert train(place, tmp_path / "more", *run, "--init", str(trained)) == 0
+    assert read_metrics(tmp_path / "more")[0]["tau"] > 3  # it is better from the start
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "2"], "--layers is 2; a draft of this model has 1 to 1"),
+        (["--heads", "2"], "--heads is not for draft models; leave it out"),
+        (["--ttt-steps", "2"], "--ttt-steps is not for draft models"),
+        (["--layers", "1", "--init", "x"], "leave out --init"),
+        (["--rollout", "3", "--cache", "x"], "--rollout makes other texts in each step"),
+        (["--temperature", "0"], "--temperature is 0.0; it must be above 0 and at most 1"),
+        (["--kind", "medusa", "--rollout", "3"], "--rollout is not for medusa heads"),
+    ],
+)
+def test_bad_options(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert train(place, tmp_path / "out", "--kind", "draft", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def make_model(kind: str = "llama", tokens: torch.Tensor | None = None, **settings: Any) -> DraftModel:
+    model = tiny(kind, dtype=torch.float64, **settings)
+    return DraftModel(model, None, DraftModelConfig("tiny"), tokens)
+
+
+EXAMPLES = [Example((5, 6, 7, 8, 9, 10), ((2, 6),)), Example((9, 8, 7, 5), ((1, 4),))]
+
+
+def test_the_loss_is_that_of_the_logits() -> None:
+    """Against the model's own logits, with padding; logits may be scaled."""
+    target = Target(tiny("llama", seed=3))
+    batch = collate(EXAMPLES, Teacher(target, ()).compute(EXAMPLES))
+    for kind, settings in (("llama", {}), ("granite", {"logits_scaling": 3.0})):
+        drafted = torch.arange(0, VOCABULARY, 2)
+        head = make_model(kind, drafted, **settings)
+        found = DraftModelObjective(head, "kl", None)(batch)
+        expected = torch.zeros((), dtype=torch.float64)
+        for row, example in enumerate(EXAMPLES):
+            logits = head.model(input_ids=torch.tensor([example.tokens])).logits[0][:, drafted]
+            for place in range(example.spans[0][0] - 1, len(example.tokens) - 1):
+                labels, p = batch.labels[row, place], batch.probabilities[row, place].double()
+                known = labels % 2 == 0
+                expected -= (p[known] * logits[place].log_softmax(-1)[labels[known] // 2]).sum()
+        torch.testing.assert_close(found.total.double(), expected, rtol=1e-5, atol=1e-5)
+        found.total.backward()
+        trained = {name for name, weight in head.named_parameters() if weight.grad is not None}
+        assert trained == {name for name, weight in head.named_parameters() if ".layers." in name or ".norm." in name}
+
+
+def test_capped_logits_are_refused() -> None:
+    with pytest.raises(ValueError, match="gemma2 does more to its logits than a matrix product"):
+        make_model("gemma2", final_logit_softcapping=0.5)
+
+
+def test_rollouts_end_with_what_the_draft_model_samples() -> None:
+    target, head = Target(tiny("llama", seed=3)), make_model()
+    loader = RolloutLoader(EXAMPLES, Teacher(target, ()), head, count=3, temperature=1e-3)
+    torch.manual_seed(0)
+    batch = loader([0, 1])
+    for row, example in enumerate(EXAMPLES):
+        length = int(batch.answers[row].nonzero().max()) + 2
+        text, begin = batch.tokens[row, :length].tolist(), length - 3
+        assert tuple(text[:begin]) == example.tokens[:begin]
+        expected = head.model.generate(
+            torch.tensor([text[:begin]]), do_sample=False, max_new_tokens=3, eos_token_id=None
+        )
+        assert expected[0].tolist() == text
+        assert batch.answers[row].sum() == length - example.spans[0][0]
+        logits = target.model(input_ids=torch.tensor([text])).logits[0]
+        for place in range(begin - 1, length - 1):
+            assert batch.labels[row, place, 0] == logits[place].argmax()
+
+
+def test_the_first_layers_of_a_model_draft_for_it() -> None:
+    """An early exit: of a model that is loaded by name, or of the target itself."""
+    model = tiny("llama", num_hidden_layers=3)
+    assert torch.equal(cut_model(model, [0]).get_output_embeddings().weight, model.get_output_embeddings().weight)
+
+
+def test_an_early_exit_by_name(place: Path) -> None:
+    target = Target.load(place, dtype="float64")
+    proposer = load_proposer("draft", target, draft_layers=1, depth=3, nodes=4)
+    assert isinstance(proposer, DraftProposer) and proposer.draft_model.config.num_hidden_layers == 1
+    (plain,), (drafted,) = (
+        generate(target, [walk(5, 3)], each, max_new_tokens=20, stop_ids=()) for each in (None, proposer)
+    )
+    assert drafted.tokens == plain.tokens
+    with pytest.raises(ValueError, match="draft_layers is for a model to load"):
+        load_proposer("draft", target, draft_model=target, draft_layers=1)
+
+
+@pytest.mark.parametrize("tokens", [[], [3, 3], [5, 4], ["a"], [VOCABULARY], 7])
+def test_damaged_draft_tokens(trained: Path, tmp_path: Path, tokens: Any) -> None:
+    config = json.loads((trained / "config.json").read_text()) | {"draft_tokens": tokens}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="draft_tokens is a list of token ids below 96, each once and in order"):
+        load_draft_model(tmp_path)
