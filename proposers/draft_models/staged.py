@@ -123,7 +123,8 @@ class StagedProposer:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
         assert self._engine is not None
         self._engine.rows = max(self._engine.rows, len(step.request_ids))
-        self._engine.kept_bytes = SPARE * self._bytes * sum(len(text) + levels for text in step.sequences)
+        needed = SPARE * self._bytes * sum(len(text) + levels for text in step.sequences)
+        self._engine.kept_bytes = max(needed, self._engine.kept_bytes)
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
 from proposers import DraftProposer, MergedProposer
+from proposers.draft_models.retokenized import Branches
+from proposers.draft_models.session import DraftSession
 from proposers.draft_models.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
+from proposers.trees.draft import Node
 from tests.support.drafting import Recorder
-from tests.support.enumeration import compare_third_tokens
+from tests.support.enumeration import (
+    EXACT,
+    WRONG,
+    Chain,
+    Distributions,
+    Prefix,
+    Randomness,
+    compare_third_tokens,
+    emit,
+    measure_error,
+)
 from tests.support.models import tiny
-from tests.support.tokenizers import byte_level, sentence_piece
+from tests.support.reference_rules import in_use
+from tests.support.tokenizers import byte_level, merging, sentence_piece
 
 LETTERS = ["a", " ", "the", "\t", "\n\n", "\xe9", "\u2013", "<s>", "def f(x):\n    return"]
 LETTERS += ["\u0645\u0631\u062d\u0628\u0627", "\u4f60\u597d", "\u65e5"]  # Arabic, Chinese
@@ -131,13 +146,135 @@ def test_a_recurrent_draft_may_have_another_tokenizer() -> None:
     assert [answer.tokens for answer in found] == expected
 
 
-def test_only_shared_tokens_are_drafted() -> None:
+def test_tokens_are_drafted_that_the_draft_does_not_have() -> None:
+    """Its text is cut into the target's tokens. Logits processors of transformers see tokens that both have."""
     small, large = make_pair("byte level", "SentencePiece")
-    recorder = Recorder(DraftProposer(small, width=3, depth=3, nodes=9))
-    generate(large, [[300, 301, 302]], recorder, max_new_tokens=20, stop_ids=())
     shared = VocabularyMap(small.tokenizer, large.tokenizer, small.vocabulary, large.vocabulary).target_ids.tolist()
-    drafted = {token for tree in recorder.trees for token in tree.tokens[:, 1:].flatten().tolist()}
-    assert drafted and drafted <= {*shared}
+    for processors, only_shared in (((), False), ([RepetitionPenaltyLogitsProcessor(1.1)], True)):
+        recorder = Recorder(DraftProposer(small, width=3, depth=3, nodes=9))
+        sampling = Sampling(processors=processors)
+        generate(large, [[300, 301, 302]], recorder, max_new_tokens=20, stop_ids=(), sampling=sampling)
+        drafted = {token for tree in recorder.trees for token in tree.tokens[:, 1:].flatten().tolist()}
+        assert drafted and (drafted <= {*shared}) == only_shared
+
+
+def spell(tokenizer: Any, *words: str) -> list[int]:
+    """The tokens of these texts, one each."""
+    bytes_of = read_bytes(tokenizer)
+    return [next(token for token, data in bytes_of.items() if data == word.encode()) for word in words]
+
+
+def cut(draft: Any, target: Any, before: str, paths: list[list[str]], partial: bytes = b"") -> set[tuple[str, ...]]:
+    """The paths in target tokens, as texts, that a draft with these paths becomes."""
+    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    nodes, numbers = [Node(0, -1, 0.0)], dict[tuple[str, ...], int]()
+    for path in paths:
+        for depth, word in enumerate(path):
+            if tuple(path[: depth + 1]) not in numbers:
+                numbers[tuple(path[: depth + 1])] = len(nodes)
+                parent = numbers.get(tuple(path[:depth]), 0)
+                nodes.append(Node(*spell(draft, word), parent, nodes[parent].score - 1.0))
+    tokens = target(before, add_special_tokens=False)["input_ids"]
+    branches = Branches(vocabulary, tokens, partial)
+    branches.add_paths(nodes)
+    found = branches.best(50)
+    texts = [("",), *[()] * len(found)]
+    for place, node in enumerate(found, start=1):
+        above = () if node.parent == 0 else texts[node.parent]
+        texts[place] = (*above, vocabulary.bytes_of[node.token].decode(errors="replace"))
+        assert node.parent < place and node.score <= (0.0 if node.parent == 0 else found[node.parent - 1].score)
+    return {*texts[1:]}
+
+
+def test_a_text_is_cut_as_the_target_would() -> None:
+    """With its last token and without, for the target may join it with what comes; and with the text before."""
+    draft, target = merging(["wor", "ld", " is"]), merging(["world", " is"])
+    assert cut(draft, target, "a ", [["wor", "ld"]]) == {("world",), ("wor",)}
+    assert cut(draft, target, "a ", [["wor", "ld", " is"]]) == {("world",), ("world", " is")}
+    # After "wor", the target's tokenizer would have joined "ld"; it has not, so the text goes on alone.
+    assert cut(draft, target, "a wor", [["ld", " is"]]) == {("l",), ("l", "d"), ("l", "d", " is")}
+    # A space joins the next word only in the text before.
+    assert cut(merging([" is", "is"]), merging([" is", "is"]), "a ", [["is"]]) == {("is",)}
+    several = cut(draft, target, "a ", [["wor", "ld"], ["wor", "d"], [" is"]])
+    assert several == {("world",), ("wor",), ("wor", "d"), (" is",)}
+
+
+def test_characters_that_are_not_complete() -> None:
+    """The draft has not read the first bytes of a character; it drafts the whole one, or nothing that is of use."""
+    draft, target = merging(["\u4f60", "\u4f60\u597d"]), merging(["ab"])
+    partial = "\u4f60".encode()[:2]
+    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    for word, expected in (("\u4f60", 1), ("\u4f60\u597d", 4), ("a", 0)):
+        branches = Branches(vocabulary, vocabulary_tokens(target, b"a" + partial), partial)
+        branches.add_paths([Node(0, -1, 0.0), Node(*spell(draft, word), 0, -1.0)])
+        found = branches.best(9)
+        assert b"".join(vocabulary.bytes_of[node.token] for node in found) == word.encode()[2:][:expected]
+
+
+def vocabulary_tokens(tokenizer: Any, data: bytes) -> list[int]:
+    """A byte each."""
+    ids = {each: token for token, each in read_bytes(tokenizer).items()}
+    return [ids[bytes([byte])] for byte in data]
+
+
+def test_an_end_is_drafted_by_its_role() -> None:
+    draft, target = merging(["ab"]), sentence_piece(["ab"])
+    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    branches = Branches(vocabulary, [], b"")
+    end = draft.eos_token_id
+    branches.add_paths([Node(0, -1, 0.0), Node(*spell(draft, "a"), 0, -1.0), Node(end, 1, -2.0), Node(end, 2, -3.0)])
+    first, last = branches.best(9)
+    assert vocabulary.bytes_of[first.token] == b"a" and last.token == target.eos_token_id and last.parent == 1
+
+
+def test_a_draft_keeps_the_tokens_that_it_drafted() -> None:
+    """They are in its cache; the target has other tokens for the same text."""
+    draft, target = merging(["world", " is", " it"]), merging(["wor", " is"])
+    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    text = DraftText(vocabulary)
+    before = target("a ", add_special_tokens=False)["input_ids"]
+    text.follow(before)
+    start = len(text.ids)
+    (world, an_is, an_it) = spell(draft, "world", " is", " it")
+    drafted = {-1: [(world, 0)], 0: [(an_it, 1), (an_is, 2)]}
+    accepted = target("world isx", add_special_tokens=False)["input_ids"]
+    assert text.follow([*before, *accepted], drafted)[start:] == [world, an_is, *spell(draft, "x")]
+    # Where the text leaves the draft within a token, it is cut anew.
+    assert (
+        read_back(draft, text.follow([*before, *accepted, *spell(target, "w")], {-1: [(world, 0)]})) == b"a world isxw"
+    )
+    assert text.ids[-1] == spell(draft, "w")[0]
+
+
+def test_the_intersection_rule_keeps_the_targets_distribution() -> None:
+    """By exact enumeration: the draft's tokens are in another order, and each side has tokens of its own."""
+    ours, theirs = letters("xca"), letters("abc")
+    vocabulary = VocabularyMap(ours, theirs, 5, 5)
+    session = DraftSession(SimpleNamespace(config=SimpleNamespace()))  # type: ignore[arg-type]
+    session.vocabulary, session._step = vocabulary, SimpleNamespace(target=SimpleNamespace(vocabulary=5))
+    session._find_drafted(5, torch.device("cpu"))
+    assert session.tokens is not None and session.tokens.tolist() == [0, 1, 2, 4]
+
+    class Mapped(Distributions):
+        """The draft's probabilities of its own tokens, as `DraftProposer` gives them to the rule."""
+
+        order = slice(None)
+
+        def q(self, prefix: Prefix) -> torch.Tensor:
+            own = super().q(prefix).log()
+            fitted = session.fit(own)[..., self.order]
+            return session.spread(fitted).softmax(dim=-1)
+
+    for kind in ("generic", "close", "zeros in q", "zeros in p"):
+        models = Mapped(kind, vocabulary=5, seed=3)
+        assert measure_error(emit(in_use, models, 2), models) < EXACT
+
+    def misplace(chain: Chain, randomness: Randomness) -> tuple[int, int]:
+        """Wrong: q in the order of the draft's tokens, as transformers 5.23 and 5.24 give it."""
+        return in_use(Chain(chain.tokens, chain.p, [q[[0, 1, 4, 3, 2]] for q in chain.q]), randomness)
+
+    models = Mapped("generic", vocabulary=5, seed=3)
+    assert measure_error(emit(misplace, models, 2), models) > WRONG
 
 
 def test_sampled_drafts_keep_the_distribution() -> None:

@@ -22,6 +22,21 @@ def byte_level(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+def merging(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """All bytes, and the beginnings of words as tokens that letters are merged to, as in real tokenizers."""
+    letters, merges, names = bytes_to_unicode(), dict[tuple[str, str], None](), dict[str, None]()
+    for word in words:
+        spelt = [letters[byte] for byte in word.encode()]
+        for size in range(1, len(spelt)):
+            merges["".join(spelt[:size]), spelt[size]] = None
+            names["".join(spelt[: size + 1])] = None
+    vocabulary = {name: token for token, name in enumerate([*SPECIAL, *letters.values(), *names])}
+    backend = Tokenizer(models.BPE(vocabulary, [*merges]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
 def sentence_piece(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Bytes as a fallback, letters, and words, where a space is U+2581."""
     letters = [*map(chr, range(33, 127)), "\u2581"]

@@ -1,0 +1,103 @@
+"""Staged drafts: the text is the target's, the draft is the draft model's own text, and inner proposers save its
+passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from decode import Engine, Proposer, Sampling, Step, Target, generate
+from decode.models.cut_model import cut_model
+from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer, StagedProposer, load_proposer
+from tests.support.drafting import Recorder, make_head
+from tests.support.models import tiny
+
+BIG = tiny("llama", num_hidden_layers=4)
+TARGET, MIDDLE, SMALL = Target(BIG), Target(cut_model(BIG, [0, 1, 2])), Target(cut_model(BIG, [0]))
+PROMPTS = [[5, 9, 5, 9, 5] * 6, [7, 8, 9, 7, 8, 9, 7], [20, 30, 20, 30] * 5]
+LIMITS: dict[str, Any] = {"max_new_tokens": 24, "stop_ids": ()}
+SETTINGS = [{}, {"sampling": Sampling(0.8, seed=3)}]
+
+
+def list_inner() -> dict[str, Proposer]:
+    return {
+        "n-grams": NGramProposer(length=4),
+        "a draft model": DraftProposer(SMALL, depth=3, nodes=4),
+        "a head": EagleProposer(make_head("eagle", MIDDLE), depth=3, nodes=6),
+        "merged": MergedProposer(nodes=8),
+    }
+
+
+@pytest.mark.parametrize("inner", list_inner())
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_inner_stage_changes_nothing_but_time(inner: str, settings: dict[str, Any]) -> None:
+    """Text, and what is accepted in each step, are those of the draft model alone; alone and in a batch."""
+    plain = [answer.tokens for answer in generate(TARGET, PROMPTS, None, **LIMITS, **settings)]
+    alone = generate(TARGET, PROMPTS, DraftProposer(MIDDLE, depth=5, nodes=6), **LIMITS, **settings)
+    for batch_size in (1, 3):
+        staged = StagedProposer(MIDDLE, list_inner()[inner], depth=5, nodes=6)
+        answers = generate(TARGET, PROMPTS, staged, batch_size=batch_size, **LIMITS, **settings)
+        assert [answer.tokens for answer in answers] == plain
+        assert [answer.stats.steps for answer in answers] == [answer.stats.steps for answer in alone]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_runners_up_are_nodes(settings: dict[str, Any]) -> None:
+    """Of each text of the draft model; they are right where its own choice is not."""
+    plain = [answer.tokens for answer in generate(TARGET, PROMPTS, None, **LIMITS, **settings)]
+    steps = []
+    for width in (1, 3):
+        recorder = Recorder(StagedProposer(MIDDLE, NGramProposer(length=4), depth=4, width=width, nodes=1 + 4 * width))
+        answers = generate(TARGET, PROMPTS, recorder, **LIMITS, **settings)
+        assert [answer.tokens for answer in answers] == plain
+        steps.append(sum(answer.stats.steps for answer in answers))
+        assert max(tree.width for tree in recorder.trees) == 1 + 4 * width
+    assert steps[1] < steps[0]
+
+
+def test_it_adapts_to_the_device() -> None:
+    """Without a size, the depth is chosen by what was accepted; the text stays the same."""
+    plain = [answer.tokens for answer in generate(TARGET, PROMPTS, None, **LIMITS)]
+    staged = StagedProposer(MIDDLE, NGramProposer(), width=2)
+    for proposer in (staged, staged.renew()):
+        assert [answer.tokens for answer in generate(TARGET, PROMPTS, proposer, **LIMITS)] == plain
+
+
+def test_beginnings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's engine reads the tokens that were accepted since, and not the whole text; and it keeps no more."""
+    staged, reused, kept = StagedProposer(MIDDLE, NGramProposer(length=3), depth=4, nodes=5), [], []
+    decode = StagedProposer._decode
+
+    def note(self: StagedProposer, step: Step, levels: int) -> Any:
+        found = decode(self, step, levels)
+        reused.extend(len(step.sequences[0]) - request.stats.reused for request in found.values())
+        assert self._engine is not None and self._engine._prefixes is not None
+        kept.append(self._engine._prefixes.bytes / self._engine.kept_bytes)
+        return found
+
+    monkeypatch.setattr(StagedProposer, "_decode", note)
+    generate(TARGET, PROMPTS[:1], staged, **LIMITS)
+    assert reused[0] == len(PROMPTS[0]) + 1 and max(reused[1:]) <= 6 and max(kept) <= 1
+
+
+def test_a_text_that_the_draft_model_has_no_room_for() -> None:
+    short = Target(tiny("llama", num_hidden_layers=1, max_position_embeddings=36))
+    (plain,), (answer,) = (
+        generate(TARGET, PROMPTS[:1], each, **LIMITS)
+        for each in (None, StagedProposer(short, NGramProposer(length=3), depth=4, nodes=5))
+    )
+    assert answer.tokens == plain.tokens
+
+
+def test_loading_and_errors() -> None:
+    loaded = load_proposer("draft", TARGET, draft_model=MIDDLE, draft_proposer="ngram", depth=3)
+    assert isinstance(loaded, StagedProposer) and isinstance(loaded.inner, NGramProposer) and loaded.depth == 3
+    with pytest.raises(ValueError, match="leave out sampled"):
+        load_proposer("draft", TARGET, draft_model=MIDDLE, draft_proposer="ngram", sampled=True)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        StagedProposer(MIDDLE, NGramProposer(), depth=0)
+    with pytest.raises(ValueError, match="needs the target's vocabulary; it has 99 tokens, the target 96"):
+        StagedProposer(Target(tiny("llama", vocab_size=99)), NGramProposer()).begin(TARGET)
+    with pytest.raises(ValueError, match="keeps no texts"):
+        Engine(TARGET, None, kept_bytes=0).kept_bytes = 5
