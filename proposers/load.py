@@ -76,9 +76,9 @@ def load_proposer(
 ) -> Proposer:
     """A proposer that is ready for this target.
 
-    name: a key of `OPTIONS`, the folder of a head, or a class of your own as "FILE.py:CLASS", which is called without
-    arguments. "auto" is "merged" with the pretrained head for this target's weights, or without a head if there is
-    none.
+    name: a key of `OPTIONS`, the folder of a head or a draft model, or a class of your own as "FILE.py:CLASS", which is
+    called without arguments. "auto" is "merged" with the pretrained head for this target's weights, or without a head
+    if there is none.
     head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
     of the kind that `name` is; "merged" then has no head.
     draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
@@ -103,6 +103,8 @@ def load_proposer(
     given = check_options(name, options)
     if own := OWN_CLASS.fullmatch(str(name)):
         return _load_own(Path(own[1]), own[2])
+    if name not in OPTIONS and is_model(Path(name)):
+        return _load_draft_proposer(target, name, **given)
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
     chosen, model = given.pop("head", None), given.pop("draft_model", None)
@@ -185,6 +187,11 @@ def find_pretrained(target: Target) -> HeadProposer | None:
         loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, which drafts as one; heads have no tokenizer."""
+    return (folder / "tokenizer_config.json").is_file()
 
 
 def _load_own(file: Path, name: str) -> Proposer:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode import Target, generate
-from proposers import load_proposer
+from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
 from scripts.checking.rules import Engine, Finding, error, find_faults, warning
-from scripts.checking.serving import PROMPTS, ServedResult, serve_head
+from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
@@ -59,26 +59,29 @@ def check_folder(
     name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
     try:
-        proposer = load_proposer(path, target, nodes=NODES)
-        head = proposer.head
-        findings = find_faults(path, head, target)
+        proposer, kind, draft_tokens = load_proposer(path, target, nodes=NODES), DRAFT_MODEL, DRAFT_TOKENS
+        findings = list[Finding]()
+        if isinstance(proposer, HeadProposer):
+            head, kind = proposer.head, proposer.head.kind
+            findings = find_faults(path, head, target)
+            draft_tokens = int(head.config.heads) if kind == "medusa" else draft_tokens  # it drafts one a head
     except ValueError as fault:
         return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
-    draft_tokens = int(head.config.heads) if head.kind == "medusa" else DRAFT_TOKENS  # a Medusa head drafts one a head
-    commands = write_commands(head.kind, draft_tokens, str(path.resolve()), name)
+    commands = write_commands(kind, draft_tokens, str(path.resolve()), name)
     if engine_python is not None and "vllm" not in commands:
-        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {head.kind} heads")
+        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
     tau, expected, served = None, None, None
     if decode:
         answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
         tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
-        expected = proposer.calibration.expect_tau(NODES)[-1] if proposer.calibration else None
+        calibration = getattr(proposer, "calibration", None)
+        expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
     if engine_python is not None:
-        served, faults = serve_head(path, head.kind, draft_tokens, target, engine_python)
+        served, faults = serve_head(path, kind, draft_tokens, target, engine_python)
         findings += faults
     usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
-    return Report(str(path), name, head.kind, findings, usable, tau, expected, served)
+    return Report(str(path), name, kind, findings, usable, tau, expected, served)
 
 
 def has_error(findings: Sequence[Finding], engine: Engine) -> bool:
@@ -104,9 +107,10 @@ def write_commands(kind: str, draft_tokens: int, folder: str, model: str) -> dic
     vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
     if kind == "medusa":
         return {"vllm": f"{vllm}  # vllm<=0.32"}
+    algorithm = "STANDALONE" if kind == DRAFT_MODEL else kind.upper()
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "
-        f"{kind.upper()} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
+        f"{algorithm} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
         f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
     )  # the algorithm must be the head's: an EAGLE-3 head as EAGLE would run and accept nothing
     return {"vllm": vllm, "sglang": sglang}

@@ -22,7 +22,9 @@ from decode import Stats, Target, stream
 from decode.models.loading import load_model
 from decode.models.user_cache import print_notice
 from heads.checkpoint import load_head
-from proposers import HEAD_PROPOSERS
+from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
+from proposers.draft_models.loading import load_draft_model
+from proposers.load import is_model
 from scripts.benchmark.rows import to_markdown
 from scripts.checking.rules import Finding, error, warning
 
@@ -32,6 +34,7 @@ PROMPTS = (
     "A farmer has 12 hens. Each hen lays 5 eggs a week. How many eggs are that in 4 weeks?",
     "Write a Python function that reverses a list.",
 )
+DRAFT_MODEL = "draft_model"  # what vLLM calls them
 NEW_TOKENS = 96  # of each answer
 LEAST_SHARE = 0.8  # of the draft tokens accepted in Draftless
 PROGRAM = Path(__file__).with_name("vllm_program.py")
@@ -138,8 +141,13 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
     The head is in the target's dtype, as in vLLM. Answers are made longer than wanted and cut, because vLLM's last
     draft is a whole one, too.
     """
-    head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
-    proposer = HEAD_PROPOSERS[head.kind](head, depth=count, width=1, nodes=count + 1)
+    proposer: TreeProposer
+    shape: dict[str, Any] = {"depth": count, "width": 1, "nodes": count + 1}
+    if is_model(folder):
+        proposer = DraftProposer(load_draft_model(folder, dtype=target.dtype, device=str(target.device)), **shape)
+    else:
+        head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
+        proposer = HEAD_PROPOSERS[head.kind](head, **shape)
     made, stats, answers = Counter[int](), Stats(accepted_by_depth=[0] * count), {}
     for chunk in stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS + count, text=False):
         if 0 < made[chunk.request_id] < NEW_TOKENS:  # the prefill has no draft
