@@ -11,12 +11,13 @@ nodes of all rows have one budget: each goes where it is most likely to be accep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from decode import Step
 from decode.models.cost_curve import LEVEL_TIME, CostCurve
 
+CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
@@ -43,6 +44,33 @@ def chain_time(cost: Callable[[float], float], given: int, size: float, accepted
     """
     again = 0.0 if size == 1 else (1 - p) * (cost(given + accepted + 2) - cost(1))
     return cost(given + size) + again
+
+
+class ChainAcceptance:
+    """How often a drafted token is right if the one before it is, where that is alike at every depth.
+
+    Leviathan et al. (2023), theorem 3.8. It depends on no token of the draft that it is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._accepted, self._tried = 2.4, 4.0  # decayed counts; a token counts if its parent was right
+        self._last_levels = 0
+
+    def expect(self, levels: int) -> list[float]:
+        """The tokens that chains of 1, 2, ... levels should have accepted."""
+        rate = self._accepted / self._tried
+        return [*accumulate(rate**level for level in range(1, levels + 1))]
+
+    def draft(self, levels: int) -> None:
+        """Take in that so many levels are drafted."""
+        self._last_levels = levels
+
+    def observe(self, step: Step) -> None:
+        """Learn from the last drafts. Call it once a step."""
+        for path in step.path[: len(step.stayed)] if self._last_levels else ():
+            self._accepted = CHAIN_MEMORY * self._accepted + len(path) - 1
+            self._tried = CHAIN_MEMORY * self._tried + min(len(path), self._last_levels)
+        self._last_levels = 0
 
 
 class DraftBudget:

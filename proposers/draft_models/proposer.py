@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -19,6 +18,7 @@ from decode.models.user_cache import print_notice
 from decode.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.sampling import for_groups
 from proposers.calibration import Calibration
+from proposers.draft_budget import ChainAcceptance
 from proposers.draft_models.retokenized import retokenize
 from proposers.draft_models.session import DraftSession, ModelDrafter
 from proposers.draft_models.vocabulary import VocabularyMap
@@ -29,20 +29,20 @@ from proposers.trees.search import ScoredDrafter, search
 
 LONGEST = 16
 WELL_SHARED = 0.9  # of the target's tokens; with fewer of them a notice says so
-MEMORY = 0.95  # weight of the acceptance before, per step
 
 
 class DraftProposer(TreeProposer):
     """Drafts with a smaller model.
 
-    draft: the small model. With another tokenizer than the target's, tokens of both are drafted (`VocabularyMap`); that
-    needs `Target(model, tokenizer)` for both. Outputs may be padded to different sizes: tokens that one of the models
-    lacks are never drafted.
+    draft: the small model. With another tokenizer than the target's, it drafts in its own tokens, whose text is cut
+    into the target's (`retokenize`); sampled chains, `MergedProposer` and logits processors draft tokens that both have
+    (`VocabularyMap`). That needs `Target(model, tokenizer)` for both. Outputs may be padded to different sizes.
     depth: tokens ahead, at most.
     width: 1 drafts a chain; more a tree, in which so many paths are followed at each level and get as many next tokens.
     nodes: see `TreeProposer`.
     sampled: sample a chain at the run's temperature, top-k and top-p. A sampling target accepts more of it, and a seed
     gives another text than without a proposer.
+    calibration: corrects the model's probabilities, as `draftless calibrate` measures them.
     Logits processors of transformers apply to the draft's logits too; a user's own see the text alone, as they may have
     state.
 
@@ -72,13 +72,11 @@ class DraftProposer(TreeProposer):
         self._session = DraftSession(draft)
         self._mapped: tuple[Any, Any] | None = None  # the tokenizers that the map was made for
         self._map: VocabularyMap | None = None  # None: they are the same
-        self._last_levels = 0  # of a sampled chain
-        self._accepted, self._tried = 2.4, 4.0  # decayed counts of its tokens; one counts if its parent was right
+        self._acceptance = ChainAcceptance()  # of sampled chains
 
     def renew(self) -> Self:
         fresh = super().renew()
-        fresh._session = DraftSession(self.draft_model)
-        fresh._last_levels, fresh._accepted, fresh._tried = 0, 2.4, 4.0
+        fresh._session, fresh._acceptance = DraftSession(self.draft_model), ChainAcceptance()
         return fresh
 
     def begin(self, target: Target) -> None:
@@ -103,10 +101,7 @@ class DraftProposer(TreeProposer):
     def observe(self, step: Step) -> None:
         """Bring the draft model's cache to the accepted tokens."""
         self._session.observe(step)
-        for path in step.path[: len(step.stayed)] if self._last_levels else ():
-            self._accepted = MEMORY * self._accepted + len(path) - 1
-            self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
-        self._last_levels = 0
+        self._acceptance.observe(step)
 
     def find_device(self, target: Target) -> torch.device:
         return self.draft_model.device
@@ -145,14 +140,11 @@ class DraftProposer(TreeProposer):
     def _sample(self, step: Step, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier.
 
-        Its length yields most tokens per second (Leviathan et al., theorem 3.8) if each token is accepted with the same
-        probability after an accepted one. It must not depend on the tokens.
+        Its length yields most tokens per second. It must not depend on the tokens.
         """
         if self.adaptive:
-            rate = self._accepted / self._tried
-            expected = list(accumulate(rate**level for level in range(1, levels + 1)))
-            levels = self.draft_budget.choose_levels(expected)
-        self._last_levels = levels
+            levels = self.draft_budget.choose_levels(self._acceptance.expect(levels))
+        self._acceptance.draft(levels)
         roots, drafter = self.find_roots(step), self._session.start_drafter(self._session.start(step))
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
@@ -196,7 +188,8 @@ def find_map(draft: Target, target: Target) -> VocabularyMap | None:
 def count_weights(config: PretrainedConfig) -> int:
     """About how many weights a pass reads, by the sizes in a config: packed layers do not show theirs.
 
-    Attention, an MLP (gated if its size is given) and the output matrix; of a mixture, one expert.
+    Attention, an MLP (gated if its size is given) and the output matrix; of a mixture, one expert. Of an output matrix,
+    the rows of tokens that a model was trained to draft.
     """
     shape = config.to_dict()  # reading attributes that differ from layer to layer raises
     hidden, heads = config.hidden_size, shape.get("num_attention_heads") or 1
@@ -205,4 +198,5 @@ def count_weights(config: PretrainedConfig) -> int:
     inner = shape.get("intermediate_size")
     mlp = 3 * hidden * inner if isinstance(inner, int) else 8 * hidden**2
     layer = 2 * hidden * size * (heads + shared) + mlp
-    return config.num_hidden_layers * layer + config.vocab_size * hidden
+    outputs = len(getattr(config, "draft_tokens", None) or ()) or config.vocab_size
+    return config.num_hidden_layers * layer + outputs * hidden

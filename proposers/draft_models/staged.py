@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from itertools import accumulate
 from time import perf_counter
 from typing import Self
 
@@ -21,12 +20,11 @@ from decode.noise import make_exponential
 from decode.reading import Text
 from decode.requests.answer import LogProbs
 from decode.requests.request import Request
-from proposers.draft_budget import DraftBudget
+from proposers.draft_budget import ChainAcceptance, DraftBudget
 from proposers.trees.coupled import find_noise
 from proposers.trees.draft import Node
 
 LONGEST = 16
-MEMORY = 0.95  # weight of the acceptance before, per step
 SPARE = 2  # times the memory of the texts: it also holds tokens that were drafted in vain
 
 
@@ -55,11 +53,9 @@ class StagedProposer:
         self._reset()
 
     def _reset(self) -> None:
-        self.draft_budget = DraftBudget()
+        self.draft_budget, self._acceptance = DraftBudget(), ChainAcceptance()
         self._engine: Engine | None = None
         self._bytes = 0  # of a token's keys, values and features
-        self._last_levels = 0
-        self._accepted, self._tried = 2.4, 4.0  # decayed counts of drafted tokens; one counts if its parent was right
 
     def renew(self) -> Self:
         """The same proposer with nothing learned."""
@@ -103,9 +99,7 @@ class StagedProposer:
 
     def _choose_levels(self, step: Step, most: int) -> int:
         """How many tokens to draft: as many as should yield most tokens per second, if each is as likely as before."""
-        for path in step.path[: len(step.stayed)] if self._last_levels else ():
-            self._accepted = MEMORY * self._accepted + len(path) - 1
-            self._tried = MEMORY * self._tried + min(len(path), self._last_levels)
+        self._acceptance.observe(step)
         levels = min(self.depth, most - 1, max(2, *step.room) - 1)
         if self.adaptive:
             self.draft_budget.observe(step)
@@ -113,10 +107,8 @@ class StagedProposer:
                 self.draft_budget.skip()
                 levels = 0
             else:
-                rate = self._accepted / self._tried
-                expected = list(accumulate(rate**level for level in range(1, levels + 1)))
-                levels = self.draft_budget.choose_levels(expected)
-        self._last_levels = levels
+                levels = self.draft_budget.choose_levels(self._acceptance.expect(levels))
+        self._acceptance.draft(levels)
         return levels
 
     def _decode(self, step: Step, levels: int) -> dict[int, Request]:
