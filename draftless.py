@@ -23,8 +23,8 @@ COMMANDS = {
     "demo": "see it at work: an answer streams in, then methods are compared",
     "bench": "measure proposers on questions, yours too; or the cost of a forward pass",
     "distill": "write a model's own answers to prompts, to train a head on",
-    "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head",
-    "calibrate": "measure a head's acceptance, by which its draft trees are shaped",
+    "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head, or a draft model",
+    "calibrate": "measure the acceptance of a head or draft model, which shapes its draft trees",
     "check": "find out whether vLLM and SGLang serve a head as it was trained",
 }
 USAGE = """\

@@ -2,6 +2,7 @@
 
 from proposers.calibration import Calibration, load_calibration
 from proposers.draft_budget import DraftBudget
+from proposers.draft_models.loading import load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer
@@ -35,5 +36,6 @@ __all__ = [
     "check_options",
     "load_calibration",
     "load_draft_head",
+    "load_draft_model",
     "load_proposer",
 ]
