@@ -28,6 +28,7 @@ from proposers.trees.search import Drafter, ScoredDrafter, search
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
 Find: TypeAlias = Callable[[Mapping[str, Tensor]], Draft]
+Start: TypeAlias = Callable[[Mapping[str, Tensor], Target, Sequence[Sampling]], ScoredDrafter]
 
 
 class TreeProposer(ABC):
@@ -96,15 +97,15 @@ class TreeProposer(ABC):
         self.draft_budget.take_levels(right)
         return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
 
-    def _search(self, step: Step, levels: int, most: int) -> Draft:
-        """What trees of up to `most` nodes are chosen from."""
+    def _search(self, step: Step, levels: int, most: int, start: Start | None = None) -> Draft:
+        """What trees of up to `most` nodes are chosen from. start: makes the drafter; None is `start_scored`."""
         inputs = self.read_inputs(step, levels)
         target, budget = step.target, self.draft_budget if self.adaptive and self.levelwise else None
         if budget is not None and inputs["roots"].device.type != "cpu":
             levels = budget.choose_depth(levels)
 
         def find(inputs: Mapping[str, Tensor]) -> Draft:
-            drafter = self.start_scored(inputs, target, step.samplings)
+            drafter = (start or self.start_scored)(inputs, target, step.samplings)
             shares = self.adaptive and self.draft_budget.unit < 1
             width, ranks = (1, 1) if target.is_recurrent else (self.width, self.ranks)
             return search(inputs["roots"], drafter, levels, width, ranks, most, budget, self.adaptive, shares)

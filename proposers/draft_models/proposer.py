@@ -22,10 +22,10 @@ from proposers.draft_budget import ChainAcceptance
 from proposers.draft_models.retokenized import retokenize
 from proposers.draft_models.session import DraftSession, ModelDrafter
 from proposers.draft_models.vocabulary import VocabularyMap
-from proposers.tree_proposer import Inputs, TreeProposer
+from proposers.tree_proposer import Inputs, Start, TreeProposer
 from proposers.trees.coupled import find_coupling, find_noise
 from proposers.trees.draft import Draft
-from proposers.trees.search import ScoredDrafter, search
+from proposers.trees.search import ScoredDrafter
 
 LONGEST = 16
 WELL_SHARED = 0.9  # of the target's tokens; with fewer of them a notice says so
@@ -86,6 +86,7 @@ class DraftProposer(TreeProposer):
         if ours is not None and theirs is not None:
             if self._mapped != (ours, theirs):
                 self._mapped, self._map = (ours, theirs), find_map(draft, target)
+                self._session = DraftSession(draft)
         elif draft.vocabulary != target.vocabulary:
             raise ValueError(
                 f"the draft model has a vocabulary of {draft.vocabulary} tokens, the target one of "
@@ -119,23 +120,23 @@ class DraftProposer(TreeProposer):
     def draft(self, step: Step, levels: int, most: int) -> Tree:
         return self._sample(step, levels) if self.sampled else super().draft(step, levels, most)
 
-    def _search(self, step: Step, levels: int, most: int) -> Draft:
+    def _search(self, step: Step, levels: int, most: int, start: Start | None = None) -> Draft:
         """Another vocabulary is drafted from as it is, and the text is cut into the target's tokens then.
 
         Logits processors need the target's tokens, and get those that both have.
         """
         if self._map is None or any(sampling.processors for sampling in step.samplings):
-            return super()._search(step, levels, most)
-        inputs = self.read_inputs(step, levels)
-        coupling = find_coupling(step.samplings, inputs.get("keys"))
-        if coupling is not None:
-            coupling = replace(coupling, tokens=self._map.first_tokens.to(inputs["roots"].device))
-        drafter = ScoredDrafter(self._session.start_drafter(inputs["logits"], is_own=True), coupling=coupling)
-        budget = self.draft_budget if self.adaptive else None
-        shares = self.adaptive and self.draft_budget.unit < 1
-        width, ranks = (1, 1) if step.target.is_recurrent else (self.width, self.ranks)
-        draft = search(inputs["roots"], drafter, levels, width, ranks, most, budget, self.adaptive, shares)
+            return super()._search(step, levels, most, start)
+        draft = super()._search(step, levels, most, self._start_own)
         return retokenize(draft, step, self._session, most, self.adaptive)
+
+    def _start_own(self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]) -> ScoredDrafter:
+        """A drafter of the draft model's own tokens. Each gets the noise of the first target token of its text."""
+        coupling = find_coupling(samplings, inputs.get("keys"))
+        if coupling is not None and self._map is not None:
+            coupling = replace(coupling, tokens=self._map.first_tokens.to(inputs["roots"].device))
+        inner = self._session.start_drafter(inputs["logits"], is_own=True)
+        return ScoredDrafter(inner, calibration=self.calibration, coupling=coupling)
 
     def _sample(self, step: Step, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier.

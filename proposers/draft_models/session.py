@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode import Session, Step, Target, Tree
+from decode import Step, Target, Tree
 from decode.device.transfer import read
 from decode.models.recurrent import open_session
+from decode.reading import SHORTEST, count_common
 from decode.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap
 
@@ -27,7 +29,7 @@ class DraftSession:
     def __init__(self, draft: Target) -> None:
         self.draft = draft
         self.vocabulary: VocabularyMap | None = None
-        self._session: Session
+        self._session: Any = None  # a `Session`, from the first step on
         self._step: Step
         self._texts: dict[int, DraftText] = {}  # by request id, with a vocabulary of its own
         self._drafter: ModelDrafter | None = None  # of the last step, if it drafted
@@ -36,11 +38,11 @@ class DraftSession:
 
     def observe(self, step: Step) -> None:
         """Follow the batch, and keep what was read of the accepted tokens."""
+        if step.is_first:
+            self._begin(step)
+            return
         stayed, drafter, self._drafter, self._step = step.stayed, self._drafter, None, step
         self._follow_texts(step, drafter)
-        if step.is_first:
-            self._session = open_session(self.draft, len(step.request_ids))
-            return
         lengths = self._session.lengths
         paths: list[list[int]] = [[] for _ in lengths]
         if drafter is not None:
@@ -50,6 +52,19 @@ class DraftSession:
             self._session.select(stayed)
         if step.joined:
             self._session.add_rows(len(step.joined))
+
+    def _begin(self, step: Step) -> None:
+        """Start with new texts. What they have in common with the last ones at their beginnings is not read again."""
+        old = self._session
+        known = [] if old is None else [self.text(row)[:length] for row, length in enumerate(old.lengths)]
+        self._drafter, self._step = None, step
+        self._follow_texts(step, None)
+        self._session = open_session(self.draft, len(step.request_ids))
+        for row in range(len(step.request_ids)) if old is not None else ():
+            text = self.text(row)[:-1]
+            found = [old.find_beginning(place, count_common(each, text)) for place, each in enumerate(known)]
+            if (length := max(found, default=0)) >= SHORTEST:
+                self._session.copy_from(old, row, found.index(length), length)
 
     def _follow_texts(self, step: Step, drafter: ModelDrafter | None) -> None:
         """Write what is new in each row's text in the draft's tokens, if they are others than the target's."""

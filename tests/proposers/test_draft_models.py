@@ -50,6 +50,27 @@ def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.
     assert first == [4, *[2] * (len(first) - 1)] and len(first) >= 5
 
 
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_draft_model_reads_a_conversation_once(target: Target, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A new text that begins like the last one is read from there on; another one is read whole."""
+    draft = Target(tiny(kind))
+    widths, forward = [], draft.model.forward
+    monkeypatch.setattr(
+        draft.model, "forward", lambda **inputs: widths.append(inputs["input_ids"].shape[1]) or forward(**inputs)
+    )
+    proposer, first = DraftProposer(draft, depth=2, nodes=3), [*range(5, 45)]
+    (answer,) = generate(target, [first], proposer, max_new_tokens=9, stop_ids=[])
+    prompts = {"goes on": [*first, *answer.tokens, 7, 8], "other": [*range(50, 90)]}
+    for name, prompt in prompts.items():
+        widths.clear()
+        expected = generate(target, [prompt], DraftProposer(draft, depth=2, nodes=3), max_new_tokens=9, stop_ids=[])
+        whole = max(widths)
+        widths.clear()
+        found = generate(target, [prompt], proposer, max_new_tokens=9, stop_ids=[])
+        assert found[0].tokens == expected[0].tokens and found[0].stats.steps == expected[0].stats.steps
+        assert whole == len(prompt) + 1 and (max(widths) < 20) == (name == "goes on")
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_draft_model_stays_right_when_another_row_ends(target: Target, width: int) -> None:
     """Its KV cache keeps each row's own tokens."""
