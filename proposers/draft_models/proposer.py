@@ -134,7 +134,7 @@ class DraftProposer(TreeProposer):
         """A drafter of the draft model's own tokens. Each gets the noise of the first target token of its text."""
         coupling = find_coupling(samplings, inputs.get("keys"))
         if coupling is not None and self._map is not None:
-            coupling = replace(coupling, tokens=self._map.first_tokens.to(inputs["roots"].device))
+            coupling = replace(coupling, tokens=self._map.place("first_tokens", inputs["roots"].device))
         inner = self._session.start_drafter(inputs["logits"], is_own=True)
         return ScoredDrafter(inner, calibration=self.calibration, coupling=coupling)
 

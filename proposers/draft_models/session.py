@@ -33,6 +33,7 @@ class DraftSession:
         self._step: Step
         self._texts: dict[int, DraftText] = {}  # by request id, with a vocabulary of its own
         self._drafter: ModelDrafter | None = None  # of the last step, if it drafted
+        self._drafted_from: tuple[int, torch.device] | None = None  # what these were found for
         self.columns: Tensor | None = None  # [S] the outputs of tokens that are drafted; None: all, as far as V
         self.tokens: Tensor | None = None  # [S] the target's tokens for these
 
@@ -99,7 +100,9 @@ class DraftSession:
                 self._session.rewind(row, self._session.lengths[row] - 1)
                 unread[row] = self.text(row, self._session.lengths[row])
         logits = self._session.extend(unread)[0]
-        self._find_drafted(logits.shape[-1], logits.device)
+        if self._drafted_from != (logits.shape[-1], logits.device):
+            self._drafted_from = logits.shape[-1], logits.device
+            self._find_drafted(*self._drafted_from)
         return logits
 
     def start_drafter(self, logits: Tensor, is_own: bool = False) -> ModelDrafter:
@@ -115,7 +118,7 @@ class DraftSession:
         """The draft's tokens for the target's that were drafted."""
         if self.vocabulary is None:
             return tokens.clamp(max=self.draft.vocabulary - 1)
-        ours, theirs = self.vocabulary.draft_ids.to(tokens.device), self.vocabulary.target_ids.to(tokens.device)
+        ours, theirs = (self.vocabulary.place(name, tokens.device) for name in ("draft_ids", "target_ids"))
         return ours[torch.searchsorted(theirs, tokens).clamp(max=len(theirs) - 1)]
 
     def _find_drafted(self, width: int, device: torch.device) -> None:

@@ -49,6 +49,7 @@ class VocabularyMap:
         self.draft_of = {**pairs, **{theirs: ours for theirs, ours in self.specials.items() if theirs < target_size}}
         shared = sorted(self.draft_of.items())
         self.target_ids, self.draft_ids = torch.tensor(shared, dtype=torch.long).view(-1, 2).unbind(1)
+        self._placed: dict[tuple[str, torch.device], Tensor] = {}
         self.overlap = len(pairs) / max(len(self.bytes_of), 1)  # the share of the target's tokens
 
     @cached_property
@@ -66,6 +67,12 @@ class VocabularyMap:
                 ids.append(self._ids[data[place : place + size]])
             place += max(size, 1)
         return ids
+
+    def place(self, name: str, device: torch.device) -> Tensor:
+        """`draft_ids`, `target_ids` or `first_tokens` on a device, where it stays."""
+        if (name, device) not in self._placed:
+            self._placed[name, device] = getattr(self, name).to(device)
+        return self._placed[name, device]
 
     @cached_property
     def first_tokens(self) -> Tensor:

@@ -73,7 +73,7 @@ class Draft:
             ]
         )
         scores = pad_sequence([torch.tensor([0.0, *(node.score for node in row)]) for row in rows], True, -torch.inf)
-        right = like.figures[like.largest.width :] if has_figures and not like.shares else None
+        right = read(like.figures)[like.largest.width :] if has_figures and not like.shares else None
         figures = _expect(scores[:, 1:], right, like.shares) if has_figures else scores[:0]
         return cls(replace(tree, scores=scores), figures, like.levels, like.shares)
 
