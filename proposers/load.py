@@ -24,7 +24,7 @@ from heads import PRETRAINED
 from heads.checkpoint import find_folder, load_head
 from heads.formats.layout import Head
 from proposers.calibration import load_calibration
-from proposers.draft_models.loading import load_draft_model
+from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer
@@ -103,7 +103,7 @@ def load_proposer(
     given = check_options(name, options)
     if own := OWN_CLASS.fullmatch(str(name)):
         return _load_own(Path(own[1]), own[2])
-    if name not in OPTIONS and is_model(Path(name)):
+    if name not in OPTIONS and is_trained_draft(Path(name)):
         return _load_draft_proposer(target, name, **given)
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
@@ -145,7 +145,9 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError("both head and draft_model name a drafter; give one")
     if is_folder and "head" in given:
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
-    has = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # the head in a folder may have fewer
+    has: Container[str] = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # a head may have fewer
+    if is_folder and is_trained_draft(Path(name)):
+        has = {*OPTIONS["draft"]} - {"draft_model", "draft_layers"}
     _refuse_options(str(name), given, has)
     if "draft_proposer" in given and "sampled" in given:
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
@@ -187,11 +189,6 @@ def find_pretrained(target: Target) -> HeadProposer | None:
         loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
-
-
-def is_model(folder: Path) -> bool:
-    """Whether a folder holds a whole model, which drafts as one; heads have no tokenizer."""
-    return (folder / "tokenizer_config.json").is_file()
 
 
 def _load_own(file: Path, name: str) -> Proposer:
@@ -246,15 +243,20 @@ def _load_draft_proposer(
     """A proposer with a draft model, calibrated if its folder has a calibration."""
     if not isinstance(draft_model, Target):
         name = str(target.model.name_or_path if draft_model is None else draft_model)
+        if not name:
+            raise ValueError(
+                "draft_layers needs the name of a model to load, and this target has none; give draft_model"
+            )
         placed: dict[str, Any] = {"dtype": target.dtype, "device": str(target.device)}
-        draft_model = load_draft_model(name, layers=draft_layers, **placed)
+        draft_model = load_draft_model(name, layers=draft_layers, whole=draft_proposer is not None, **placed)
     elif draft_layers is not None:
         raise ValueError("draft_layers is for a model to load, and draft_model is loaded already; give its name")
     folder = str(draft_model.model.name_or_path)
-    _warn_of_weights(folder, getattr(draft_model.config, "target_weights", None), target)
+    _warn_of_weights(folder, getattr(draft_model.model.config, "target_weights", None), target)
     proposer: DraftProposer | StagedProposer
     if draft_proposer is None:
-        proposer = DraftProposer(draft_model, calibration=load_calibration(folder), **options)
+        calibration = load_calibration(folder) if folder and draft_layers is None else None
+        proposer = DraftProposer(draft_model, calibration=calibration, **options)
     else:
         if isinstance(draft_proposer, str | Path):
             draft_proposer = load_proposer(draft_proposer, draft_model)

@@ -52,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         model = ModelOptions.from_args(args)
-        folder = find_folder(args.head or args.draft_model)
+        folder = args.draft_model or find_folder(args.head)
+        if not folder.is_dir():
+            raise ValueError(
+                f"--draft-model {folder}: there is no such local folder, and the calibration is kept in it"
+            )
         conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")

@@ -1,4 +1,4 @@
-"""Train a head that drafts for a model. The model itself is not changed."""
+"""Train a head or a draft model, which drafts for a model. The model itself is not changed."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from decode.models.stock_model import find_decoder
 from training.data import Example
 from training.objectives import Objective
 from training.teacher import Batch, Teacher, collate
 
-CONFIG = "config.json"
+CONFIG, ASIDE = "config.json", ".saving-"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class DraftModel(nn.Module):
     def __init__(self, model: PreTrainedModel, tokenizer: Any, config: DraftModelConfig, tokens: Tensor | None) -> None:
         super().__init__()
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+        self.vocab_size = int(self._text_config.vocab_size)
         self.draft_size = self.vocab_size if tokens is None else len(tokens)
         self.register_buffer("token_map", tokens, persistent=False)
         for module in (*filter(lambda each: isinstance(each, nn.Embedding), model.modules()), self._output):
@@ -64,17 +65,23 @@ class DraftModel(nn.Module):
         self.register_buffer("matrix", weight if tokens is None else weight[tokens], persistent=False)
         self.register_buffer("bias", bias if tokens is None or bias is None else bias[tokens], persistent=False)
         self._scale = self._find_scale()
-        if tokens is not None:  # `proposers.draft_model` reads them; other programs draft from the whole vocabulary
-            model.config.get_text_config(decoder=True).draft_tokens = tokens.tolist()
+        if tokens is not None:  # `load_draft_model` reads them; other programs draft from the whole vocabulary
+            self._text_config.draft_tokens = tokens.tolist()
+        elif hasattr(self._text_config, "draft_tokens"):
+            del self._text_config.draft_tokens
 
     @property
     def _output(self) -> Any:
         return self.model.get_output_embeddings()
 
+    @property
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
     @torch.no_grad()
     def _find_scale(self) -> float:
         """The factor of the logits: 1 in most models."""
-        tokens = torch.arange(min(16, self.vocab_size))[None]
+        tokens = torch.arange(min(16, self.vocab_size), device=self.matrix.device)[None]
         logits, product = self.model(input_ids=tokens, use_cache=False).logits, self._output(self(tokens))
         scale = float((logits * product).sum() / (product * product).sum())
         if not torch.allclose(logits, scale * product, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
@@ -96,31 +103,50 @@ class DraftModel(nn.Module):
         return states * self._scale
 
     @torch.no_grad()
-    def roll(self, tokens: Sequence[Sequence[int]], count: int, temperature: float) -> list[list[int]]:
+    def roll(self, texts: Sequence[Sequence[int]], count: int, temperature: float) -> list[list[int]]:
         """So many tokens that it samples after each text."""
-        device, longest = self.matrix.device, max(map(len, tokens))
-        padding = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in tokens], device=device)
-        padded = torch.tensor([[0] * (longest - len(text)) + [*text] for text in tokens], device=device)
-        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "pad_token_id": 0}
-        config = GenerationConfig(**settings, min_new_tokens=count, max_new_tokens=count)
+        device, longest, is_training = self.matrix.device, max(map(len, texts)), self.model.training
+        padding = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
+        padded = torch.tensor([[0] * (longest - len(text)) + [*text] for text in texts], device=device)
+        config = GenerationConfig(
+            do_sample=True, temperature=temperature, top_k=0, max_new_tokens=count, pad_token_id=0, eos_token_id=None
+        )
         self.model.generation_config, own = config, self.model.generation_config
+        self.model.eval()
         try:
-            rolled: Any = self.model.generate(padded, attention_mask=padding)
+            processors = LogitsProcessorList([Drafted(self.token_map)] if self.token_map is not None else [])
+            rolled: Any = self.model.generate(padded, attention_mask=padding, logits_processor=processors)
         finally:
             self.model.generation_config = own
+            self.model.train(is_training)
         return [row[longest:] for row in rolled.tolist()]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Save it as a folder of transformers, with its tokenizer. Files are replaced one by one, the config last."""
         model = copy.deepcopy(self.model).to(dtype)
-        config = model.config.get_text_config(decoder=True)
-        config.target_weights = self.config.target_weights
+        model.config.target_weights = self.config.target_weights
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".saving-") as aside:
+        for left in folder.glob(f"{ASIDE}*"):  # of a run that was killed
+            shutil.rmtree(left)
+        with TemporaryDirectory(dir=folder, prefix=ASIDE) as aside:
             model.save_pretrained(aside)
             self.tokenizer.save_pretrained(aside)
-            for file in sorted(Path(aside).iterdir(), key=lambda file: file.name == CONFIG):
-                os.replace(file, folder / file.name)
+            files = [file.relative_to(aside) for file in Path(aside).rglob("*") if file.is_file()]
+            for file in sorted(files, key=lambda file: file.name == CONFIG):
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(Path(aside) / file, folder / file)
+
+
+class Drafted(LogitsProcessor):
+    """Leaves the tokens that a draft model drafts."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, self.tokens] = scores[:, self.tokens]
+        return kept
 
 
 class DraftModelObjective(Objective):
@@ -134,11 +160,10 @@ class DraftModelObjective(Objective):
 
 
 class RolloutLoader:
-    """Loads the batch of the examples with the given numbers, with the last tokens of each drawn from the draft model.
+    """Loads the batch of the examples with the given numbers, each with an end that the draft model has sampled.
 
-    Each answer ends at a random place, and from there the draft model goes on for `count` tokens, which the target
-    scores too: so it learns from its own mistakes (Agarwal et al., "On-policy distillation", 2024). temperature: of
-    its samples.
+    An answer ends at a random place, and from there the draft model goes on for `count` tokens, which the target scores
+    too: it learns from its own mistakes (Agarwal et al., "On-policy distillation", 2024). temperature: of its samples.
     """
 
     def __init__(
@@ -149,16 +174,24 @@ class RolloutLoader:
 
     def __call__(self, numbers: Sequence[int]) -> Batch:
         examples = [self.examples[number] for number in numbers]
-        begins = [example.spans[0][0] for example in examples]
-        places = [
-            begin + int(torch.randint(len(example.tokens) - begin, ()))
-            for begin, example in zip(begins, examples, strict=True)
-        ]
-        kept = [example.tokens[:place] for example, place in zip(examples, places, strict=True)]
-        rolled = self.model.roll(kept, self.count, self.temperature)
+        kept = [example.tokens[: self._choose_place(example)] for example in examples]
         made = []
-        for example, text, tokens in zip(examples, kept, rolled, strict=True):
+        for example, text, rolled in zip(
+            examples, kept, self.model.roll(kept, self.count, self.temperature), strict=True
+        ):
+            ends = [place for place, token in enumerate(rolled, start=1) if token in self.teacher.target.stop_ids]
+            tokens = (*text, *rolled[: min(ends, default=self.count)])
             spans = [(begin, min(end, len(text))) for begin, end in example.spans if begin < len(text)]
-            spans.append((len(text), len(text) + len(tokens)))
-            made.append(Example((*text, *tokens), tuple(spans)))
+            made.append(Example(tokens, (*spans, (len(text), len(tokens)))))
         return collate(made, self.teacher.compute(made))
+
+    def _choose_place(self, example: Example) -> int:
+        """A place in an answer, after which the draft model's tokens have room."""
+        room = min(self.teacher.target.context, find_context(self.model.model)) - self.count
+        places = [place for begin, end in example.spans for place in range(begin, end) if place <= room]
+        return places[int(torch.randint(len(places), ()))] if places else max(1, min(room, example.spans[0][0]))
+
+
+def find_context(model: PreTrainedModel) -> int:
+    """The tokens that a model may read."""
+    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30)

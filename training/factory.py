@@ -14,7 +14,7 @@ from decode.models.cut_model import cut_model
 from decode.models.fingerprint import fingerprint_vocabulary
 from heads import HEADS, LayerConfig, choose_features
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
-from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
+from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective, find_context
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
@@ -80,9 +80,29 @@ def make_draft_model(
             "it: take a checkpoint with the target's tokenizer, or cut the draft out of the target"
         )
     drafted = choose_draft_vocabulary(examples, size, draft_vocab)
+    longest = max(len(example.tokens) for example in examples)
+    if longest > find_context(model):
+        raise ValueError(
+            f"an example has {longest} tokens, the draft model's context {find_context(model)}; cut them "
+            f"with --max-length {find_context(model)}"
+        )
     name, tokens = model.config.name_or_path, None if len(drafted) == size else drafted
     config = DraftModelConfig(Path(name).name, None if layers is None else tuple(layers), len(drafted))
-    return DraftModel(model if layers is None else cut_model(model, layers), tokenizer, config, tokens)
+    if layers is not None:
+        model = cut_model(model, layers)
+        _check_config(model, layers)
+    return DraftModel(model, tokenizer, config, tokens)
+
+
+def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raise ValueError if a model that is built from its config is another one: it could not be loaded again."""
+    with torch.device("meta"):
+        built = {name: weight.shape for name, weight in type(model)(model.config).state_dict().items()}
+    if built != {name: weight.shape for name, weight in model.state_dict().items()}:
+        raise ValueError(
+            f"a config of {model.config.model_type} cannot describe a model of the layers {list(layers)} alone; try "
+            "other --layers or another --cut"
+        )
 
 
 def make_objective(

@@ -16,56 +16,62 @@ CHUNK = 1 << 22  # logits held in memory at a time
 LEAST_P, LEAST_Q = 1e-8, 1e-30  # in logarithms; p may have been stored in half precision
 ETA = 3.0  # how fast `lk` moves from kl to tv as the head improves (LK losses, section 4)
 
-# A loss takes p and q at the labels, [R, S]. It returns its value [R] and its gradient by the logits, which for all of
-# these losses is a * q, minus b at the labels: a [R, 1], b [R, S].
+# A loss takes p and q at the labels, [R, S], and p of all other tokens [R]. It returns its value [R] and its gradient
+# by the logits, which for all of these losses is a * q, minus b at the labels: a [R, 1], b [R, S].
 ValueAndGradient = tuple[Tensor, Tensor, Tensor]
 
 
-def kl(p: Tensor, q: Tensor) -> ValueAndGradient:
+def kl(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """Cross-entropy with the target's distribution: KL(p || q) up to a constant (Hinton et al. 2015)."""
     return -(p * q.clamp_min(LEAST_Q).log()).sum(dim=-1), p.sum(dim=-1, keepdim=True), p
 
 
-def tv(p: Tensor, q: Tensor) -> ValueAndGradient:
+def tv(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """Total variation, 1 - alpha: the probability of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     below = q * (q < p)
     return 1 - torch.minimum(p, q).sum(dim=-1), below.sum(dim=-1, keepdim=True), below
 
 
-def lk_alpha(p: Tensor, q: Tensor) -> ValueAndGradient:
+def lk_alpha(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """-log alpha: like `tv`, but its gradient does not vanish while a head is bad (Samarin et al. 2026)."""
-    value, a, b = tv(p, q)
+    value, a, b = tv(p, q, tail)
     alpha = (1 - value).clamp_min(1e-6)
     return -alpha.log(), a / alpha[:, None], b / alpha[:, None]
 
 
-def lk(p: Tensor, q: Tensor) -> ValueAndGradient:
+def lk(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """`kl` while alpha is low, `tv` as it grows; weight exp(-ETA alpha), a constant (Samarin et al. 2026)."""
-    (value, a, b), (other, c, d) = kl(p, q), tv(p, q)
+    (value, a, b), (other, c, d) = kl(p, q, tail), tv(p, q, tail)
     weight = torch.exp(-ETA * (1 - other))
     column = weight[:, None]
     return weight * value + (1 - weight) * other, column * a + (1 - column) * c, column * b + (1 - column) * d
 
 
-def rkl(p: Tensor, q: Tensor) -> ValueAndGradient:
+def rkl(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """KL(q || p), which punishes tokens that the target does not give (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _with_tail(p, LEAST_P), _with_tail(q, LEAST_Q)
-    slopes, tail = (q / p).log(), (q_tail / p_tail).log()
-    return (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
+    (p, p_tail), (q, q_tail) = _share(p, tail), _fill(q)
+    slopes, tail_slope = (q / p).log(), (q_tail / p_tail).log()
+    return (q * slopes).sum(dim=-1) + q_tail * tail_slope, *_by_slopes(q, q_tail, slopes, tail_slope)
 
 
-def jsd(p: Tensor, q: Tensor) -> ValueAndGradient:
+def jsd(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     """Jensen-Shannon divergence: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _with_tail(p, LEAST_P), _with_tail(q, LEAST_Q)
+    (p, p_tail), (q, q_tail) = _share(p, tail), _fill(q)
     m, m_tail = (p + q) / 2, (p_tail + q_tail) / 2
-    slopes, tail = (q / m).log() / 2, (q_tail / m_tail).log() / 2
+    slopes, tail_slope = (q / m).log() / 2, (q_tail / m_tail).log() / 2
     value = ((p * (p / m).log()).sum(dim=-1) + p_tail * (p_tail / m_tail).log()) / 2
-    return value + (q * slopes).sum(dim=-1) + q_tail * tail, *_by_slopes(q, q_tail, slopes, tail)
+    return value + (q * slopes).sum(dim=-1) + q_tail * tail_slope, *_by_slopes(q, q_tail, slopes, tail_slope)
 
 
-def _with_tail(p: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Probabilities [R, S] that have logarithms, and [R]: of all other tokens, which count as one."""
-    return p.clamp_min(least), (1 - p.sum(dim=-1)).clamp_min(least)
+def _share(p: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """p [R, S] and its tail [R], all tokens that are no labels, given that the token can be drafted."""
+    whole = (p.sum(dim=-1) + tail).clamp_min(LEAST_P)
+    return (p / whole[:, None]).clamp_min(LEAST_P), (tail / whole).clamp_min(LEAST_P)
+
+
+def _fill(q: Tensor) -> tuple[Tensor, Tensor]:
+    """q [R, S] and that of all other tokens [R]."""
+    return q.clamp_min(LEAST_Q), (1 - q.sum(dim=-1)).clamp_min(LEAST_Q)
 
 
 def _by_slopes(q: Tensor, q_tail: Tensor, slopes: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +80,7 @@ def _by_slopes(q: Tensor, q_tail: Tensor, slopes: Tensor, tail: Tensor) -> tuple
     return (tail - mean)[:, None], q * (tail[:, None] - slopes)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], ValueAndGradient]] = {
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], ValueAndGradient]] = {
     "ce": kl,  # its only label is the text's token
     "kl": kl,
     "tv": tv,
@@ -123,7 +129,9 @@ class _VocabularyLoss(torch.autograd.Function):
             index = labels[part].clamp_min(0)
             right[part] = logits.argmax(dim=-1) == labels[part, 0]
             q = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
-            value, a, b = loss(p[part].to(exact) * drafted, q.gather(1, index) * drafted)
+            labelled = p[part].to(exact)
+            tail = (1 - labelled.sum(dim=-1)).clamp_min(0)
+            value, a, b = loss(labelled * drafted, q.gather(1, index) * drafted, tail)
             total += value.sum()
             gradient = q.mul_(a).scatter_add_(1, index, -b)
             if grad_bias is not None:

@@ -148,12 +148,12 @@ class Trainer:
 
     def _step(self, numbers: Sequence[int]) -> dict[str, Any]:
         """One optimizer step over a batch of examples, given by their numbers. Returns values to log."""
-        accelerator, examples = self.accelerator, self.dataset.examples
-        answers = sum(examples[number].answer_tokens for number in numbers)
+        accelerator = self.accelerator
         mine = numbers[accelerator.process_index :: accelerator.num_processes]
         batch = send_to_device(self.load_batch(mine or numbers[:1]), accelerator.device, non_blocking=True)
         if not mine:  # more processes than examples: take part without anchors
             batch.answers.zero_()
+        answers = int(accelerator.reduce(batch.answers.sum(), "sum"))
         with choosing_kernels(accelerator.device):  # nearly every batch has a length of its own
             loss: Loss = self.objective(batch)
             # Gradients are averaged over processes; we want the mean over answer tokens.

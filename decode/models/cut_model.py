@@ -34,12 +34,12 @@ def cut_model(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
                 vars(module)["layer_idx"] = place
     config = cut.config.get_text_config(decoder=True)
     for name, value in [*vars(config).items()]:  # kinds of layers, their windows, and such
-        if isinstance(value, list | tuple) and len(value) == count:
+        if isinstance(value, list | tuple) and len(value) == count and not name.endswith("_token_id"):
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     return cut
 
 
 def choose_spaced(count: int, total: int) -> list[int]:
-    """`count` of `total` layers, evenly spaced, the first and the last among them."""
+    """`count` of `total` layers, evenly spaced; from two on, the first and the last among them."""
     return [round(place * (total - 1) / max(count - 1, 1)) for place in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,25 @@ from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.models.cut_model import cut_model
 from decode.models.loading import load_model
 
+CONFIG = "config.json"
+
 
 def load_draft_model(
-    name: str | PathLike[str] | None = None, *, layers: int | None = None, accelerate: str = "auto", **settings: Any
+    name: str | PathLike[str] | None = None,
+    *,
+    layers: int | None = None,
+    whole: bool = False,
+    accelerate: str = "auto",
+    **settings: Any,
 ) -> Target:
     """A model to draft with.
 
     layers: only its first ones, with its final norm and its output layer: an early exit, for models that were trained
-    to have one (Elhoushi et al., "LayerSkip", 2024). Other arguments and errors are those of `Target.load`. A model
-    that was trained to draft a part of the vocabulary computes no more logits than those.
+    to have one (Elhoushi et al., "LayerSkip", 2024). whole: with the logits of all tokens, as a target has them. Else a
+    model in a local folder that was trained to draft a part of the vocabulary computes no others. Other arguments and
+    errors are those of `Target.load`.
     """
-    tokens = _read_draft_tokens(Path("" if name is None else name))
+    tokens = None if name is None or whole else read_draft_tokens(Path(name))
     deterministic = settings.pop("deterministic", False)
     if layers is None and tokens is None:
         return Target.load(name, accelerate=accelerate, deterministic=deterministic, **settings)
@@ -38,23 +47,29 @@ def load_draft_model(
     return Target(accelerate_model(model, accelerate), tokenizer, deterministic=deterministic)
 
 
-def _read_draft_tokens(folder: Path) -> list[int] | None:
-    """The tokens that a model in a folder was trained to draft; None: all."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError:
-        return None  # loading it tells what is wrong
-    tokens = config.get("draft_tokens") if isinstance(config, dict) else None
-    if tokens is None:
+def read_draft_tokens(folder: Path) -> list[int] | None:
+    """The tokens that a model in a folder was trained to draft; None: all. Raises ValueError for a damaged list."""
+    config = _read_config(folder)
+    if (tokens := config.get("draft_tokens")) is None:
         return None
     size = config.get("vocab_size")
     is_list = isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens)
     if not is_list or tokens != sorted({*tokens}) or not 0 <= tokens[0] <= tokens[-1] < (size or 1 << 31):
-        raise ValueError(f"{file}: draft_tokens is a list of token ids below {size}, each once and in order")
-    return tokens
+        raise ValueError(f"{folder / CONFIG}: draft_tokens is a list of token ids below {size}, each once and in order")
+    return [*tokens]
+
+
+def is_trained_draft(folder: Path) -> bool:
+    """Whether a folder holds a draft model that `draftless train` has saved."""
+    return "target_weights" in _read_config(folder)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config; empty if there is none, or a damaged one, about which loading it says more."""
+    with suppress(OSError, ValueError):
+        config = json.loads((folder / CONFIG).read_bytes())
+        return config if isinstance(config, dict) else {}
+    return {}
 
 
 def keep_outputs(model: PreTrainedModel, tokens: torch.Tensor) -> None:
@@ -66,4 +81,5 @@ def keep_outputs(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     if bias is not None:
         smaller.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
     model.set_output_embeddings(smaller.train(output.training))
+    model.output_tokens = tokens
     model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False

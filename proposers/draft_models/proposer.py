@@ -123,9 +123,11 @@ class DraftProposer(TreeProposer):
     def _search(self, step: Step, levels: int, most: int, start: Start | None = None) -> Draft:
         """Another vocabulary is drafted from as it is, and the text is cut into the target's tokens then.
 
-        Logits processors need the target's tokens, and get those that both have.
+        Logits processors need the target's tokens, and get those that both have. So does a model with a part of its
+        outputs.
         """
-        if self._map is None or any(sampling.processors for sampling in step.samplings):
+        is_part = hasattr(self.draft_model.model, "output_tokens")
+        if self._map is None or is_part or any(sampling.processors for sampling in step.samplings):
             return super()._search(step, levels, most, start)
         draft = super()._search(step, levels, most, self._start_own)
         return retokenize(draft, step, self._session, most, self.adaptive)
@@ -136,7 +138,7 @@ class DraftProposer(TreeProposer):
         if coupling is not None and self._map is not None:
             coupling = replace(coupling, tokens=self._map.place("first_tokens", inputs["roots"].device))
         inner = self._session.start_drafter(inputs["logits"], is_own=True)
-        return ScoredDrafter(inner, calibration=self.calibration, coupling=coupling)
+        return ScoredDrafter(inner, coupling=coupling)
 
     def _sample(self, step: Step, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier.
@@ -174,13 +176,18 @@ def find_q(step: Step, logits: Tensor, prefixes: Sequence[Tensor]) -> Tensor:
     return for_groups(step.samplings, find)
 
 
-def find_map(draft: Target, target: Target) -> VocabularyMap | None:
-    """How the tokens of two models correspond; None if their tokenizers are the same."""
+def has_other_tokens(draft: Target, target: Target) -> bool:
+    """Whether two models are known to have different tokenizers."""
     ours: Any = draft.tokenizer
     theirs: Any = target.tokenizer
-    if ours is theirs or ours.get_vocab() == theirs.get_vocab():
+    return not (ours is None or theirs is None or ours is theirs or ours.get_vocab() == theirs.get_vocab())
+
+
+def find_map(draft: Target, target: Target) -> VocabularyMap | None:
+    """How the tokens of two models correspond; None if their tokenizers are the same."""
+    if not has_other_tokens(draft, target):
         return None
-    found = VocabularyMap(ours, theirs, draft.vocabulary, target.vocabulary)
+    found = VocabularyMap(draft.tokenizer, target.tokenizer, draft.vocabulary, target.vocabulary)
     advice = "" if found.overlap >= WELL_SHARED else "; one of the same family may do better"
     print_notice(f"the draft model has another tokenizer, with {found.overlap:.0%} of the target's tokens{advice}")
     return found

@@ -79,7 +79,8 @@ class Branches:
             return  # it does not go on with the character
         complete, rest = cut_character(data)
         offset = len(self._partial)
-        for ids in self._map.cut(complete[offset:], self._before, self._partial):
+        text = complete[offset:]
+        for ids in self._map.cut(text, self._before, self._partial) if text else [[]]:
             number, end = -1, offset
             for token in ids:
                 end += len(self._map.bytes_of[token])

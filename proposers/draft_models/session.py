@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ class DraftSession:
         self._step: Step
         self._texts: dict[int, DraftText] = {}  # by request id, with a vocabulary of its own
         self._drafter: ModelDrafter | None = None  # of the last step, if it drafted
-        self._drafted_from: tuple[int, torch.device] | None = None  # what these were found for
         self.columns: Tensor | None = None  # [S] the outputs of tokens that are drafted; None: all, as far as V
         self.tokens: Tensor | None = None  # [S] the target's tokens for these
 
@@ -100,9 +100,8 @@ class DraftSession:
                 self._session.rewind(row, self._session.lengths[row] - 1)
                 unread[row] = self.text(row, self._session.lengths[row])
         logits = self._session.extend(unread)[0]
-        if self._drafted_from != (logits.shape[-1], logits.device):
-            self._drafted_from = logits.shape[-1], logits.device
-            self._find_drafted(*self._drafted_from)
+        if self.tokens is None:
+            self._find_drafted(logits.device)
         return logits
 
     def start_drafter(self, logits: Tensor, is_own: bool = False) -> ModelDrafter:
@@ -121,8 +120,8 @@ class DraftSession:
         ours, theirs = (self.vocabulary.place(name, tokens.device) for name in ("draft_ids", "target_ids"))
         return ours[torch.searchsorted(theirs, tokens).clamp(max=len(theirs) - 1)]
 
-    def _find_drafted(self, width: int, device: torch.device) -> None:
-        """Find which of `width` outputs are drafted, and the target's tokens for them.
+    def _find_drafted(self, device: torch.device) -> None:
+        """Find which outputs are drafted, and the target's tokens for them.
 
         A model that was trained to draft has a list of its tokens, and `load_draft_model` leaves out other outputs.
         """
@@ -132,13 +131,12 @@ class DraftSession:
         elif listed is not None:
             columns = tokens = torch.tensor(listed)
         else:
-            self.columns, self.tokens = None, None
             return
         if listed is not None:
-            given = torch.tensor(listed)
-            known = torch.isin(columns, given)
+            known = torch.isin(columns, torch.tensor(listed))
             columns, tokens = columns[known], tokens[known]
-            columns = torch.searchsorted(given, columns) if width == len(given) else columns
+        if (outputs := getattr(self.draft.model, "output_tokens", None)) is not None:
+            columns = torch.searchsorted(outputs, columns)
         self.columns, self.tokens = columns.to(device), tokens.to(device)
 
     def fit(self, logits: Tensor) -> Tensor:
@@ -207,7 +205,7 @@ class ModelDrafter:
         accepted: how the text goes on, in the draft's tokens, by row.
         """
         found: list[list[int]] = []
-        for row, nodes in enumerate(self._list_nodes()):
+        for row, nodes in enumerate(self._nodes):
             places = {
                 (parent, token): place for place, (token, parent) in reversed([*enumerate(zip(*nodes, strict=True))])
             }
@@ -222,7 +220,7 @@ class ModelDrafter:
 
     def list_own(self, rows: Sequence[int]) -> list[Children]:
         """What was read after each node of these rows, in the draft's own tokens."""
-        nodes, found = self._list_nodes(), list[Children]()
+        nodes, found = self._nodes, list[Children]()
         for row in rows:
             children: Children = defaultdict(list)
             for place, (token, parent) in enumerate(zip(*nodes[row], strict=True)):
@@ -230,12 +228,13 @@ class ModelDrafter:
             found.append(children)
         return found
 
-    def _list_nodes(self) -> list[list[list[int]]]:
+    @cached_property  # once nothing more is read
+    def _nodes(self) -> list[list[list[int]]]:
         """The tokens and the parents of each row's nodes that were read, the former in the draft's own tokens."""
         if self._tree is None:
             return [[[], []]] * len(self._tokens)
-        numbers = read(torch.stack([self._tree.tokens, self._parents], dim=1)).tolist()
-        return [[*pair] for pair in numbers]
+        nodes: list[list[list[int]]] = read(torch.stack([self._tree.tokens, self._parents], dim=1)).tolist()
+        return nodes
 
     def _find_prefixes(self, row: int, count: int) -> list[Tensor]:
         """The texts before the next tokens of a row's paths."""

@@ -21,18 +21,20 @@ from decode.reading import Text
 from decode.requests.answer import LogProbs
 from decode.requests.request import Request
 from proposers.draft_budget import ChainAcceptance, DraftBudget
+from proposers.draft_models.proposer import has_other_tokens
 from proposers.trees.coupled import find_noise
 from proposers.trees.draft import Node
 
 LONGEST = 16
-SPARE = 2  # times the memory of the texts: it also holds tokens that were drafted in vain
+SPARE = 2  # times the memory of the texts: it also holds texts that were drafted in vain
+SLOTS = 256  # that a text may have in addition to its tokens
 
 
 class StagedProposer:
     """Drafts with a model that drafts for itself.
 
-    draft: the model, with the target's vocabulary. inner: what drafts for it. The draft's text does not depend on
-    `inner`, and where the target samples, the draft knows its noise, as all drafts here do.
+    draft: the model, with the target's tokenizer. inner: what drafts for it. Unless `inner` samples, the draft's text
+    does not depend on it, and where the target samples, the draft knows its noise, as all drafts here do.
     depth: tokens ahead, at most. width: next tokens of each text that become nodes: its own choice and runners-up.
     nodes: the most nodes of a tree, root included. None adapts the depth to this device, down to no draft at all; trees
     then have `width` nodes a level.
@@ -66,11 +68,16 @@ class StagedProposer:
 
     def begin(self, target: Target) -> None:
         """Raises ValueError if the draft model has another vocabulary."""
-        if self.draft_model.vocabulary != target.vocabulary:
+        draft, size = self.draft_model, target.vocabulary
+        if draft.vocabulary != size or has_other_tokens(draft, target):
             raise ValueError(
-                f"a staged draft model needs the target's vocabulary; it has {self.draft_model.vocabulary} tokens, the "
-                f"target {target.vocabulary}"
+                f"a staged draft model needs the target's tokenizer and outputs; it has {draft.vocabulary} tokens, the "
+                f"target {size}"
             )
+        if hasattr(draft.model, "output_tokens"):
+            raise ValueError("a staged draft model needs all its outputs: load_draft_model(name, whole=True)")
+        if self.width > size:
+            raise ValueError(f"width is {self.width}, more than the {size} tokens that there are")
         if self._engine is None:
             self._engine = Engine(self.draft_model, self.inner)
             session = open_session(self.draft_model, 1, self.inner.layers)
@@ -115,8 +122,7 @@ class StagedProposer:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
         assert self._engine is not None
         self._engine.rows = max(self._engine.rows, len(step.request_ids))
-        needed = SPARE * self._bytes * sum(len(text) + levels for text in step.sequences)
-        self._engine.kept_bytes = max(needed, self._engine.kept_bytes)
+        self._engine.kept_bytes = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:

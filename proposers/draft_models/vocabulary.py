@@ -42,11 +42,15 @@ class VocabularyMap:
         self._ids = invert(self.draft_bytes, draft_size)
         self._longest = max(map(len, self._ids))
         roles = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]
-        self.specials = {theirs: ours for ours, theirs in roles if ours is not None and theirs is not None}
+        self.specials: dict[int, int] = {
+            theirs: ours
+            for ours, theirs in roles
+            if ours is not None and theirs is not None and ours < draft_size and theirs < target_size
+        }
         self._target_specials = {ours: theirs for theirs, ours in self.specials.items()}
         self._target_ids = targets = invert(self.bytes_of, target_size)
         pairs = {token: self._ids[data] for data, token in targets.items() if data in self._ids}
-        self.draft_of = {**pairs, **{theirs: ours for theirs, ours in self.specials.items() if theirs < target_size}}
+        self.draft_of = {**pairs, **self.specials}
         shared = sorted(self.draft_of.items())
         self.target_ids, self.draft_ids = torch.tensor(shared, dtype=torch.long).view(-1, 2).unbind(1)
         self._placed: dict[tuple[str, torch.device], Tensor] = {}
@@ -102,9 +106,12 @@ class VocabularyMap:
             except UnicodeDecodeError:  # the text alone begins within a character
                 continue
             ids = self.target.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            spelt = b"".join(self.bytes_of.get(token, b"") for token in ids)
+            # Some tokenizers begin each text with a space.
+            begin = len(start) + (len(spelt) > len(start) + len(data) and bool(start))
             ends = [*accumulate((len(self.bytes_of.get(token, b"")) for token in ids), initial=0)]
-            if ends[-1] == len(start) + len(data) and len(start) in ends:
-                cut = ids[ends.index(len(start)) :]
+            if spelt == b" " * (begin - len(start)) + start + data and begin in ends:
+                cut = ids[ends.index(begin) :]
                 found += [cut] if cut and cut not in found and all(token in self.bytes_of for token in cut) else []
         return found
 

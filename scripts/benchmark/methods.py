@@ -101,7 +101,8 @@ def _make_loop(target: Target, model: ModelOptions, temperature: float, named: N
     options = dict(named.options)
     if {"draft_model", "draft_layers"} & {*options}:
         name, layers = options.get("draft_model", model.model), options.pop("draft_layers", None)
-        options["draft_model"] = load_draft(replace(model, model=name), layers)
+        whole = "draft_proposer" in options
+        options["draft_model"] = load_draft(replace(model, model=name), layers, whole)
     load = partial(load_proposer, named.name, target, **options)
     cold = load()
     kept = load(store=AnswerStore()) if named.warm else cold

@@ -11,12 +11,14 @@ from pathlib import Path
 from decode import Target, generate
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
-from scripts.checking.rules import Engine, Finding, error, find_faults, warning
+from proposers.draft_models.loading import is_trained_draft
+from scripts.checking.rules import Engine, Finding, error, find_draft_faults, find_faults, warning
 from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
 NEW_TOKENS, NODES = 48, 16  # of each answer here, and of its draft trees
+WIDTH = 4  # of a draft model's trees
 USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
 EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
 
@@ -59,9 +61,11 @@ def check_folder(
     name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
     try:
-        proposer, kind, draft_tokens = load_proposer(path, target, nodes=NODES), DRAFT_MODEL, DRAFT_TOKENS
-        findings = list[Finding]()
-        if isinstance(proposer, HeadProposer):
+        shape = {"width": WIDTH} if is_trained_draft(path) else {}
+        proposer, kind, draft_tokens = load_proposer(path, target, nodes=NODES, **shape), DRAFT_MODEL, DRAFT_TOKENS
+        if not isinstance(proposer, HeadProposer):
+            findings = find_draft_faults(proposer.draft_model, target)
+        else:
             head, kind = proposer.head, proposer.head.kind
             findings = find_faults(path, head, target)
             draft_tokens = int(head.config.heads) if kind == "medusa" else draft_tokens  # it drafts one a head

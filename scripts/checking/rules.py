@@ -21,6 +21,7 @@ from decode import Target
 from heads.formats.eagle import NESTED, READ
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
+from proposers.draft_models.proposer import has_other_tokens
 
 Engine = Literal["vllm", "sglang", "both", "draftless"]
 LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
@@ -60,6 +61,13 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
         found += check_offsets(head, tensors)
         found += check_norms(head, config)
     return found
+
+
+def find_draft_faults(draft: Target, target: Target) -> list[Finding]:
+    """The faults of a draft model. Other programs compare sizes of vocabularies at most."""
+    if draft.vocabulary == target.vocabulary and not has_other_tokens(draft, target):
+        return []
+    return [error("both", "tokenizer", "it has another tokenizer than the target: only Draftless drafts with it")]
 
 
 def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:

@@ -23,8 +23,7 @@ from decode.models.loading import load_model
 from decode.models.user_cache import print_notice
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
-from proposers.draft_models.loading import load_draft_model
-from proposers.load import is_model
+from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from scripts.benchmark.rows import to_markdown
 from scripts.checking.rules import Finding, error, warning
 
@@ -143,7 +142,7 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
     """
     proposer: TreeProposer
     shape: dict[str, Any] = {"depth": count, "width": 1, "nodes": count + 1}
-    if is_model(folder):
+    if is_trained_draft(folder):
         proposer = DraftProposer(load_draft_model(folder, dtype=target.dtype, device=str(target.device)), **shape)
     else:
         head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)

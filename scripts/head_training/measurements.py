@@ -62,7 +62,8 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
     """Decode the prompts greedily with trees of `NODES` nodes."""
     proposer: TreeProposer
     if isinstance(head, DraftModel):
-        proposer = DraftProposer(Target(head.model), depth=DEPTH, width=WIDTH, nodes=NODES)
+        draft = Target(head.model)
+        proposer = DraftProposer(draft, depth=DEPTH, width=1 if draft.is_recurrent else WIDTH, nodes=NODES)
     else:
         proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
     answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)

@@ -41,8 +41,8 @@ GROUPS = {  # of the help text, by their first option
 }
 
 EPILOG = """\
---out becomes the head's folder for --head of other commands, or the model's for --draft-model: that of the best
-validation so far. metrics.jsonl has
+--out becomes the head's folder for --head of other commands, or the draft model's for --draft-model: always the one of
+the best validation so far. metrics.jsonl has
 loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
 fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
 """
@@ -74,7 +74,7 @@ class TrainOptions:
         "the model's own answers, as draftless distill writes them; their token ids are read",
         **{"type": Path, "nargs": "+", "required": True, "metavar": "FILE"},
     )
-    out: Path = flag("the folder for the head", type=Path, required=True, metavar="DIR")
+    out: Path = flag("the folder for the head or draft model", type=Path, required=True, metavar="DIR")
     resume: bool = flag("continue from the checkpoint in --out, if there is one", False)
     changed_model: bool = flag(
         "with --resume: go on although weights, vocabulary or chat template of the model have changed", False
@@ -151,6 +151,10 @@ class TrainOptions:
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
         if self.kind == "draft" and self.init is not None and (self.layers or self.cut):
             raise ValueError("--layers and --cut are for a draft that is cut out of the model; leave out --init")
+        if self.kind == "draft" and self.decay != DECAY:
+            raise ValueError("--decay is for heads, which have several depths; leave it out")
+        if self.rollout and self.loss == "ce":
+            raise ValueError("--loss ce takes the text's tokens for right, which --rollout draws from the draft itself")
         if self.rollout and self.cache is not None:
             raise ValueError("--rollout makes other texts in each step, which no --cache has; give one of them")
         if not 0 < self.temperature <= 1:
@@ -174,7 +178,9 @@ class TrainOptions:
     @property
     def objective(self) -> dict[str, Any]:
         """The settings of the objective, as `make_objective` takes them."""
-        settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay, "temperature": self.temperature}
+        settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay}
+        if self.temperature != 1:
+            settings["temperature"] = self.temperature
         if self.kind in REGRESSION:
             regression = REGRESSION[self.kind] if self.regression is None else self.regression
             settings |= {"steps": self.ttt_steps or TTT_STEPS, "regression": regression, "noise": self.noise or 0.0}

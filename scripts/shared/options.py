@@ -47,6 +47,7 @@ run, and so the same text in half precision too"""
 DRAFTING = (
     "draft_model",
     "draft_layers",
+    "draft_proposer",
     "head",
     "nodes",
     "depth",
@@ -120,11 +121,11 @@ def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tup
         return load_model(settings.pop("model"), **settings)
 
 
-def load_draft(options: ModelOptions, layers: int | None = None) -> Target:
+def load_draft(options: ModelOptions, layers: int | None = None, whole: bool = False) -> Target:
     """A model to draft with, as `load_draft_model` loads it. Raises ValueError if it cannot be loaded."""
     settings = asdict(options)
     with _loading():
-        return load_draft_model(settings.pop("model"), layers=layers, **settings)
+        return load_draft_model(settings.pop("model"), layers=layers, whole=whole, **settings)
 
 
 @contextmanager
@@ -147,5 +148,8 @@ def make_proposer(args: argparse.Namespace, target: Target, store: AnswerStore |
     settings = {name: getattr(args, name) for name in DRAFTING} | {"store": store}
     if args.draft_model is not None or args.draft_layers is not None:
         model = args.draft_model or args.model
-        settings["draft_model"] = load_draft(ModelOptions.from_args(args, model=model), settings.pop("draft_layers"))
+        chosen = ModelOptions.from_args(args, model=model)
+        settings["draft_model"] = load_draft(
+            chosen, settings.pop("draft_layers"), whole=args.draft_proposer is not None
+        )
     return load_proposer(args.proposer, target, **settings)

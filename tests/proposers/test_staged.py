@@ -12,6 +12,7 @@ from decode.models.cut_model import cut_model
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer, StagedProposer, load_proposer
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
+from tests.support.tokenizers import byte_level
 
 BIG = tiny("llama", num_hidden_layers=4)
 TARGET, MIDDLE, SMALL = Target(BIG), Target(cut_model(BIG, [0, 1, 2])), Target(cut_model(BIG, [0]))
@@ -73,12 +74,12 @@ def test_beginnings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = decode(self, step, levels)
         reused.extend(len(step.sequences[0]) - request.stats.reused for request in found.values())
         assert self._engine is not None and self._engine._prefixes is not None
-        kept.append(self._engine._prefixes.bytes / self._engine.kept_bytes)
+        kept.append(len(self._engine._prefixes._texts))
         return found
 
     monkeypatch.setattr(StagedProposer, "_decode", note)
     generate(TARGET, PROMPTS[:1], staged, **LIMITS)
-    assert reused[0] == len(PROMPTS[0]) + 1 and max(reused[1:]) <= 6 and max(kept) <= 1
+    assert reused[0] == len(PROMPTS[0]) + 1 and max(reused[1:]) <= 6 and max(kept) < 12
 
 
 def test_a_text_that_the_draft_model_has_no_room_for() -> None:
@@ -97,7 +98,13 @@ def test_loading_and_errors() -> None:
         load_proposer("draft", TARGET, draft_model=MIDDLE, draft_proposer="ngram", sampled=True)
     with pytest.raises(ValueError, match="must be at least 1"):
         StagedProposer(MIDDLE, NGramProposer(), depth=0)
-    with pytest.raises(ValueError, match="needs the target's vocabulary; it has 99 tokens, the target 96"):
+    with pytest.raises(ValueError, match="needs the target's tokenizer and outputs; it has 99 tokens, the target 96"):
         StagedProposer(Target(tiny("llama", vocab_size=99)), NGramProposer()).begin(TARGET)
+    with pytest.raises(ValueError, match="width is 97, more than the 96 tokens"):
+        StagedProposer(MIDDLE, NGramProposer(), width=97).begin(TARGET)
+    with pytest.raises(ValueError, match="needs the target's tokenizer"):
+        tokenizers = byte_level(), byte_level(["ab"])
+        small, large = (Target(tiny("llama", vocab_size=300), each) for each in tokenizers)
+        StagedProposer(small, NGramProposer()).begin(large)
     with pytest.raises(ValueError, match="keeps no texts"):
         Engine(TARGET, None, kept_bytes=0).kept_bytes = 5

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
@@ -227,6 +227,25 @@ def test_an_end_is_drafted_by_its_role() -> None:
     assert vocabulary.bytes_of[first.token] == b"a" and last.token == target.eos_token_id and last.parent == 1
 
 
+def test_an_end_may_come_at_once() -> None:
+    draft, target = merging(["ab"]), sentence_piece(["ab"])
+    branches = Branches(VocabularyMap(draft, target, len(draft), len(target)), [], b"")
+    branches.add_paths([Node(0, -1, 0.0), Node(draft.eos_token_id, 0, -1.0)])
+    assert branches.best(9) == [Node(target.eos_token_id, 0, -1.0)]
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_space() -> None:
+    """As those of Llama 2: texts are cut together with those before them, as it would add a space in their middle."""
+    draft, target = merging(["ab", " ab"]), sentence_piece(["ab", " ab"])
+    backend = target.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), backend.normalizer])
+    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    for before, data in ((b"x ", b"ab"), (b"x", b" ab c"), (b"", b"ab")):
+        cuts = vocabulary.cut(data, before)
+        assert len(cuts) == (1 if before else 0)
+        assert all(b"".join(vocabulary.bytes_of[token] for token in cut) == data for cut in cuts)
+
+
 def test_a_draft_keeps_the_tokens_that_it_drafted() -> None:
     """They are in its cache; the target has other tokens for the same text."""
     draft, target = merging(["world", " is", " it"]), merging(["wor", " is"])
@@ -250,9 +269,10 @@ def test_the_intersection_rule_keeps_the_targets_distribution() -> None:
     """By exact enumeration: the draft's tokens are in another order, and each side has tokens of its own."""
     ours, theirs = letters("xca"), letters("abc")
     vocabulary = VocabularyMap(ours, theirs, 5, 5)
-    session = DraftSession(SimpleNamespace(config=SimpleNamespace()))  # type: ignore[arg-type]
+    small: Any = SimpleNamespace(config=SimpleNamespace(), model=SimpleNamespace())
+    session = DraftSession(small)
     session.vocabulary, session._step = vocabulary, SimpleNamespace(target=SimpleNamespace(vocabulary=5))
-    session._find_drafted(5, torch.device("cpu"))
+    session._find_drafted(torch.device("cpu"))
     assert session.tokens is not None and session.tokens.tolist() == [0, 1, 2, 4]
 
     class Mapped(Distributions):

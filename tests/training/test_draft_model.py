@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode import Sampling, Target, generate
 from decode.models.cut_model import cut_model
-from proposers import DraftProposer, load_proposer
+from proposers import DraftProposer, NGramProposer, StagedProposer, load_proposer
 from proposers.draft_models.loading import load_draft_model
 from scripts import calibrate
+from scripts import generate as generate_command
+from scripts.head_training.measurements import validate
 from tests.support.models import VOCABULARY, tiny
+from tests.support.tokenizers import byte_level, merging
 from tests.support.training_runs import assert_same, losses, save_predictable, stop_at, train, walk
 from training.checkpoint import CHECKPOINT, read_metrics
 from training.data import Example
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective, RolloutLoader
+from training.factory import make_draft_model
 from training.teacher import Teacher, collate
 from training.trainer import Trainer
 
@@ -155,6 +161,8 @@ def test_a_checkpoint_to_start_from(place: Path, trained: Path, tmp_path: Path) 
         (["--rollout", "3", "--cache", "x"], "--rollout makes other texts in each step"),
         (["--temperature", "0"], "--temperature is 0.0; it must be above 0 and at most 1"),
         (["--kind", "medusa", "--rollout", "3"], "--rollout is not for medusa heads"),
+        (["--rollout", "3", "--loss", "ce"], "--loss ce takes the text's tokens for right"),
+        (["--decay", "0.5"], "--decay is for heads, which have several depths"),
     ],
 )
 def test_bad_options(
@@ -206,7 +214,7 @@ def test_rollouts_end_with_what_the_draft_model_samples() -> None:
     for row, example in enumerate(EXAMPLES):
         length = int(batch.answers[row].nonzero().max()) + 2
         text, begin = batch.tokens[row, :length].tolist(), length - 3
-        assert tuple(text[:begin]) == example.tokens[:begin]
+        assert tuple(text[:begin]) == example.tokens[:begin] and begin >= example.spans[0][0]
         expected = head.model.generate(
             torch.tensor([text[:begin]]), do_sample=False, max_new_tokens=3, eos_token_id=None
         )
@@ -217,10 +225,100 @@ def test_rollouts_end_with_what_the_draft_model_samples() -> None:
             assert batch.labels[row, place, 0] == logits[place].argmax()
 
 
+def test_rollouts_keep_to_answers_contexts_and_drafted_tokens() -> None:
+    target = Target(tiny("llama", seed=3, max_position_embeddings=20))
+    drafted = torch.tensor([4, 5, 6])
+    examples = [Example((*range(5, 23),), ((2, 4), (14, 18)))]
+    loader = RolloutLoader(examples, Teacher(target, ()), make_model(tokens=drafted), count=4, temperature=1.0)
+    places = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        batch = loader([0])
+        length = int(batch.answers[0].nonzero().max()) + 2
+        places.add(length - 4)
+        assert {*batch.tokens[0, length - 4 : length].tolist()} <= {4, 5, 6}
+    assert places == {2, 3, 14, 15, 16}
+    target.model.generation_config.eos_token_id = [4, 5, 6]
+    batch = loader([0])
+    last = int(batch.answers[0].nonzero().max()) + 1
+    assert batch.tokens[0, last] in (4, 5, 6) and batch.tokens.shape[1] == last + 1
+    assert int(batch.answers.sum()) <= 6
+
+
+def test_what_a_config_cannot_describe_is_refused() -> None:
+    """The first layer of this model is of another kind than the others, by its number."""
+    model = tiny("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1)
+    target = Target(tiny("llama", vocab_size=model.config.vocab_size), byte_level())
+    model.config.vocab_size = target.vocabulary
+    for layers, is_fine in (([0], True), ([1], False)):
+        with nullcontext() if is_fine else pytest.raises(ValueError, match="a config of deepseek_v3 cannot describe"):
+            make_draft_model(model, target.tokenizer, target, EXAMPLES, layers, None)
+    with pytest.raises(ValueError, match="an example has 6 tokens, the draft model's context 5"):
+        short = tiny("llama", max_position_embeddings=5)
+        make_draft_model(short, target.tokenizer, target, EXAMPLES, None, None)
+
+
+def test_recurrent_drafts_are_trained_as_chains(tmp_path: Path) -> None:
+    model = tiny("lfm2", dtype=torch.float32)
+    head = DraftModel(model.eval(), byte_level(), DraftModelConfig("tiny"), None)
+    found = validate(Target(tiny("llama", dtype=torch.float32)), head, [[5, 6, 7]])
+    assert found.tau >= 1
+
+
+def test_saving_again_replaces_all_files(tmp_path: Path) -> None:
+    """Also of a tokenizer with several chat templates, which are in a folder of their own; and what a kill has left."""
+    head = make_model()
+    head.tokenizer = byte_level()
+    head.tokenizer.chat_template = {"default": "a", "tools": "b"}
+    (tmp_path / ".saving-left").mkdir()
+    for _ in range(2):
+        head.save(tmp_path)
+    assert not [*tmp_path.glob(".saving-*")]
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == {"default": "a", "tools": "b"}
+
+
 def test_the_first_layers_of_a_model_draft_for_it() -> None:
     """An early exit: of a model that is loaded by name, or of the target itself."""
     model = tiny("llama", num_hidden_layers=3)
     assert torch.equal(cut_model(model, [0]).get_output_embeddings().weight, model.get_output_embeddings().weight)
+
+
+def test_a_trained_draft_for_another_tokenizer_or_with_a_proposer(place: Path, trained: Path) -> None:
+    """With another tokenizer, a part of the outputs is drafted; a staged draft has all of them."""
+    target, small = Target.load(place, dtype="float64"), load_draft_model(trained, dtype="float64")
+    tokenizer: Any = small.tokenizer
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    other = Target(tiny("llama", vocab_size=300), merging(["ab", "cd"]))
+    prompt = other.tokenizer("a b c d a b c d")["input_ids"]  # type: ignore[operator,misc]
+    for temperature in (0.0, 0.8):
+        settings: dict[str, Any] = {"sampling": Sampling(temperature, seed=1), "max_new_tokens": 12, "stop_ids": ()}
+        texts = [
+            generate(other, [prompt], each, **settings)[0].tokens
+            for each in (None, DraftProposer(small, width=2, depth=2, nodes=5))
+        ]
+        assert texts[0] == texts[1]
+    staged = load_proposer(trained, target, draft_proposer="ngram", depth=3, nodes=4)
+    assert isinstance(staged, StagedProposer)
+    (answer,) = generate(target, [walk(5, 3)], staged, max_new_tokens=24, stop_ids=())
+    assert answer.stats.tau > 2.5
+    with pytest.raises(ValueError, match="needs all its outputs"):
+        StagedProposer(small, NGramProposer()).begin(target)
+
+
+def test_drafts_of_the_command_line(place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--model", str(place), "--prompt", "a", "--max-new-tokens", "12", "--device", "cpu", "--json"]
+    drafts = [["--draft-model", str(trained)], ["--draft-layers", "1"]]
+    drafts += [["--draft-model", str(trained), "--draft-proposer", "ngram"]]
+    generate_command.main([*run, "--proposer", "none"])
+    plain = json.loads(capsys.readouterr().out)["tokens"]
+    for options in drafts:
+        generate_command.main([*run, "--proposer", "draft", *options, "--depth", "3", "--nodes", "4"])
+        assert json.loads(capsys.readouterr().out)["tokens"] == plain
+    generate_command.main([*run, "--proposer", str(trained), "--nodes", "4"])
+    assert json.loads(capsys.readouterr().out)["tokens"] == plain
+    with pytest.raises(SystemExit):
+        generate_command.main([*run, "--proposer", "ngram", "--draft-proposer", "suffix"])
+    assert "ngram has no option draft_proposer" in capsys.readouterr().err
 
 
 def test_an_early_exit_by_name(place: Path) -> None:

@@ -25,13 +25,15 @@ EMBEDDING = torch.randn(VOCABULARY, SIZE, generator=torch.Generator().manual_see
 HEADS = 3  # of Medusa and Hydra
 
 
-def written_out(name: str, p: Tensor, q: Tensor) -> Tensor:
-    """The losses of whole distributions p and q, [R, D]."""
+def written_out(name: str, p: Tensor, q: Tensor, tail: Tensor) -> Tensor:
+    """The losses of whole distributions p and q, [R, D]; tail [R]: p of all tokens that are no labels."""
     alpha = torch.minimum(p, q).sum(dim=-1)
     entropy = -(p * q.log()).sum(dim=-1)
     weight = torch.exp(-3 * alpha).detach()
-    if name in ("rkl", "jsd"):  # the tokens that are no labels count as one
-        p, q = (torch.cat([each * (p > 0), 1 - (each * (p > 0)).sum(1, True)], 1) for each in (p, q))
+    if name in ("rkl", "jsd"):  # tokens that are no labels count as one; p is that of tokens that can be drafted
+        labels = p > 0
+        p = torch.cat([p * labels, tail[:, None]], 1)
+        p, q = p / p.sum(1, True), torch.cat([q * labels, 1 - (q * labels).sum(1, True)], 1)
         p, q = p.clamp_min(1e-300), q.clamp_min(1e-300)
         m = (p + q) / 2
         jsd = (p * (p / m).log() + q * (q / m).log()).sum() / 2
@@ -63,7 +65,7 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
 
     value, right = vocabulary_loss(name, states, weight, bias, labels, probabilities)
     logits = states @ weight.T + (0 if bias is None else bias)
-    expected = written_out(name, p, logits.softmax(dim=-1))
+    expected = written_out(name, p, logits.softmax(dim=-1), 1 - probabilities.sum(dim=-1))
 
     torch.testing.assert_close(value, expected)
     assert right.tolist() == (logits.argmax(dim=-1) == labels[:, 0]).tolist()
