@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from decode import Target, Tree, stream
-from decode.models.fingerprint import fingerprint_vocabulary
 from heads import LayerCache
 from heads.checkpoint import find_folder
 from heads.vocabulary import top_tokens
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
+from proposers.draft_models.proposer import has_other_tokens
 from proposers.eagle import EagleDrafter, EagleProposer
 from proposers.feature_history import attend_like_target
 from proposers.load import load_draft_head
@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             try_out: TryOut = partial(try_head, target, HEAD_PROPOSERS[head.kind](head).prepare(target))
         else:
             draft = load_draft(replace(model, model=str(folder)))
-            check_vocabulary(draft, target)
+            if has_other_tokens(draft, target):
+                raise ValueError(
+                    "the draft model has another tokenizer, whose tokens cannot be compared with the answers'"
+                )
             try_out = partial(try_draft_model, draft)
         calibration = fit_calibration(measure(target, try_out, prompts, args.max_new_tokens))
         print(describe(calibration))
@@ -125,13 +128,6 @@ class Trials(NamedTuple):
 
 
 TryOut: TypeAlias = Callable[[Sequence[int], Sequence[int]], Trials]  # along an answer to a prompt
-
-
-def check_vocabulary(draft: Target, target: Target) -> None:
-    """Raise ValueError if a draft model has another tokenizer than the target."""
-    ours, theirs = draft.tokenizer, target.tokenizer
-    if ours is None or theirs is None or fingerprint_vocabulary(ours) != fingerprint_vocabulary(theirs):
-        raise ValueError("the draft model has another tokenizer, whose tokens cannot be compared with the answers'")
 
 
 def measure(target: Target, try_out: TryOut, prompts: Sequence[list[int]], max_new_tokens: int) -> Trials:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from decode.models.stock_model import find_decoder
+from decode.models.stock_model import StockModel, find_decoder
 from training.data import Example
 from training.objectives import Objective
 from training.teacher import Batch, Teacher, collate
@@ -171,6 +171,7 @@ class RolloutLoader:
     ) -> None:
         self.examples, self.teacher, self.model = examples, teacher, model
         self.count, self.temperature = count, temperature
+        self._room = min(teacher.target.context, StockModel(model.model).context) - count
 
     def __call__(self, numbers: Sequence[int]) -> Batch:
         examples = [self.examples[number] for number in numbers]
@@ -187,11 +188,5 @@ class RolloutLoader:
 
     def _choose_place(self, example: Example) -> int:
         """A place in an answer, after which the draft model's tokens have room."""
-        room = min(self.teacher.target.context, find_context(self.model.model)) - self.count
-        places = [place for begin, end in example.spans for place in range(begin, end) if place <= room]
-        return places[int(torch.randint(len(places), ()))] if places else max(1, min(room, example.spans[0][0]))
-
-
-def find_context(model: PreTrainedModel) -> int:
-    """The tokens that a model may read."""
-    return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30)
+        places = [place for begin, end in example.spans for place in range(begin, end) if place <= self._room]
+        return places[int(torch.randint(len(places), ()))] if places else max(1, min(self._room, example.spans[0][0]))

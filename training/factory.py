@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from decode import Target
 from decode.models.cut_model import cut_model
 from decode.models.fingerprint import fingerprint_vocabulary
+from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
-from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective, find_context
+from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.objectives import EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
@@ -80,11 +81,11 @@ def make_draft_model(
             "it: take a checkpoint with the target's tokenizer, or cut the draft out of the target"
         )
     drafted = choose_draft_vocabulary(examples, size, draft_vocab)
-    longest = max(len(example.tokens) for example in examples)
-    if longest > find_context(model):
+    longest, context = max(len(example.tokens) for example in examples), StockModel(model).context
+    if longest > context:
         raise ValueError(
-            f"an example has {longest} tokens, the draft model's context {find_context(model)}; cut them "
-            f"with --max-length {find_context(model)}"
+            f"an example has {longest} tokens, the draft model's context {context}; "
+            f"cut them with --max-length {context}"
         )
     name, tokens = model.config.name_or_path, None if len(drafted) == size else drafted
     config = DraftModelConfig(Path(name).name, None if layers is None else tuple(layers), len(drafted))

@@ -62,7 +62,7 @@ class Branches:
         data, ends = [b""], dict[int, int]()  # ends: by node, the special token that it is
         for token, parent, score in drafted[1:]:
             above, known = texts[parent], self._map.draft_bytes.get(token, b"")
-            special = self._map.target_special(token)
+            special = self._map.target_specials.get(token)
             is_text = above is not None and parent not in ends and (known or special is not None)
             if special is not None:
                 ends[len(texts)] = special

@@ -1,8 +1,8 @@
 """Drafting with another tokenizer: which tokens two vocabularies share, and a text in the other's tokens.
 
-Tokens are compared by their bytes, since each kind of tokenizer writes them in a way of its own. Tokens of both
-vocabularies are drafted as target tokens (Timor et al., 2025, "token-level intersection"); others cannot be drafted. A
-wrong pair costs acceptance only: the target checks every token. Shapes: S shared tokens.
+Tokens are compared by their bytes, since each kind of tokenizer writes them in a way of its own. Tokens that both have
+can be drafted one by one (Timor et al., 2025, "token-level intersection"); `retokenized` drafts all. A wrong pair costs
+acceptance only: the target checks every token. Shapes: S shared tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class VocabularyMap:
 
     draft, target: fast tokenizers. draft_size, target_size: their models' outputs; ids beyond them are padding.
     draft_ids, target_ids [S]: the shared tokens, in pairs. Of several tokens with the same bytes, the first one counts.
+    specials, target_specials: the draft's special tokens for the target's, by their role, and the reverse.
 
     Raises ValueError for a tokenizer whose tokens have no bytes that are known.
     """
@@ -47,7 +48,7 @@ class VocabularyMap:
             for ours, theirs in roles
             if ours is not None and theirs is not None and ours < draft_size and theirs < target_size
         }
-        self._target_specials = {ours: theirs for theirs, ours in self.specials.items()}
+        self.target_specials = {ours: theirs for theirs, ours in self.specials.items()}
         self._target_ids = targets = invert(self.bytes_of, target_size)
         pairs = {token: self._ids[data] for data, token in targets.items() if data in self._ids}
         self.draft_of = {**pairs, **self.specials}
@@ -88,10 +89,6 @@ class VocabularyMap:
             if token not in known and (size := find_longest(self._target_ids, data)):
                 first[token] = self._target_ids[data[:size]]
         return first
-
-    def target_special(self, token: int) -> int | None:
-        """The target's special token for one of the draft's."""
-        return self._target_specials.get(token)
 
     def cut(self, data: bytes, before: bytes, partial: bytes = b"") -> list[list[int]]:
         """The target's tokens for a text after another one: as its tokenizer cuts both together, and the text alone.
