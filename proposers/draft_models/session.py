@@ -57,7 +57,9 @@ class DraftSession:
     def _begin(self, step: Step) -> None:
         """Start with new texts. What they have in common with the last ones at their beginnings is not read again."""
         old = self._session
-        known = [] if old is None else [self.text(row)[:length] for row, length in enumerate(old.lengths)]
+        # Where an error ended the last stream, its cache may have more rows than its last step.
+        lengths = [] if old is None else old.lengths[: len(self._step.sequences)]
+        known = [self.text(row)[:length] for row, length in enumerate(lengths)]
         self._drafter, self._step = None, step
         self._follow_texts(step, None)
         self._session = open_session(self.draft, len(step.request_ids))
