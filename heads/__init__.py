@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from heads.checkpoint import load_head, save_head
+from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
 from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
@@ -15,6 +16,8 @@ PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a
 __all__ = [
     "HEADS",
     "PRETRAINED",
+    "DFlashConfig",
+    "DFlashHead",
     "Eagle3Config",
     "Eagle3Head",
     "EagleConfig",

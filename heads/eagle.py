@@ -7,6 +7,7 @@ ModelOpt train. Shapes: B rows, N tokens, H the head's hidden size, F the target
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,8 +77,7 @@ class Eagle3Config(HeadConfig):
     final_norm: bool = True  # before the output matrix: `norm_output` of SpecForge; servers always have it
 
     def __post_init__(self) -> None:
-        if not self.features or sorted({*self.features}) != [*self.features] or self.features[0] < 0:
-            raise ValueError(f"features is {list(self.features)}; it must be ascending layer numbers from 0")
+        check_features(self.features)
         if self.output == "own":
             raise ValueError("an EAGLE-3 head has one output matrix; choose shared or target")
         if self.output == "target" and (self.draft_size or self.vocab_size) < self.vocab_size:
@@ -139,6 +139,12 @@ class Eagle3Head(VocabularyHead):
         super().check_target(hidden_size, vocab_size, layers)
         if self.features[-1] > layers:
             raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
+
+
+def check_features(features: Sequence[int]) -> None:
+    """Raise ValueError unless these are numbers of hidden states that a head can read."""
+    if not features or sorted({*features}) != [*features] or features[0] < 0:
+        raise ValueError(f"features is {list(features)}; it must be ascending layer numbers from 0")
 
 
 def choose_features(layers: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Attention of a head's decoder layer, and its KV cache, with a separate length for each row.
+"""Attention of a head's decoder layers, and their KV cache, with a separate length for each row.
 
-`decode.kv_cache` serves all layers of a transformers model and compacts accepted paths; a head has one layer, plain
+`decode.kv_cache` serves all layers of a transformers model and compacts accepted paths; a head has few layers, plain
 tensors and no paths to keep. Heads do not import from decode.
 Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size. Token i of a row's text is in slot i.
 """
@@ -32,7 +32,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 class LayerCache:
-    """The keys and values of one layer for a batch.
+    """The keys and values of one layer for a batch; those of several layers are one after the other in G.
 
     Text tokens stay only if `keep` counts them: the next call overwrites padding. Draft tokens come with a mask over
     all S slots in use and take its last T, in all rows. They stay until the next text.
@@ -54,22 +54,38 @@ class LayerCache:
             for held in self.held:
                 held.zero_()
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend to earlier tokens too, and write the new ones. No gradient flows through them."""
-        count, longest, device = keys.shape[2], max(self.lengths), keys.device
-        used = longest + count if mask is None else mask.shape[3]
-        slots: slice | Tensor = slice(used - count, used)
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, heads: slice = slice(None)
+    ) -> Tensor:
+        """Attend to earlier tokens too, and write the new ones. No gradient flows through them.
+
+        heads: which key-value heads of the cache are this layer's; those of several layers come with a mask.
+        """
         if mask is None:
-            own = self.positions(count, device)
-            mask = hide(torch.arange(used, device=device) > own[..., None], queries.dtype)[:, None]
-            if min(self.lengths) < longest:
-                slots = own
-        new = keys.detach(), values.detach()
-        self._hold(self.held or new, used, len(new[0]))
-        for held, each in zip(self.allocated(), new, strict=True):
-            _put(held, each, slots)
-        keys, values = (held[:, :, :used] for held in self.allocated())
+            used = self.write(keys, values)
+            own = self.positions(keys.shape[2], keys.device)
+            mask = hide(torch.arange(used, device=keys.device) > own[..., None], queries.dtype)[:, None]
+        else:
+            used = mask.shape[3]
+            self._put(keys, values, slice(used - keys.shape[2], used), used, heads)
+        keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
+
+    def write(self, keys: Tensor, values: Tensor) -> int:
+        """Write those of the next text tokens. Returns how many slots are in use then."""
+        count, longest = keys.shape[2], max(self.lengths)
+        is_even = min(self.lengths) == longest
+        slots = slice(longest, longest + count) if is_even else self.positions(count, keys.device)
+        self._put(keys, values, slots, longest + count)
+        return longest + count
+
+    def _put(
+        self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)
+    ) -> None:
+        new = keys.detach(), values.detach()
+        self._hold(self.held or new, used, len(keys))
+        for held, each in zip(self.allocated(), new, strict=True):
+            _put(held[:, heads], each, slots)
 
     def reserve(self, slots: int) -> None:
         """Make room for so many slots. For a cache that was written to."""

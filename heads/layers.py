@@ -94,14 +94,21 @@ class Attention(nn.Module):
 
     def forward(self, states: Tensor, positions: Positions, attend: Attend) -> Tensor:
         """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
-        queries, keys, values = (
-            project(states).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)  # [B, heads, T, D]
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        dtype = values.dtype
+        queries = self._split(self.q_proj(states))
+        dtype = queries.dtype
         table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, dtype)
-        queries, keys = (rotate(part.to(dtype), table) for part in (self.q_norm(queries), self.k_norm(keys)))
+        keys, values = self.keys_and_values(states, table)
+        queries = rotate(self.q_norm(queries).to(dtype), table)
         return self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(-2))
+
+    def keys_and_values(self, states: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+        """States [B, T, inputs x H] -> the keys, rotated by the table of their positions, and the values [B, G, T, D]."""
+        keys, values = (self._split(project(states)) for project in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(keys).to(values.dtype), table), values
+
+    def _split(self, states: Tensor) -> Tensor:
+        """Heads apart: [B, heads, T, D]."""
+        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

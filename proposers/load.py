@@ -24,6 +24,7 @@ from heads import PRETRAINED
 from heads.checkpoint import find_folder, load_head
 from heads.formats.layout import Head
 from proposers.calibration import load_calibration
+from proposers.dflash import DFlashProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
@@ -47,6 +48,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
     "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
+    "dflash": (DFlashProposer, (*_TRAINED, *_SHAPE)),
 }
 OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {

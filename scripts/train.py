@@ -25,7 +25,7 @@ from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head, save_head
 from scripts.distillation.answers_file import settings_path
 from scripts.head_training.measurements import plot_training, print_plan, validate
-from scripts.head_training.options import DRAFT_LAYERS, MULTI_HEAD, TrainOptions, make_parser
+from scripts.head_training.options import DRAFT_LAYERS, SHAPE, TrainOptions, make_parser
 from scripts.shared.command import failing_clearly
 from scripts.shared.options import ModelOptions, load_model_only, load_target
 from training.checkpoint import load_checkpoint
@@ -148,7 +148,7 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
     if options.init is None:
-        shape = {name: getattr(options, name) for name in ("draft_vocab", "prefix", *MULTI_HEAD)}
+        shape = {name: getattr(options, name) for name in ("draft_vocab", "prefix", *SHAPE)}
         torch.manual_seed(options.seed)
         head = make_head(options.kind, target, dataset.examples, **shape)
     else:

@@ -16,7 +16,7 @@ from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import EagleObjective, MedusaObjective, Objective
+from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
 
 REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features
@@ -28,13 +28,13 @@ def make_head(
 ) -> Any:
     """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
 
-    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. shape: heads, layers and output, for
-    Medusa and Hydra; None is the default of their config. Above 64k tokens the default output is the target's.
+    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. shape: settings of the kind's config;
+    None is its default. Above 64k tokens the default output of Medusa and Hydra is the target's.
     """
     network, config = HEADS[kind]
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
     drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
-    large = "target" if vocab > LARGE_VOCABULARY and kind not in REGRESSION else None
+    large = "target" if vocab > LARGE_VOCABULARY and kind in ("medusa", "hydra") else None
     sizes: dict[str, Any] = {
         "draft_size": len(drafted),
         "target_layers": model_config.num_hidden_layers,
@@ -43,17 +43,17 @@ def make_head(
         "output": shape.get("output") or large,
         "prefix": _layer_config(target) if prefix else None,
     }
-    if kind in REGRESSION:
-        sizes["layer"] = _layer_config(target, input_norm=kind != "eagle")
+    if "layer" in config.__dataclass_fields__:
+        sizes["layer"] = _layer_config(target, input_norm=kind != "eagle", qk_norm=kind == "dflash")
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
-    if kind == "eagle3":
+    if reads_several := "features" in config.__dataclass_fields__:
         sizes["features"] = choose_features(model_config.num_hidden_layers)
     given = {name: value for name, value in sizes.items() if value is not None}
     head: Any = network(config(model_config.hidden_size, vocab, **given))
     if len(drafted) < vocab:
         head.token_map.copy_(drafted)
     head.borrow(target.output_matrix, target.output_bias)
-    if kind == "eagle3":
+    if reads_several:
         _match_norm(head, target, examples)
     if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features
@@ -118,12 +118,14 @@ def make_objective(
         table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
     if head.kind == "hydra":
         return MedusaObjective(head, loss, table, decay, temperature)
+    if head.kind == "dflash":
+        return BlockObjective(head, loss, table, decay, temperature)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
     return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)
 
 
-def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:
+def _layer_config(target: Target, input_norm: bool = True, qk_norm: bool = False) -> LayerConfig:
     """A decoder layer with the target's sizes, where its config names them as usual."""
     config = target.config
     heads, size = config.num_attention_heads, config.hidden_size
@@ -133,12 +135,13 @@ def _layer_config(target: Target, input_norm: bool = True) -> LayerConfig:
         head_dim=getattr(config, "head_dim", None) or size // heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * size,
         input_norm=input_norm,
+        qk_norm=qk_norm,
     )
 
 
 @torch.no_grad()
 def _match_norm(head: Any, target: Target, examples: Sequence[Example]) -> None:
-    """Scale a new EAGLE-3 head's last norm so that its channels have the sizes that the target's output layer reads."""
+    """Scale a new head's last norm so that its channels have the sizes that the target's output layer reads."""
     targets = Teacher(target, (*head.features, -1)).compute(examples[:NORM_EXAMPLES])
     features = torch.cat([one.features for one in targets]).float().cpu()
     deep, last = features.split([features.shape[1] - head.hidden_size, head.hidden_size], dim=1)

@@ -12,17 +12,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads import Eagle3Head, EagleHead, HydraHead, MedusaHead
+from heads import DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead
 from heads.layer_cache import attend
 from training.losses import vocabulary_loss
 from training.teacher import Batch
 
 DECAY = 0.8  # Medusa, section 2.2.1
+ANCHORS = 0.25  # the share of anchors that a block is drafted after, in each step
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Objective(nn.Module, ABC):
         """An additional loss of the states [R, H], a sum over anchors."""
         return 0.0
 
+    def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
+        """The output layer's input [R, H], matrix [D, H] and bias [D], for the states [R, H] of a depth."""
+        return self.head.normalise(states), *self.head.output_layer(depth)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings [..., H] of tokens [...]."""
         return nn.functional.embedding(tokens, self.embedding)
@@ -85,8 +91,7 @@ class Objective(nn.Module, ABC):
         if self.loss == "ce":
             labels = batch.tokens[row, column + 1][:, None]
             p = torch.ones_like(labels, dtype=torch.float32)
-        weight, bias = self.head.output_layer(depth)
-        states = self.head.normalise(states)
+        states, weight, bias = self.output(batch, depth, states, row, column)
         if self.temperature != 1:
             p = (p.log() / self.temperature).softmax(dim=-1)
             states, bias = states / self.temperature, None if bias is None else bias / self.temperature
@@ -169,6 +174,74 @@ class EagleObjective(Objective):
             return features
         width = self.noise * 512 / features.shape[1]
         return features + (2 * torch.rand_like(features) - 1) * width
+
+
+class BlockObjective(Objective):
+    """The loss of a block head: blocks after a share of all anchors, chosen anew in each step (DFlash, section 3).
+
+    A block attends to the features up to its anchor and to itself. Its draft tokens are scored after the text's tokens,
+    as the one before them is known when a tree grows.
+    """
+
+    head: DFlashHead
+
+    def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        head, width = self.head, batch.tokens.shape[1]
+        tokens, answers = (nn.functional.pad(part, (0, head.depth + 1)) for part in (batch.tokens, batch.answers))
+        columns, chosen = choose_anchors(batch.answers & answers[:, 1 : width + 1], ANCHORS)
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        fused = head.fuse(batch.features)
+        keys, values = head.read(fused, torch.arange(width, device=columns.device)[None])
+        masked = head.mask_embedding
+        masked = self.embed(columns.new_tensor(head.config.mask_token)) if masked is None else masked
+        blocks = head.begin_block(self.embed(tokens[rows, columns + 1]), masked)  # [B, A, R, H]
+        places = columns[..., None] + 1 + torch.arange(head.rows, device=columns.device)
+        attends = [
+            partial(attend_to_block, columns, keys[:, head.part(layer)], values[:, head.part(layer)])
+            for layer in range(head.config.layers)
+        ]
+        states = head(blocks.flatten(1, 2), places.flatten(1), attends).unflatten(1, blocks.shape[1:3])
+        for depth, each in enumerate(states[:, :, -head.depth :].unbind(2)):
+            chosen = chosen & answers[rows, columns + 1 + depth]
+            yield each[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + depth
+
+    def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
+        states, weight, bias = super().output(batch, depth, states, row, column)
+        if not self.head.config.pair_rank:
+            return states, weight, bias
+        # W h + V u is one output layer, whose matrix is [W V].
+        before = self.head.predecessors(batch.tokens[row, column])
+        return torch.cat([states, before], dim=-1), torch.cat([weight, self.head.successors.weight], dim=-1), bias
+
+
+def choose_anchors(possible: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """A share of the columns where a mask [B, T] is true: the columns [B, A], padded to at least one a row, and which
+    of them count."""
+    counts = (possible.sum(dim=1) * share).ceil().long()
+    order = (torch.rand(possible.shape, device=possible.device) + possible).sort(dim=1, descending=True).indices
+    columns = order[:, : max(1, int(counts.max()))]
+    return columns, torch.arange(columns.shape[1], device=columns.device) < counts[:, None]
+
+
+def attend_to_block(
+    columns: Tensor, text_keys: Tensor, text_values: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, G, T, D] up to columns [B, A]."""
+    anchors = columns.shape[1]
+    count, size = queries.shape[2] // anchors, queries.shape[3]
+    grouped = (queries * size**-0.5).unflatten(1, (keys.shape[1], -1))  # [B, G, Q/G, A R, D]
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    scores = (grouped.flatten(2, 3) @ text_keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).to(wide)
+    hidden = torch.arange(scores.shape[-1], device=columns.device) > columns[..., None]  # [B, A, T]
+    scores = scores.masked_fill(hidden.repeat_interleave(count, dim=1)[:, None, None], float("-inf"))
+    blocks = grouped.unflatten(3, (anchors, count))  # [B, G, Q/G, A, R, D]
+    own_keys, own_values = (part.unflatten(2, (anchors, count))[:, :, None] for part in (keys, values))
+    own = (blocks @ own_keys.transpose(-1, -2)).flatten(3, 4).to(wide)  # [B, G, Q/G, A R, R]
+    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1).to(values.dtype)
+    text, block = weights.split([scores.shape[-1], count], dim=-1)
+    mixed = (text.flatten(2, 3) @ text_values).unflatten(2, grouped.shape[2:4])
+    mixed = mixed + (block.unflatten(3, (anchors, count)) @ own_values).flatten(3, 4)
+    return mixed.flatten(1, 2)
 
 
 def gather_anchors(answers: Tensor) -> tuple[Tensor, Tensor]:

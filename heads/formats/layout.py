@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
@@ -21,13 +22,14 @@ from heads.vocabulary import HeadConfig
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
 ConfigDict = Mapping[str, Any]  # the content of config.json
-Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head
+Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head | DFlashHead
 
 HEADS = {
     "medusa": (MedusaHead, MedusaConfig),
     "hydra": (HydraHead, HydraConfig),
     "eagle": (EagleHead, EagleConfig),
     "eagle3": (Eagle3Head, Eagle3Config),
+    "dflash": (DFlashHead, DFlashConfig),
 }
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"

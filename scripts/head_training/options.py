@@ -21,15 +21,16 @@ from training.schedule import Schedule
 
 TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
-MULTI_HEAD = "heads", "layers", "output"
+SHAPE = "heads", "layers", "output", "pair_rank"
 MODEL = "cut", "rollout"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
 NOT_FOR = {
-    "medusa": (*UNROLLING, *MODEL),
-    "hydra": (*UNROLLING, *MODEL),
-    "eagle": (*MULTI_HEAD, *MODEL),
-    "eagle3": (*MULTI_HEAD, *MODEL, "regression"),
-    "draft": (*UNROLLING, "heads", "output"),
+    "medusa": (*UNROLLING, *MODEL, "pair_rank"),
+    "hydra": (*UNROLLING, *MODEL, "pair_rank"),
+    "eagle": (*SHAPE, *MODEL),
+    "eagle3": (*SHAPE, *MODEL, "regression"),
+    "dflash": (*UNROLLING, *MODEL, "output"),
+    "draft": (*UNROLLING, "heads", "output", "pair_rank"),
 }
 DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
@@ -101,9 +102,15 @@ class TrainOptions:
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
     cache_gib: float = number("largest size of the cache", 20.0)
 
-    heads: int | None = number("medusa and hydra: draft tokens (default: 4)")
+    heads: int | None = number("medusa, hydra and dflash: draft tokens (default: 4; dflash: 6)")
     layers: int | None = number(
-        f"medusa and hydra: blocks of each head (default: 1); draft: layers of the model (default: {DRAFT_LAYERS})"
+        "medusa and hydra: blocks of each head (default: 1); dflash: decoder layers (default: 2); draft: layers of the "
+        f"model (default: {DRAFT_LAYERS})"
+    )
+    pair_rank: int | None = number(
+        "dflash: rank of the score of a draft token after the one before it; 0: none, so that all paths have the same "
+        "next tokens (default: 64)",
+        low=0,
     )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,8 +37,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"embedding": True, "norm_before_fc": True, "norm_before_residual": True, "normed_feedback": True},
     ),
+    "dflash": ("dflash", {}),
+    "dflash of few tokens": ("dflash", {"draft_size": 13, "layers": 1}),
+    "dflash as published": ("dflash", {"pair_rank": 0, "mask_token": 3, "from_anchor": False}),
 }
-MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3"]
+MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
 EAGLES = [kind for kind in KINDS if "eagle" in kind]
 
@@ -74,6 +78,8 @@ class Written:
     def probabilities(self, path: Sequence[int]) -> Tensor:
         """The log-probabilities over the draft vocabulary after a path."""
         level, features = len(path), self.true
+        if self.head.kind == "dflash":
+            return self._adjust(self.read_block()[level] + self._pair([self.text[-1], *path][-1]), level)
         if self.head.kind == "medusa":
             states = self.head(features[0, -1])[level]
         elif self.head.kind == "hydra":
@@ -84,7 +90,31 @@ class Written:
                 grown = self.head(self.embed(tokens), features, torch.arange(tokens.shape[1])[None])
                 features = torch.cat([features, grown[:, -1:]], dim=1)
             states = features[0, -1]
-        logits = self.head.logits(states, level)
+        return self._adjust(self.head.logits(states, level), level)
+
+    def read_block(self) -> Tensor:
+        """A block head's logits [L, D], from whole texts."""
+        head, count = self.head, self.true.shape[1]
+        keys, values = head.read(self.true, torch.arange(count)[None])
+        masked = self.embed(torch.tensor(head.config.mask_token)) if head.mask_embedding is None else head.mask_embedding
+        block = head.begin_block(self.embed(torch.tensor([self.text[-1]])), masked)
+
+        def see_all(layer: int, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+            parts = (
+                torch.cat([text[:, 2 * layer : 2 * layer + 2], own], dim=2).repeat_interleave(2, dim=1)
+                for text, own in ((keys, own_keys), (values, own_values))
+            )
+            seen, weighed = parts
+            return (queries @ seen.transpose(2, 3) / 8**0.5).softmax(dim=-1) @ weighed
+
+        attends = [partial(see_all, layer) for layer in range(head.config.layers)]
+        states = head(block, count + torch.arange(block.shape[1])[None], attends)
+        return head.logits(states[0, -3:])
+
+    def _pair(self, token: int) -> Any:
+        return self.head.pair_scores(torch.tensor(token)) if self.head.config.pair_rank else 0
+
+    def _adjust(self, logits: Tensor, level: int) -> Tensor:
         if self.coupling is not None:
             logits = self.coupling.perturb(logits[None, None], level, self.head.token_map)[0, 0]
         return logits.log_softmax(dim=-1)
@@ -149,7 +179,7 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
         assert agree(recorder.drafted[text], Written(target, proposer.head, text, coupling).grow(proposer, 14)), text
 
 
-@pytest.mark.parametrize("kind", MAIN[3:])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @torch.no_grad()
 def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
     proposer = make(kind, target, depth=4, width=1, nodes=60)
@@ -160,7 +190,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 5, len(paths)))
 
 
-@pytest.mark.parametrize("kind", ["hydra++", "eagle3"])
+@pytest.mark.parametrize("kind", ["hydra++", "eagle3", "dflash"])
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     monkeypatch.setattr(feature_history, "CHUNK", 8)
@@ -209,7 +239,7 @@ def test_rows_do_not_affect_each_other(target: Target, kind: str) -> None:
 @pytest.mark.parametrize("kind", MAIN)
 def test_prepared_heads_draft_the_same(kind: str) -> None:
     target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32))
-    for output in ("own", "shared", "target") if kind not in EAGLES else (None,):
+    for output in ("own", "shared", "target") if kind not in (*EAGLES, "dflash") else (None,):
         proposer = make(kind, target, output and {"output": output}, depth=3, nodes=12)
         stock = record(proposer, target, max_new_tokens=8).drafted
         proposer.head.borrowed = None  # it is borrowed again
@@ -226,7 +256,7 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize("kind", [*EAGLES, "dflash", "dflash as published"])
 def test_the_text_is_the_targets(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, temperature: float
 ) -> None:
@@ -275,12 +305,12 @@ def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, targ
 
 
 @pytest.mark.parametrize(
-    ("kind", "deepest", "all_levels"), [("medusa", 3, 3), ("hydra", 1, 3), ("eagle", 1, 6), ("eagle3", 1, 5)]
+    ("kind", "deepest", "all_levels"), [("medusa", 3, 3), ("dflash", 3, 3), ("hydra", 1, 3), ("eagle", 1, 6), ("eagle3", 1, 5)]
 )
 def test_levels_that_do_not_pay_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, deepest: int, all_levels: int
 ) -> None:
-    """Each level takes a pass of the head, but Medusa has all levels at once."""
+    """Each level takes a pass of the head, but Medusa and DFlash have all levels at once."""
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
     assert max(tree.height for tree in record(make(kind, target), target, max_new_tokens=9).trees) == deepest

@@ -10,12 +10,20 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from decode import Target
-from heads import HydraHead, MedusaHead
+from heads import HydraHead, LayerCache, MedusaHead
+from proposers.dflash import DFlashDrafter
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
-from training import losses
+from training import losses, objectives
 from training.losses import LOSSES, vocabulary_loss
-from training.objectives import EagleObjective, MedusaObjective, Objective, gather_anchors
+from training.objectives import (
+    BlockObjective,
+    EagleObjective,
+    MedusaObjective,
+    Objective,
+    choose_anchors,
+    gather_anchors,
+)
 from training.teacher import Batch
 from training.trainer import MUON_SCALE, make_optimizers
 
@@ -97,7 +105,7 @@ def make_batch(kind: str) -> Batch:
     answers = torch.zeros(3, 13, dtype=torch.bool)
     answers[0, 3:12] = True
     answers[1, 0:2] = answers[1, 5:9] = True
-    width = 3 * SIZE if kind == "eagle3" else SIZE
+    width = 3 * SIZE if kind in ("eagle3", "dflash") else SIZE
     features = torch.randn(3, 13, width, generator=generator, dtype=torch.float64)
     p = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
     probabilities, labels = p.topk(LABELS)
@@ -167,6 +175,77 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     expected.backward()
     expected_gradients = [parameter.grad for parameter in head.parameters()]
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # sums are made in float32
+
+
+BLOCKS: list[dict[str, Any]] = [{}, {"pair_rank": 0, "mask_token": 3, "from_anchor": False}, {"layers": 1}]
+
+
+@pytest.mark.parametrize("settings", BLOCKS)
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_a_block_objective_matches_a_draft_from_each_anchor(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], loss: str
+) -> None:
+    """Each draft is made by the proposer's drafter, which never sees a later feature."""
+    monkeypatch.setattr(objectives, "ANCHORS", 1.0)
+    head, batch = make_head("dflash", TARGET, draft_size=DRAFTED, **settings), make_batch("dflash")
+    result = BlockObjective(head, loss, EMBEDDING, 0.7)(batch)
+    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
+    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
+    for row, column in batch.answers.nonzero().tolist():
+        tokens, cache = batch.tokens[row], LayerCache(1)
+        if column + 1 >= 13 or not batch.answers[row, column + 1]:
+            continue
+        fused = head.fuse(batch.features[row : row + 1, : column + 1])
+        cache.write(*head.read(fused, torch.arange(column + 1)[None]))
+        cache.keep([column + 1])
+        masked = EMBEDDING[3] if head.mask_embedding is None else head.mask_embedding
+        root = tokens[column + 1][None]
+        drafter = DFlashDrafter(head, root, head.begin_block(EMBEDDING[root], masked), cache)
+        for depth in range(head.depth):
+            at = column + 1 + depth
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
+                break
+            log_q = drafter.logits(depth)[0, 0].log_softmax(dim=-1)
+            wanted = dict(zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True))
+            if loss == "ce":
+                wanted = {int(tokens[at + 1]): torch.tensor(1.0)}
+            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted.items() if token in draft_ids)
+            expected, anchors[depth] = expected + 0.7**depth * value, anchors[depth] + 1
+            if depth + 1 < head.depth and at + 1 < 13:
+                drafter.extend(root[None], tokens[at + 1].view(1, 1))
+    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+    torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_no_block_sees_a_feature_at_or_after_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leak that trains a head to an accuracy that no draft has (SpecForge #470)."""
+    monkeypatch.setattr(objectives, "ANCHORS", 1.0)
+    head, batch = make_head("dflash", TARGET), make_batch("dflash")
+    objective = BlockObjective(head, "kl", EMBEDDING)
+    for column in range(3, 10):
+        changed = batch.features.clone()
+        changed[:, column + 1 :] = 7.0
+        drafts = []
+        for features in (batch.features, changed):
+            torch.manual_seed(0)  # the same anchors
+            drafts.append([*objective.draft(batch._replace(features=features))])
+        for depth, ((states, _, columns), (found, _, _)) in enumerate(zip(*drafts, strict=True)):
+            early = columns - 1 - depth <= column  # the feature of the last token before the anchor
+            assert torch.equal(states[early], found[early])
+            assert not (states[~early] == found[~early]).all(dim=1).any()
+
+
+def test_anchors_are_drawn_anew_in_each_step() -> None:
+    answers = make_batch("dflash").answers
+    drawn = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        columns, chosen = choose_anchors(answers, 0.25)
+        assert chosen.sum(dim=1).tolist() == [3, 2, 0]  # of 9, 6 and none, rounded up
+        assert all(answers[row, column] for row, column in zip(chosen.nonzero()[:, 0], columns[chosen], strict=True))
+        assert all(len({*columns[row, chosen[row]].tolist()}) == chosen[row].sum() for row in range(3))
+        drawn.add(tuple(columns[chosen].tolist()))
+    assert len(drawn) > 10
 
 
 def test_noise_is_for_training_only() -> None:

@@ -1,0 +1,117 @@
+"""Block heads: a few decoder layers that draft a whole block of tokens in one pass.
+
+Sources: Chen et al., "DFlash" (2026, arXiv 2602.06036), whose layers attend to the target's features and to the block;
+the pair score is the Markov head of "DSpark" (2026). Shapes: B rows, N tokens, L draft tokens, R rows of a block, H
+the head's hidden size, F the target's, K layers that are read, G key-value heads of a layer, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.eagle import check_features, copy_last
+from heads.layer_cache import Attend
+from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
+from heads.vocabulary import HeadConfig, VocabularyHead
+
+MASK_SIZE = 0.02  # the standard deviation of a new mask embedding
+
+
+@dataclass(frozen=True)
+class DFlashConfig(HeadConfig):
+    """Sizes of a block head.
+
+    features: as for EAGLE-3. heads: draft tokens of a block. pair_rank: of the score of a token after the one before
+    it; 0: none, so all paths have the same next tokens. mask_token: the token whose embedding stands for those that
+    are not drafted yet; None: a trained vector. from_anchor: whether the row of the last known token drafts too, as in
+    DSpark; DFlash's first draft token comes from the row after it.
+    """
+
+    layer: LayerConfig
+    features: tuple[int, ...]
+    heads: int = 6
+    layers: int = 2
+    pair_rank: int = 64
+    mask_token: int | None = None
+    from_anchor: bool = True
+
+    def __post_init__(self) -> None:
+        check_features(self.features)
+        for name in ("heads", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a block head has at least one")
+
+
+class DFlashHead(VocabularyHead):
+    """Predicts the tokens after an anchor, the last known token, from the features of all tokens before it.
+
+    The layers' keys and values come from the fused features, and from the block: the anchor's embedding, then one
+    vector for all tokens that are to be drafted. Parameters are named as published. Embeddings are the target's, and
+    the output matrix is the target's or a part of its rows.
+    """
+
+    kind = "dflash"
+    reads_all_features = True
+    embed_tokens = None
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config, "target")
+        size, eps, vocab = config.hidden_size, config.layer.rms_norm_eps, config.vocab_size
+        self.features, self.depth = config.features, config.heads
+        self.rows = config.heads + (not config.from_anchor)
+        self.fc = nn.Linear(len(config.features) * size, size, bias=False)
+        self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
+        self.layers: Any = nn.ModuleList(DecoderLayer(size, config.layer) for _ in range(config.layers))
+        self.mask_embedding = nn.Parameter(MASK_SIZE * torch.randn(size)) if config.mask_token is None else None
+        if config.pair_rank:
+            self.predecessors = nn.Embedding(vocab, config.pair_rank)
+            self.successors = nn.Linear(config.pair_rank, self.draft_size, bias=False)
+            nn.init.zeros_(self.successors.weight)  # a new head's tokens do not depend on each other
+        copy_last(self.fc)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""
+        return self.hidden_norm(self.fc(features))
+
+    def read(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, layers x G, N, D] of fused features at positions [B, N], those of all layers."""
+        table = self.config.layer.rotary_table(positions, fused.dtype)
+        keys, values = zip(*(layer.self_attn.keys_and_values(fused, table) for layer in self.layers), strict=True)
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+    def part(self, layer: int) -> slice:
+        """The key-value heads of a layer among those that `read` returns."""
+        count = self.config.layer.num_key_value_heads
+        return slice(layer * count, (layer + 1) * count)
+
+    def begin_block(self, anchors: Tensor, masked: Tensor) -> Tensor:
+        """The input [..., R, H] of blocks, from the anchors' embeddings [..., H] and that of unknown tokens [H]."""
+        unknown = masked.to(anchors.dtype).expand(*anchors.shape[:-1], self.rows - 1, -1)
+        return torch.cat([anchors[..., None, :], unknown], dim=-2)
+
+    def forward(self, states: Tensor, positions: Positions, attends: Sequence[Attend]) -> Tensor:
+        """Blocks [B, R, H] at positions [B, R] -> states [B, R, H]; the last L of each block are its draft tokens'.
+
+        attends: for each layer, attention to the features and the block.
+        """
+        for layer, attend in zip(self.layers, attends, strict=True):
+            states = layer(states, positions, attend)
+        return states
+
+    def normalise(self, states: Tensor) -> Tensor:
+        return self.norm(states)
+
+    def pair_scores(self, tokens: Tensor) -> Tensor:
+        """What the logits of the token after each of `tokens` [...] get in addition, [..., D]. For a pair rank."""
+        return self.successors(self.predecessors(tokens))
+
+    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        super().check_target(hidden_size, vocab_size, layers)
+        if self.features[-1] > layers:
+            raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")

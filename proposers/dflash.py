@@ -1,0 +1,73 @@
+"""Drafting with block heads: one pass gives the next tokens of all levels.
+
+After "DFlash" (2026, arXiv 2602.06036); trees over a block's tokens as in DDTree, with the pair score of DSpark between
+a token and its parent. Shapes: B rows, T tokens, W paths, S cache slots, R rows of a block, L levels, H hidden size, D
+draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from decode import Step, Target
+from heads.layer_cache import LayerCache
+from proposers.feature_history import FeaturePart
+from proposers.head_proposer import HeadProposer
+from proposers.tree_proposer import Inputs
+
+
+class DFlashProposer(HeadProposer):
+    """Drafts with a `DFlashHead`. Slot i of its cache has the keys and values of all layers of the target's feature i."""
+
+    usual_width = 8
+    levelwise: ClassVar[bool] = False
+
+    @torch.no_grad()
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.head.fuse(features.to(self.dtype))
+
+    def read_step(self, step: Step) -> Inputs:
+        self._history.read_all(self._read)
+        return {}
+
+    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
+        features = part.features.to(self.dtype)
+        cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))
+        cache.keep(part.counts, part.counts_tensor)
+        return features
+
+    def is_fixed(self, inputs: Inputs) -> bool:
+        return False
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> DFlashDrafter:
+        head, embed = self.head, self.embedding(target)
+        masked = head.mask_embedding
+        if masked is None:
+            masked = embed(torch.tensor(head.config.mask_token, device=target.device))
+        return DFlashDrafter(head, inputs["roots"], head.begin_block(embed(inputs["roots"]), masked), self._history.cache)
+
+
+class DFlashDrafter:
+    """Drafts one step after the texts in a cache: blocks [B, R, H] that begin with the roots [B], all levels at once."""
+
+    def __init__(self, head: Any, roots: Tensor, block: Tensor, cache: LayerCache) -> None:
+        count, device = block.shape[1], block.device
+        text = cache.text_mask(device, block.dtype).expand(-1, count, -1)
+        mask = nn.functional.pad(text, (0, count))[:, None]  # all rows of a block attend to each other
+        attends = [partial(cache.attend, mask=mask, heads=head.part(layer)) for layer in range(len(head.layers))]
+        states = head(block, cache.positions(count, device), attends)[:, -head.depth :]
+        self._logits = head.logits(states)  # [B, L, D]
+        self._pair_scores = head.pair_scores if head.config.pair_rank else None
+        self._tokens = roots[:, None]  # [B, W] the last one of each path
+
+    def logits(self, level: int) -> Tensor:
+        logits = self._logits[:, level, None]
+        return logits if self._pair_scores is None else logits + self._pair_scores(self._tokens)
+
+    def extend(self, parents: Tensor, tokens: Tensor) -> None:
+        self._tokens = tokens
