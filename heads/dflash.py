@@ -17,31 +17,34 @@ from torch import Tensor, nn
 from heads.eagle import check_features, copy_last
 from heads.layer_cache import Attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
-from heads.vocabulary import HeadConfig, VocabularyHead
-
-MASK_SIZE = 0.02  # the standard deviation of a new mask embedding
+from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
 @dataclass(frozen=True)
 class DFlashConfig(HeadConfig):
     """Sizes of a block head.
 
-    features: as for EAGLE-3. heads: draft tokens of a block. pair_rank: of the score of a token after the one before
-    it; 0: none, so all paths have the same next tokens. mask_token: the token whose embedding stands for those that
-    are not drafted yet; None: a trained vector. from_anchor: whether the row of the last known token drafts too, as in
-    DSpark; DFlash's first draft token comes from the row after it.
+    features: as for EAGLE-3. mask_token: the token whose embedding stands for those that are not drafted yet. heads:
+    draft tokens of a block. pair_rank: of the score of a token after the one before it; 0: none, so all paths have the
+    same next tokens. from_anchor: whether the row of the last known token drafts too, as in DSpark; DFlash's first
+    draft token comes from the row after it.
     """
 
     layer: LayerConfig
     features: tuple[int, ...]
+    mask_token: int
+    output: Output = "target"
     heads: int = 6
     layers: int = 2
     pair_rank: int = 64
-    mask_token: int | None = None
     from_anchor: bool = True
 
     def __post_init__(self) -> None:
         check_features(self.features)
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(f"mask_token is {self.mask_token}; it must be a token of the target, below {self.vocab_size}")
+        if self.output == "own":
+            raise ValueError("a block head has one output matrix; choose shared or target")
         for name in ("heads", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a block head has at least one")
@@ -50,9 +53,8 @@ class DFlashConfig(HeadConfig):
 class DFlashHead(VocabularyHead):
     """Predicts the tokens after an anchor, the last known token, from the features of all tokens before it.
 
-    The layers' keys and values come from the fused features, and from the block: the anchor's embedding, then one
-    vector for all tokens that are to be drafted. Parameters are named as published. Embeddings are the target's, and
-    the output matrix is the target's or a part of its rows.
+    The layers' keys and values come from the fused features, and from the block: the anchor's embedding, then that of
+    the mask token for each token that is to be drafted. Parameters are named as published. Embeddings are the target's.
     """
 
     kind = "dflash"
@@ -61,14 +63,13 @@ class DFlashHead(VocabularyHead):
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config, "target")
+        super().__init__(config, config.output)
         size, eps, vocab = config.hidden_size, config.layer.rms_norm_eps, config.vocab_size
         self.features, self.depth = config.features, config.heads
         self.rows = config.heads + (not config.from_anchor)
         self.fc = nn.Linear(len(config.features) * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.layers: Any = nn.ModuleList(DecoderLayer(size, config.layer) for _ in range(config.layers))
-        self.mask_embedding = nn.Parameter(MASK_SIZE * torch.randn(size)) if config.mask_token is None else None
         if config.pair_rank:
             self.predecessors = nn.Embedding(vocab, config.pair_rank)
             self.successors = nn.Linear(config.pair_rank, self.draft_size, bias=False)
@@ -90,10 +91,9 @@ class DFlashHead(VocabularyHead):
         count = self.config.layer.num_key_value_heads
         return slice(layer * count, (layer + 1) * count)
 
-    def begin_block(self, anchors: Tensor, masked: Tensor) -> Tensor:
-        """The input [..., R, H] of blocks, from the anchors' embeddings [..., H] and that of unknown tokens [H]."""
-        unknown = masked.to(anchors.dtype).expand(*anchors.shape[:-1], self.rows - 1, -1)
-        return torch.cat([anchors[..., None, :], unknown], dim=-2)
+    def begin_block(self, anchors: Tensor) -> Tensor:
+        """The tokens [..., R] of blocks that begin with the anchors [...]."""
+        return nn.functional.pad(anchors[..., None], (0, self.rows - 1), value=self.config.mask_token)
 
     def forward(self, states: Tensor, positions: Positions, attends: Sequence[Attend]) -> Tensor:
         """Blocks [B, R, H] at positions [B, R] -> states [B, R, H]; the last L of each block are its draft tokens'.

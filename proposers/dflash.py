@@ -7,7 +7,7 @@ draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -45,17 +45,14 @@ class DFlashProposer(HeadProposer):
         return False
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> DFlashDrafter:
-        head, embed = self.head, self.embedding(target)
-        masked = head.mask_embedding
-        if masked is None:
-            masked = embed(torch.tensor(head.config.mask_token, device=target.device))
-        return DFlashDrafter(head, inputs["roots"], head.begin_block(embed(inputs["roots"]), masked), self._history.cache)
+        return DFlashDrafter(self.head, inputs["roots"], self._history.cache, self.embedding(target))
 
 
 class DFlashDrafter:
-    """Drafts one step after the texts in a cache: blocks [B, R, H] that begin with the roots [B], all levels at once."""
+    """Drafts one step after the texts in a cache: blocks that begin with the roots [B], all levels at once."""
 
-    def __init__(self, head: Any, roots: Tensor, block: Tensor, cache: LayerCache) -> None:
+    def __init__(self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
+        block = embed(head.begin_block(roots))  # [B, R, H]
         count, device = block.shape[1], block.device
         text = cache.text_mask(device, block.dtype).expand(-1, count, -1)
         mask = nn.functional.pad(text, (0, count))[:, None]  # all rows of a block attend to each other

@@ -168,6 +168,12 @@ def choose_draft_vocabulary(examples: Sequence[Example], vocab_size: int, size: 
     return torch.tensor(sorted(chosen))
 
 
+def find_rarest(examples: Sequence[Example], vocab_size: int) -> int:
+    """The token that is least frequent in the examples; of several, the highest id."""
+    counts = Counter(token for one in examples for token in one.tokens)
+    return min(reversed(range(vocab_size)), key=lambda token: counts[token])
+
+
 def _split(
     found: Sequence[tuple[bytes, list[Example]]], files: Sequence[Path], max_length: int, prompts: int, bad: str
 ) -> Dataset:

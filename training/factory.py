@@ -14,7 +14,7 @@ from decode.models.cut_model import cut_model
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
-from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary
+from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective
 from training.teacher import Teacher
@@ -48,6 +48,8 @@ def make_head(
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
     if reads_several := "features" in config.__dataclass_fields__:
         sizes["features"] = choose_features(model_config.num_hidden_layers)
+    if kind == "dflash":
+        sizes["mask_token"] = find_rarest(examples, vocab)
     given = {name: value for name, value in sizes.items() if value is not None}
     head: Any = network(config(model_config.hidden_size, vocab, **given))
     if len(drafted) < vocab:

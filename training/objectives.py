@@ -192,9 +192,7 @@ class BlockObjective(Objective):
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         fused = head.fuse(batch.features)
         keys, values = head.read(fused, torch.arange(width, device=columns.device)[None])
-        masked = head.mask_embedding
-        masked = self.embed(columns.new_tensor(head.config.mask_token)) if masked is None else masked
-        blocks = head.begin_block(self.embed(tokens[rows, columns + 1]), masked)  # [B, A, R, H]
+        blocks = self.embed(head.begin_block(tokens[rows, columns + 1]))  # [B, A, R, H]
         places = columns[..., None] + 1 + torch.arange(head.rows, device=columns.device)
         attends = [
             partial(attend_to_block, columns, keys[:, head.part(layer)], values[:, head.part(layer)])

@@ -38,8 +38,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding": True, "norm_before_fc": True, "norm_before_residual": True, "normed_feedback": True},
     ),
     "dflash": ("dflash", {}),
-    "dflash of few tokens": ("dflash", {"draft_size": 13, "layers": 1}),
-    "dflash as published": ("dflash", {"pair_rank": 0, "mask_token": 3, "from_anchor": False}),
+    "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
+    "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
 MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
@@ -96,8 +96,7 @@ class Written:
         """A block head's logits [L, D], from whole texts."""
         head, count = self.head, self.true.shape[1]
         keys, values = head.read(self.true, torch.arange(count)[None])
-        masked = self.embed(torch.tensor(head.config.mask_token)) if head.mask_embedding is None else head.mask_embedding
-        block = head.begin_block(self.embed(torch.tensor([self.text[-1]])), masked)
+        block = self.embed(torch.tensor([[self.text[-1], *[head.config.mask_token] * (head.rows - 1)]]))
 
         def see_all(layer: int, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
             parts = (

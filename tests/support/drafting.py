@@ -26,7 +26,7 @@ def draw_head(
     if kind.startswith("eagle"):
         defaults = {"layer": replace(LAYER, input_norm=kind == "eagle3")}
     if kind == "dflash":
-        defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5}
+        defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
     head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():

@@ -177,7 +177,7 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # sums are made in float32
 
 
-BLOCKS: list[dict[str, Any]] = [{}, {"pair_rank": 0, "mask_token": 3, "from_anchor": False}, {"layers": 1}]
+BLOCKS: list[dict[str, Any]] = [{}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}]
 
 
 @pytest.mark.parametrize("settings", BLOCKS)
@@ -198,9 +198,8 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
         fused = head.fuse(batch.features[row : row + 1, : column + 1])
         cache.write(*head.read(fused, torch.arange(column + 1)[None]))
         cache.keep([column + 1])
-        masked = EMBEDDING[3] if head.mask_embedding is None else head.mask_embedding
         root = tokens[column + 1][None]
-        drafter = DFlashDrafter(head, root, head.begin_block(EMBEDDING[root], masked), cache)
+        drafter = DFlashDrafter(head, root, cache, lambda tokens: EMBEDDING[tokens])
         for depth in range(head.depth):
             at = column + 1 + depth
             if at >= 13 or not batch.answers[row, column : at + 1].all():
