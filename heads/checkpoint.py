@@ -15,12 +15,18 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heads.atomic_write import write_aside
+from heads.formats.dflash import export_dflash, read_dflash
 from heads.formats.eagle import export_eagle, export_eagle3, read_eagle, read_eagle3
 from heads.formats.layout import OWN, Head, Layout, assemble, convert, list_names, read_own, read_token_map, section
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
-EXPORTS: dict[str, Any] = {"medusa": export_medusa, "eagle": export_eagle, "eagle3": export_eagle3}
+EXPORTS: dict[str, Any] = {
+    "medusa": export_medusa,
+    "eagle": export_eagle,
+    "eagle3": export_eagle3,
+    "dflash": export_dflash,
+}
 
 
 def load_head(
@@ -93,6 +99,7 @@ def _find_layout(
     """The layout of published tensors. Raises ValueError if they are of no known head."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
+    layout = layout or read_dflash(shapes, config, vocab_size)
     layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
     if layout:
         return layout

@@ -42,7 +42,9 @@ class DFlashConfig(HeadConfig):
     def __post_init__(self) -> None:
         check_features(self.features)
         if not 0 <= self.mask_token < self.vocab_size:
-            raise ValueError(f"mask_token is {self.mask_token}; it must be a token of the target, below {self.vocab_size}")
+            raise ValueError(
+                f"mask_token is {self.mask_token}; it must be a token of the target, below {self.vocab_size}"
+            )
         if self.output == "own":
             raise ValueError("a block head has one output matrix; choose shared or target")
         for name in ("heads", "layers"):
@@ -71,9 +73,12 @@ class DFlashHead(VocabularyHead):
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.layers: Any = nn.ModuleList(DecoderLayer(size, config.layer) for _ in range(config.layers))
         if config.pair_rank:
-            self.predecessors = nn.Embedding(vocab, config.pair_rank)
-            self.successors = nn.Linear(config.pair_rank, self.draft_size, bias=False)
-            nn.init.zeros_(self.successors.weight)  # a new head's tokens do not depend on each other
+            before, after = (
+                nn.Embedding(vocab, config.pair_rank),
+                nn.Linear(config.pair_rank, self.draft_size, bias=False),
+            )
+            nn.init.zeros_(after.weight)  # a new head's tokens do not depend on each other
+            self.markov_head: Any = nn.ModuleDict({"markov_w1": before, "markov_w2": after})
         copy_last(self.fc)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -109,7 +114,7 @@ class DFlashHead(VocabularyHead):
 
     def pair_scores(self, tokens: Tensor) -> Tensor:
         """What the logits of the token after each of `tokens` [...] get in addition, [..., D]. For a pair rank."""
-        return self.successors(self.predecessors(tokens))
+        return self.markov_head["markov_w2"](self.markov_head["markov_w1"](tokens))
 
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         super().check_target(hidden_size, vocab_size, layers)

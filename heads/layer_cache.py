@@ -79,9 +79,7 @@ class LayerCache:
         self._put(keys, values, slots, longest + count)
         return longest + count
 
-    def _put(
-        self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)
-    ) -> None:
+    def _put(self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)) -> None:
         new = keys.detach(), values.detach()
         self._hold(self.held or new, used, len(keys))
         for held, each in zip(self.allocated(), new, strict=True):

@@ -102,7 +102,7 @@ class Attention(nn.Module):
         return self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(-2))
 
     def keys_and_values(self, states: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
-        """States [B, T, inputs x H] -> the keys, rotated by the table of their positions, and the values [B, G, T, D]."""
+        """States [B, T, inputs x H] -> keys, rotated by the table of their positions, and values [B, G, T, D]."""
         keys, values = (self._split(project(states)) for project in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(keys).to(values.dtype), table), values
 

@@ -22,7 +22,7 @@ from proposers.tree_proposer import Inputs
 
 
 class DFlashProposer(HeadProposer):
-    """Drafts with a `DFlashHead`. Slot i of its cache has the keys and values of all layers of the target's feature i."""
+    """Drafts with a `DFlashHead`. Slot i of its cache is for the target's feature i, in all layers."""
 
     usual_width = 8
     levelwise: ClassVar[bool] = False

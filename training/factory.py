@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def make_head(
     None is its default. Above 64k tokens the default output of Medusa and Hydra is the target's.
     """
     network, config = HEADS[kind]
+    names = {each.name for each in fields(config)}
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
     drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
     large = "target" if vocab > LARGE_VOCABULARY and kind in ("medusa", "hydra") else None
@@ -43,10 +45,10 @@ def make_head(
         "output": shape.get("output") or large,
         "prefix": _layer_config(target) if prefix else None,
     }
-    if "layer" in config.__dataclass_fields__:
+    if "layer" in names:
         sizes["layer"] = _layer_config(target, input_norm=kind != "eagle", qk_norm=kind == "dflash")
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
-    if reads_several := "features" in config.__dataclass_fields__:
+    if "features" in names:
         sizes["features"] = choose_features(model_config.num_hidden_layers)
     if kind == "dflash":
         sizes["mask_token"] = find_rarest(examples, vocab)
@@ -55,7 +57,7 @@ def make_head(
     if len(drafted) < vocab:
         head.token_map.copy_(drafted)
     head.borrow(target.output_matrix, target.output_bias)
-    if reads_several:
+    if "features" in names:
         _match_norm(head, target, examples)
     if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features

@@ -6,7 +6,7 @@ its S most likely tokens. alpha = sum min(p, q): the probability that a token dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,16 +92,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], ValueAndGradient]] = {
 
 
 def vocabulary_loss(
-    name: str, states: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, p: Tensor
+    name: str, states: Tensor, weights: Sequence[Tensor], bias: Tensor | None, labels: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The sum over rows of a loss of q = softmax(states weight^T + bias), and [R] bool: whether q's most likely token
     is label 0.
 
-    states [R, H], weight [D, H], bias [D]; labels [R, S] are draft ids, -1 outside the draft vocabulary; p [R, S].
+    states [R, H]; weights: matrices [D, *] that are side by side the weight [D, H]; bias [D]; labels [R, S] are draft
+    ids, -1 outside the draft vocabulary; p [R, S].
     """
     autocast = torch.is_autocast_enabled(states.device.type)
     dtype = torch.get_autocast_dtype(states.device.type) if autocast else states.dtype
-    return _VocabularyLoss.apply(LOSSES[name], dtype, states, weight, bias, labels, p)
+    return _VocabularyLoss.apply(LOSSES[name], dtype, states, bias, labels, p, *weights)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -109,17 +110,23 @@ class _VocabularyLoss(torch.autograd.Function):
     gradient: with separate operations, memory traffic would take half of the training time."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Any, dtype: torch.dtype, states: Tensor, weight: Tensor, bias: Any, *known: Tensor):
-        labels, p = known
+    def forward(
+        ctx: Any, loss: Any, dtype: torch.dtype, states: Tensor, bias: Any, labels: Tensor, p: Tensor, *weights: Tensor
+    ):
         exact = torch.promote_types(dtype, torch.float32)
-        narrow, matrix = states.to(dtype), weight.to(dtype)
+        narrow, matrix = states.to(dtype), torch.cat([weight.to(dtype) for weight in weights], dim=1)
         grad_states = torch.empty_like(narrow)
         # A borrowed matrix is not trained; its gradient would be a third of the work.
-        grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[3] else None
+        needed = ctx.needs_input_grad[6:]
+        grads = [
+            torch.zeros_like(each, dtype=exact) if wanted else None
+            for each, wanted in zip(weights, needed, strict=True)
+        ]
+        parts = narrow.split([weight.shape[1] for weight in weights], dim=1)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         total = torch.zeros((), dtype=exact, device=states.device)
         right = torch.empty(len(states), dtype=torch.bool, device=states.device)
-        rows = max(1, CHUNK // len(weight))
+        rows = max(1, CHUNK // len(matrix))
         for begin in range(0, len(states), rows):
             part = slice(begin, begin + rows)
             logits = (narrow[part] @ matrix.T).to(exact)
@@ -138,16 +145,17 @@ class _VocabularyLoss(torch.autograd.Function):
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(dtype)
             grad_states[part] = gradient @ matrix
-            if grad_weight is not None:
-                grad_weight += gradient.T @ narrow[part]
-        ctx.save_for_backward(grad_states, grad_weight, grad_bias)
-        ctx.dtypes = states.dtype, weight.dtype
+            for grad, inputs in zip(grads, parts, strict=True):
+                if grad is not None:
+                    grad += gradient.T @ inputs[part]
+        ctx.save_for_backward(grad_states, grad_bias, *grads)
+        ctx.dtypes = states.dtype, weights[0].dtype
         ctx.mark_non_differentiable(right)
         return total, right
 
     @staticmethod
     def backward(ctx: Any, scale: Any, _: Any) -> Any:
-        grad_states, grad_weight, grad_bias = ctx.saved_tensors
+        grad_states, *grads = ctx.saved_tensors
         states, weight = ctx.dtypes
-        matrix, bias = (None if part is None else (part * scale).to(weight) for part in (grad_weight, grad_bias))
-        return None, None, (grad_states * scale).to(states), matrix, bias, None, None
+        bias, *matrices = (None if part is None else (part * scale).to(weight) for part in grads)
+        return None, None, (grad_states * scale).to(states), bias, None, None, *matrices

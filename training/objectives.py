@@ -78,8 +78,9 @@ class Objective(nn.Module, ABC):
         return 0.0
 
     def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
-        """The output layer's input [R, H], matrix [D, H] and bias [D], for the states [R, H] of a depth."""
-        return self.head.normalise(states), *self.head.output_layer(depth)
+        """For the states [R, H] of a depth: the output layer's input, its matrices as for the loss, and its bias."""
+        weight, bias = self.head.output_layer(depth)
+        return self.head.normalise(states), [weight], bias
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings [..., H] of tokens [...]."""
@@ -91,11 +92,11 @@ class Objective(nn.Module, ABC):
         if self.loss == "ce":
             labels = batch.tokens[row, column + 1][:, None]
             p = torch.ones_like(labels, dtype=torch.float32)
-        states, weight, bias = self.output(batch, depth, states, row, column)
+        states, weights, bias = self.output(batch, depth, states, row, column)
         if self.temperature != 1:
             p = (p.log() / self.temperature).softmax(dim=-1)
             states, bias = states / self.temperature, None if bias is None else bias / self.temperature
-        return vocabulary_loss(self.loss, states, weight, bias, self.draft_ids[labels], p)
+        return vocabulary_loss(self.loss, states, weights, bias, self.draft_ids[labels], p)
 
 
 class MedusaObjective(Objective):
@@ -204,12 +205,12 @@ class BlockObjective(Objective):
             yield each[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + depth
 
     def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
-        states, weight, bias = super().output(batch, depth, states, row, column)
-        if not self.head.config.pair_rank:
-            return states, weight, bias
-        # W h + V u is one output layer, whose matrix is [W V].
-        before = self.head.predecessors(batch.tokens[row, column])
-        return torch.cat([states, before], dim=-1), torch.cat([weight, self.head.successors.weight], dim=-1), bias
+        states, weights, bias = super().output(batch, depth, states, row, column)
+        if self.head.config.pair_rank:  # W h + V u is one output layer, whose matrix is [W V]
+            pairs = self.head.markov_head
+            before = pairs["markov_w1"](batch.tokens[row, column])
+            states, weights = torch.cat([states, before], dim=-1), [*weights, pairs["markov_w2"].weight]
+        return states, weights, bias
 
 
 def choose_anchors(possible: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ WEIGHT_DECAY = 0.01
 # With "match_rms_adamw" a weight moves by 0.2 times the learning rate on average. This makes it the learning rate
 # itself, as with AdamW in its first steps.
 MUON_SCALE = 5.0
-VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "predecessors", "successors"}
+VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "markov_head"}
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean loss so far
 STOPPED = 128 + signal.SIGTERM

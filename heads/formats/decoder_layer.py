@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from heads.dflash import DFlashConfig
 from heads.eagle import Eagle3Config, EagleConfig
 from heads.formats.layout import ConfigDict, Shapes, extent, number, section
 from heads.layers import LayerConfig
@@ -73,8 +74,8 @@ def _read_scaling(config: ConfigDict) -> Scaling | None:
     return {"rope_type": rope_type, **original, **given}
 
 
-def export_layer(config: EagleConfig | Eagle3Config) -> dict[str, Any]:
-    """What the configs of both EAGLE formats have in common, for transformers 4 and 5."""
+def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str, Any]:
+    """What the configs of EAGLE and block heads have in common, for transformers 4 and 5."""
     layer = config.layer
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     return {

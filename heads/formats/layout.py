@@ -34,7 +34,13 @@ HEADS = {
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"
 EMBEDDING = "embed_tokens.weight"
-EXTRA = {"medusa": {"lm_head.weight"}, "eagle": {"fc.bias"}, "eagle3": {"t2d"}}  # in our files, for servers
+PAIRS = "markov_head.markov_w2"  # rows of draft tokens, as those of an output matrix
+EXTRA = {
+    "medusa": {"lm_head.weight"},
+    "eagle": {"fc.bias"},
+    "eagle3": {"t2d"},
+    "dflash": {"t2d", "lm_head.weight"},
+}  # in our files, for servers
 
 
 @dataclass(frozen=True)
@@ -214,7 +220,7 @@ def _sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
     tokens, order = tokens.long().sort()
     for name, rows in states.items():
-        if name.startswith("lm_head") and rows.shape[:1] == tokens.shape:
+        if name.startswith(("lm_head", PAIRS)) and rows.shape[:1] == tokens.shape:
             states[name] = rows[order]
     if len(tokens) < vocab_size:
         states[MAP] = tokens

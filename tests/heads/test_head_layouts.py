@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import HydraHead, LayerConfig, MedusaHead, load_head
+from heads import DFlashHead, HydraHead, LayerConfig, MedusaHead, load_head
 from tests.support.models import tiny
 from tests.support.published_heads import (
+    BLOCK_SPECULATORS,
+    DSPARK,
     EAGLE,
     EMBEDDING,
     HYDRA,
@@ -23,6 +25,7 @@ from tests.support.published_heads import (
     SPECULATORS,
     VICUNA,
     VLLM,
+    ZLAB,
     Tensors,
     name_eagle,
     name_eagle3,
@@ -45,6 +48,14 @@ name_without_dropout = partial(name_hydra, dropout=False)
 
 def name_speculators(head: Any) -> Tensors:
     return EMBEDDING | name_eagle3(head, "layers.0.")
+
+
+def name_dspark(head: Any) -> Tensors:
+    return (
+        EMBEDDING
+        | name_eagle3(head)
+        | {"confidence_head.proj.weight": drawn(1, 13), "confidence_head.proj.bias": drawn(1)}
+    )
 
 
 def name_unused_norm(head: Any) -> Tensors:
@@ -79,11 +90,26 @@ def outputs(head: Any) -> list[Any]:
     elif isinstance(head, HydraHead):
         features = head.contextualize(features)
         states = [head(features, embedded[:, :, None].repeat(1, 1, i + 1, 1), i) for i in range(head.depth)]
+    elif isinstance(head, DFlashHead):
+        keys, values = head.read(head.fuse(features), torch.arange(6)[None])
+        attends = [
+            partial(see_all, keys[:, head.part(layer)], values[:, head.part(layer)])
+            for layer in range(head.config.layers)
+        ]
+        last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attends)[:, -head.depth :]
+        pairs = head.pair_scores(torch.arange(VOCABULARY)) if head.config.pair_rank else torch.zeros(1)
+        return [head.logits(last), pairs, head.begin_block(torch.tensor(5)), head.tokens(torch.arange(head.draft_size))]
     else:
         first = head(embedded, head.fuse(features), torch.arange(6)[None])
         states = [head(embedded, first, torch.arange(1, 7)[None])]
     logits = [head.logits(state, index) for index, state in enumerate(states)]
     return [*logits, head.tokens(torch.arange(head.draft_size))]
+
+
+def see_all(text_keys: Any, text_values: Any, queries: Any, keys: Any, values: Any) -> Any:
+    """Attention to a text and all of a block."""
+    both = torch.cat([text_keys, keys], dim=2), torch.cat([text_values, values], dim=2)
+    return torch.nn.functional.scaled_dot_product_attention(queries, *both, enable_gqa=True)
 
 
 def assert_alike(loaded: Any, head: Any) -> None:
@@ -103,6 +129,11 @@ WIDE = {"layer": THREES, "target_hidden_size": 12, "embedding": True, "features"
 WIDE_CONFIG = EAGLE | {"num_attention_heads": 40, READ: [1, 17, 33, 35]}
 ROTARY = {"rope_theta": 50.0, "rope_type": "default"}
 LINEAR = {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}}
+PUBLISHED = {"pair_rank": 0, "from_anchor": False}
+INNER_SIZE = {name: value for name, value in ZLAB.items() if name != "block_size"}
+INNER_SIZE |= {"dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}
+DSPARK_FLAT = {name: value for name, value in ZLAB.items() if name != "dflash_config"}
+DSPARK_FLAT |= {"markov_rank": 5, "mask_token_id": 3, "target_layer_ids": [1, 4, 8]}
 LAYOUTS = [
     ("medusa", {**FIVE, "target_name": VICUNA}, name_medusa, MEDUSA),
     ("medusa", {"output": "target"}, name_medusa, {"vocab_size": VOCABULARY, "version": "2"}),
@@ -153,6 +184,13 @@ LAYOUTS = [
     ("eagle3", WIDE, name_eagle3, WIDE_CONFIG),
     ("eagle3", WIDE, name_eagle3, WIDE_CONFIG | {"target_hidden_size": 12}),
     ("eagle3", SMALL | {"layer": FOURS}, name_eagle3, FLAT | {"num_attention_heads": 4, "head_dim": 12}),
+    # block heads: z-lab, an older place of the block size, and speculators with and without a draft vocabulary
+    ("dflash", PUBLISHED, name_eagle3, ZLAB),
+    ("dflash", PUBLISHED, name_eagle3, INNER_SIZE),
+    ("dflash", PUBLISHED | {"target_name": "little"}, name_eagle3, BLOCK_SPECULATORS),
+    ("dflash", PUBLISHED | SPECULATED | {"output": "shared"}, name_eagle3, BLOCK_SPECULATORS),
+    ("dflash", SPECULATED | {"output": "shared", "heads": 4}, name_dspark, DSPARK),
+    ("dflash", {"heads": 4}, name_eagle3, DSPARK_FLAT),
 ]
 
 
@@ -160,7 +198,9 @@ LAYOUTS = [
 @pytest.mark.parametrize(("kind", "settings", "named", "config"), LAYOUTS)
 def test_published_layouts_load_bit_exact(tmp_path, kind, settings, named, config, pickled):
     head = made(kind, **settings)
-    files = EAGLE_FILES if kind.startswith("eagle") else (f"{kind}_lm_head.safetensors", f"{kind}_lm_head.pt")
+    files = (
+        EAGLE_FILES if kind in ("eagle", "eagle3", "dflash") else (f"{kind}_lm_head.safetensors", f"{kind}_lm_head.pt")
+    )
     assert_alike(load_head(write(tmp_path, files[pickled], named(head), config)), head)
 
 

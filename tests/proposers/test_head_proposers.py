@@ -304,7 +304,8 @@ def test_the_device_decides_how_many_nodes(monkeypatch: pytest.MonkeyPatch, targ
 
 
 @pytest.mark.parametrize(
-    ("kind", "deepest", "all_levels"), [("medusa", 3, 3), ("dflash", 3, 3), ("hydra", 1, 3), ("eagle", 1, 6), ("eagle3", 1, 5)]
+    ("kind", "deepest", "all_levels"),
+    [("medusa", 3, 3), ("dflash", 3, 3), ("hydra", 1, 3), ("eagle", 1, 6), ("eagle3", 1, 5)],
 )
 def test_levels_that_do_not_pay_are_left_out(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, deepest: int, all_levels: int

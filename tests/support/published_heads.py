@@ -57,6 +57,42 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
+ZLAB: dict[str, Any] = {  # a copy of a Qwen3 config, whose number of layers is the head's
+    **EAGLE,
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "head_dim": 4,
+    "layer_types": ["full_attention"] * 2,
+    "block_size": 4,
+    "num_target_layers": 12,
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 4, 8]},
+}
+BLOCK_SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "draft_vocab_size": VOCABULARY,
+    "block_size": 4,
+    "aux_hidden_state_layer_ids": [2, 5, 9],
+    "mask_token_id": 3,
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "little"}},
+    "transformer_layer_config": SPECULATORS["transformer_layer_config"]
+    | {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+}
+DSPARK: dict[str, Any] = BLOCK_SPECULATORS | {
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    "draft_vocab_size": 5,
+    "sample_from_anchor": True,
+    "markov_rank": 5,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+}
+
+
 def write(folder: Path, name: str, tensors: Tensors, config: dict[str, Any] | None = None) -> Path:
     """Write a weight file, and config.json if there is a config."""
     if name.endswith(".safetensors"):
@@ -102,7 +138,7 @@ def name_eagle(head: Any) -> Tensors:
 
 
 def name_eagle3(head: Any, prefix: str = "midlayer.") -> Tensors:
-    """The names of EAGLE-3's authors and SpecForge, or speculators' with their prefix."""
+    """The names of EAGLE-3's authors and SpecForge, or speculators' with their prefix, and those of block heads."""
     states = {name.replace("midlayer.", prefix): state for name, state in head.state_dict().items()}
     tokens = states.pop("token_map", None)
     if tokens is None:

@@ -71,7 +71,7 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
     p = torch.zeros(ROWS, VOCABULARY, dtype=torch.float64).scatter_add_(1, labels.clamp_min(0), probabilities * known)
     inputs = [tensor.requires_grad_() for tensor in (states, weight, bias) if tensor is not None]
 
-    value, right = vocabulary_loss(name, states, weight, bias, labels, probabilities)
+    value, right = vocabulary_loss(name, states, [weight], bias, labels, probabilities)
     logits = states @ weight.T + (0 if bias is None else bias)
     expected = written_out(name, p, logits.softmax(dim=-1), 1 - probabilities.sum(dim=-1))
 

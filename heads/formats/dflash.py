@@ -1,0 +1,113 @@
+"""Block heads as z-lab, speculators, SpecForge and DeepSpec publish them, and as servers load them.
+
+z-lab's config (SpecForge's too) is flat: a Qwen3 config with an object `dflash_config`; layers are numbered from 0 by
+the one that outputs them. speculators nests the layers' config and numbers hidden states as transformers does. DSpark
+is DFlash with a Markov head, our pair score. None has embeddings of its own, and an output matrix only where a part of
+the vocabulary is drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.dflash import DFlashConfig, DFlashHead
+from heads.formats.decoder_layer import export_layer, read_layer
+from heads.formats.layout import EMBEDDING, MAP, ConfigDict, Layout, Shapes, count, extent, read_common, section
+
+LAYER = "layers.0."
+INNER, NESTED = "dflash_config", "transformer_layer_config"  # z-lab's settings; speculators' sizes of the layers
+PREDECESSORS = "markov_head.markov_w1.weight"
+OTHERS = {"candidate_selector.": "DFlash2", "prefix_gru.": "Domino"}  # their tensors
+READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
+
+
+def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
+    """The layout of a block head; None if the file has none."""
+    if not {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= shapes.keys():
+        return None
+    for prefix, name in OTHERS.items():
+        if any(tensor.startswith(prefix) for tensor in shapes):
+            raise ValueError(f"it is a {name} head; DFlash and DSpark are supported")
+    nested, inner = section(config, NESTED), section(config, INNER)
+    layer_config, settings = {**config, **nested}, {**config, **inner}
+    _refuse_unknown(settings, layer_config)
+    hidden_size = extent(shapes, ["hidden_norm.weight"], 0)
+    is_speculators = READ in config
+    listed = settings.get(READ if is_speculators else READ_FROM_0)
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise ValueError(f"its config must list the layers that it reads, as {INNER}.{READ_FROM_0} or {READ}")
+    if len(listed) * hidden_size != extent(shapes, ["fc.weight"], 1):
+        read = f"{len(listed)} layers of {hidden_size}"
+        raise ValueError(f"wrong: fc.weight has {extent(shapes, ['fc.weight'], 1)} columns, but it reads {read}")
+    rank = extent(shapes, [PREDECESSORS], 1, 0)
+    from_anchor, size = bool(settings.get("sample_from_anchor", rank > 0)), _read_whole(settings, "block_size")
+    head_config = DFlashConfig(
+        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
+        layer=read_layer(shapes, LAYER, layer_config),
+        features=tuple(listed if is_speculators else (layer + 1 for layer in listed)),
+        mask_token=_read_whole(settings, "mask_token_id"),
+        output="shared" if "lm_head.weight" in shapes else "target",
+        heads=size if from_anchor else size - 1,
+        layers=count("layers.{}.input_layernorm.weight", shapes)[0],
+        pair_rank=rank,
+        from_anchor=from_anchor,
+    )
+    ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
+    return Layout(head_config, ignored=ignored)
+
+
+def _refuse_unknown(settings: ConfigDict, layer_config: ConfigDict) -> None:
+    """Raise ValueError for a kind of attention or pair score that the head does not have."""
+    kinds = {*(layer_config.get("layer_types") or ())} - {"full_attention"}
+    if kinds or settings.get("use_swa"):
+        raise ValueError(f"its layers have {', '.join(sorted(kinds)) or 'windows'}; only full attention is supported")
+    if (kind := settings.get("markov_head_type", "vanilla")) != "vanilla":
+        raise ValueError(f"its markov_head_type is {kind!r}; only vanilla is supported")
+
+
+def _read_whole(settings: ConfigDict, name: str) -> int:
+    value = settings.get(name)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"its config has {name}: {value!r}; it must be a whole number")
+    return value
+
+
+def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of a folder of speculators, which vLLM loads.
+
+    Servers need the output matrix where a part of the vocabulary is drafted; a head that uses the target's rows gets a
+    copy of them. They have norms of queries and keys.
+    """
+    states, config = head.state_dict(), head.config
+    kind = "dspark" if config.pair_rank else "dflash"
+    if MAP in states:
+        tokens = states.pop(MAP)
+        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
+        states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
+        if head.borrowed is not None:
+            states["lm_head.weight"] = head.borrowed
+    verifier: dict[str, Any] = {"name_or_path": config.target_name, "architectures": []}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.heads}
+    layers = {"num_hidden_layers": config.layers, "layer_types": ["full_attention"] * config.layers}
+    return states, {
+        "architectures": ["DSparkSpeculator" if config.pair_rank else "DFlashSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        NESTED: export_layer(config) | layers | {"model_type": "qwen3"},
+        "draft_vocab_size": head.draft_size,
+        "block_size": head.rows,
+        READ: [*config.features],
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.from_anchor,
+        **({"markov_rank": config.pair_rank, "markov_head_type": "vanilla"} if config.pair_rank else {}),
+        **({"enable_confidence_head": False, "confidence_head_with_markov": False} if config.pair_rank else {}),
+    }
