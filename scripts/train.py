@@ -148,9 +148,9 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
     if options.init is None:
-        shape = {name: getattr(options, name) for name in ("draft_vocab", "prefix", *SHAPE)}
+        shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not False}
         torch.manual_seed(options.seed)
-        head = make_head(options.kind, target, dataset.examples, **shape)
+        head = make_head(options.kind, target, dataset.examples, options.draft_vocab, options.prefix, **shape)
     else:
         head = _load_head(options, target)
     head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
@@ -179,10 +179,10 @@ def _load_head(options: TrainOptions, target: Target) -> Any:
     head: Any = load_head(options.init, torch.float32, *sizes)
     if head.kind != options.kind:
         raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
-    own = {name: getattr(head.config, name, None) for name in ("heads", "layers", "output")}
+    own = {name: getattr(head.config, name, None) for name in SHAPE}
     for name, value in (own | {"draft_vocab": head.draft_size}).items():
         given = getattr(options, name)
-        if given not in (None, value):
+        if given is not None and given is not False and given != value:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
     head.check_target(target.config.hidden_size, *sizes)

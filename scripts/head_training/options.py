@@ -21,16 +21,17 @@ from training.schedule import Schedule
 
 TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
-SHAPE = "heads", "layers", "output", "pair_rank"
+SHAPE = "heads", "layers", "output", "pair_rank", "fc_norm", "normed_feedback"
+NORMS = "fc_norm", "normed_feedback"
 MODEL = "cut", "rollout"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
 NOT_FOR = {
-    "medusa": (*UNROLLING, *MODEL, "pair_rank"),
-    "hydra": (*UNROLLING, *MODEL, "pair_rank"),
+    "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank"),
+    "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank"),
     "eagle": (*SHAPE, *MODEL),
-    "eagle3": (*SHAPE, *MODEL, "regression"),
-    "dflash": (*UNROLLING, *MODEL, "output"),
-    "draft": (*UNROLLING, "heads", "output", "pair_rank"),
+    "eagle3": (*MODEL, "heads", "layers", "output", "pair_rank", "regression"),
+    "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
+    "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank"),
 }
 DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
@@ -142,6 +143,9 @@ class TrainOptions:
         "eagle: weight of the distance from the model's features (default: 10, as published)", type=float, metavar="X"
     )
     noise: float | None = flag("uniform noise on features (default: 0; EAGLE-1 has 0.1)", type=float, metavar="X")
+
+    fc_norm: bool = flag("eagle3: a norm for the features of each layer that it reads (EAGLE-3.1)", False)
+    normed_feedback: bool = flag("eagle3: feed normed states back from step to step (EAGLE-3.1)", False)
 
     cut: str | None = flag(
         "which layers of the model: first, or spaced, which are as far apart as possible (default: first)",

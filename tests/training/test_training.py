@@ -50,7 +50,19 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("head", [["medusa"], ["hydra"], ["hydra", "--prefix"], ["eagle"], ["eagle3"]])
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["medusa"],
+        ["hydra"],
+        ["hydra", "--prefix"],
+        ["eagle"],
+        ["eagle3"],
+        ["eagle3", "--fc-norm", "--normed-feedback"],
+        ["dflash", "--heads", "3"],
+        ["dflash", "--heads", "3", "--layers", "1", "--pair-rank", "0"],
+    ],
+)
 def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
     for kind in ("eagle", "eagle3"):  # in 41 tokens deeper trees have no room
         monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(EagleProposer, depth=3))
@@ -78,6 +90,7 @@ def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agr
         (["hydra", "--prefix", "--output", "target"], "target"),
         (["eagle"], "target"),
         (["eagle3"], "shared"),
+        (["dflash", "--heads", "3"], "target"),
     ],
 )
 def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: list[str], output: str) -> None:
@@ -105,8 +118,12 @@ def test_stopped_and_resumed(
     assert_same(tmp_path, uninterrupted / "out")
 
 
-def test_noise_is_resumed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--kind", "eagle", "--noise", "0.1", "--max-steps", "9", "--validate-every", "4"]
+@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["dflash", "--heads", "3"]])
+def test_what_is_random_is_resumed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]
+) -> None:
+    """Noise, and the anchors of blocks."""
+    options = ["--kind", *head, "--max-steps", "9", "--validate-every", "4"]
     assert train(place, tmp_path / "whole", *options) == 0
     stop_and_resume(monkeypatch, 5, place, tmp_path / "stopped", *options)
     assert_same(tmp_path / "whole", tmp_path / "stopped")
