@@ -4,7 +4,7 @@ from pathlib import Path
 
 from heads.checkpoint import load_head, save_head
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
 from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
@@ -28,6 +28,8 @@ __all__ = [
     "LayerConfig",
     "MedusaConfig",
     "MedusaHead",
+    "PEagleConfig",
+    "PEagleHead",
     "choose_features",
     "load_head",
     "save_head",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heads.atomic_write import write_aside
 from heads.formats.dflash import export_dflash, read_dflash
-from heads.formats.eagle import export_eagle, export_eagle3, read_eagle, read_eagle3
+from heads.formats.eagle import export_eagle, export_eagle3, export_peagle, read_eagle, read_eagle3
 from heads.formats.layout import OWN, Head, Layout, assemble, convert, list_names, read_own, read_token_map, section
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
@@ -25,6 +25,7 @@ EXPORTS: dict[str, Any] = {
     "medusa": export_medusa,
     "eagle": export_eagle,
     "eagle3": export_eagle3,
+    "peagle": export_peagle,
     "dflash": export_dflash,
 }
 

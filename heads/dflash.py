@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.eagle import check_features, copy_last
+from heads.eagle import check_block, check_features, copy_last
 from heads.layer_cache import Attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
@@ -41,15 +41,9 @@ class DFlashConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         check_features(self.features)
-        if not 0 <= self.mask_token < self.vocab_size:
-            raise ValueError(
-                f"mask_token is {self.mask_token}; it must be a token of the target, below {self.vocab_size}"
-            )
+        check_block(self.mask_token, self.vocab_size, heads=self.heads, layers=self.layers)
         if self.output == "own":
             raise ValueError("a block head has one output matrix; choose shared or target")
-        for name in ("heads", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; a block head has at least one")
 
 
 class DFlashHead(VocabularyHead):

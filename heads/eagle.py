@@ -8,7 +8,7 @@ ModelOpt train. Shapes: B rows, N tokens, H the head's hidden size, F the target
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -139,6 +139,48 @@ class Eagle3Head(VocabularyHead):
         super().check_target(hidden_size, vocab_size, layers)
         if self.features[-1] > layers:
             raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
+
+
+@dataclass(frozen=True)
+class PEagleConfig(Eagle3Config):
+    """Sizes of a P-EAGLE head. mask_token: its embedding stands for tokens that are not drafted yet. heads: draft
+    tokens of a pass."""
+
+    _: KW_ONLY
+    mask_token: int
+    heads: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_block(self.mask_token, self.vocab_size, heads=self.heads)
+
+
+class PEagleHead(Eagle3Head):
+    """An EAGLE-3 head that drafts all tokens in one pass: those after the first from a state and a token that stand for
+    the unknown ones (Hui et al., "P-EAGLE", 2026, arXiv 2602.01469)."""
+
+    kind = "peagle"
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.depth = config.heads
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.weight.shape[1]))
+
+    def unknown(self, count: int) -> tuple[Tensor, Tensor]:
+        """The tokens [count] and fused features [count, H] of positions that are not drafted yet."""
+        device = self.mask_hidden.device
+        tokens = torch.full((count,), self.config.mask_token, device=device)
+        return tokens, self.fuse(self.mask_hidden)[0].expand(count, -1)
+
+
+def check_block(mask_token: int, vocab_size: int, **sizes: int) -> None:
+    """Raise ValueError for impossible sizes of a head that drafts in one pass."""
+    if not 0 <= mask_token < vocab_size:
+        raise ValueError(f"mask_token is {mask_token}; it must be a token of the target, below {vocab_size}")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a head that drafts in one pass has at least one")
 
 
 def check_features(features: Sequence[int]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode import Step, Target
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
@@ -20,6 +20,7 @@ from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
+from proposers.trees.search import Drafter
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
@@ -32,7 +33,8 @@ class EagleProposer(HeadProposer):
     15% of acceptance (vLLM, #14649).
     """
 
-    levels, usual_width, usual_ranks = DEPTH, WIDTH, WIDTH
+    levels: ClassVar[int | None] = DEPTH
+    usual_width, usual_ranks = WIDTH, WIDTH
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class EagleProposer(HeadProposer):
         held = self._history.cache.held
         return None if held is None else held[0]
 
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter | FixedEagleDrafter:
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         if "states" in inputs:
             return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
         embed = self.head.embed_tokens or target.model.get_input_embeddings()
@@ -85,6 +87,42 @@ class EagleProposer(HeadProposer):
     def _most_drafted(self) -> int:
         """The tokens that a draft has at most."""
         return self.depth * self.width
+
+
+class PEagleProposer(EagleProposer):
+    """Drafts with a `PEagleHead`, one pass of it over the positions that are not drafted yet."""
+
+    levels, levelwise = None, False
+
+    def read_step(self, step: Step) -> Inputs:
+        return {"states": self._history.read_all(partial(self._read, step.target))}
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> PEagleDrafter:
+        return PEagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target), self.depth)
+
+
+class PEagleDrafter:
+    """Drafts one step after the texts in a cache, from their last states [B, H], all levels at once."""
+
+    def __init__(
+        self, head: Any, states: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor], levels: int
+    ) -> None:
+        count = levels - 1
+        states = states[:, None]
+        if count:
+            tokens, fused = head.unknown(count)
+            mask = nn.functional.pad(cache.text_mask(states.device, states.dtype).expand(-1, count, -1), (0, count))
+            mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
+            inputs = (part.expand(len(states), -1, -1) for part in (embed(tokens), fused))
+            attend = partial(cache.attend, mask=mask[:, None])
+            states = torch.cat([states, head(*inputs, cache.positions(count, states.device), attend)], dim=1)
+        self._logits = head.logits(states)  # [B, levels, D]
+
+    def logits(self, level: int) -> Tensor:
+        return self._logits[:, level, None]
+
+    def extend(self, parents: Tensor, tokens: Tensor) -> None:
+        """All paths have the same logits."""
 
 
 class EagleDrafter:

@@ -28,7 +28,7 @@ from proposers.dflash import DFlashProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
-from proposers.eagle import EagleProposer
+from proposers.eagle import EagleProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
@@ -48,6 +48,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
     "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
+    "peagle": (PEagleProposer, (*_TRAINED, *_SHAPE)),
     "dflash": (DFlashProposer, (*_TRAINED, *_SHAPE)),
 }
 OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}

@@ -17,7 +17,7 @@ from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective
+from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective, PEagleObjective
 from training.teacher import Teacher
 
 REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features
@@ -50,7 +50,7 @@ def make_head(
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
     if "features" in names:
         sizes["features"] = choose_features(model_config.num_hidden_layers)
-    if kind == "dflash":
+    if "mask_token" in names:
         sizes["mask_token"] = find_rarest(examples, vocab)
     given = {name: value for name, value in sizes.items() if value is not None}
     head: Any = network(config(model_config.hidden_size, vocab, **given))
@@ -124,6 +124,8 @@ def make_objective(
         return MedusaObjective(head, loss, table, decay, temperature)
     if head.kind == "dflash":
         return BlockObjective(head, loss, table, decay, temperature)
+    if head.kind == "peagle":
+        return PEagleObjective(head, loss, table, head.depth, decay=decay, temperature=temperature, **eagle)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
     return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)

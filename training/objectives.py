@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead
+from heads import DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, PEagleHead
 from heads.layer_cache import attend
 from training.losses import vocabulary_loss
 from training.teacher import Batch
 
 DECAY = 0.8  # Medusa, section 2.2.1
+NESTED = 0.7  # the share of a draft's positions that have a further one, in training in one pass
 ANCHORS = 0.25  # the share of anchors that a block is drafted after, in each step
 
 
@@ -158,10 +159,19 @@ class EagleObjective(Objective):
         states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context.attend)[rows, columns]
         for step in range(self.steps):
             if step:
-                embedded = self.embed(tokens[rows, columns + 1 + step])
+                columns, chosen, states = self.begin_step(context, chosen, states)
+                embedded, states = self.find_input(tokens[rows, columns + 1 + step], states)
                 states = self.head(embedded, states, columns + step, context.attend)
             chosen = chosen & answers[rows, columns + 1 + step]
             yield states[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + step
+
+    def begin_step(self, context: UnrolledContext, chosen: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The anchors' columns [B, A], which of them count, and their states [B, A, H], for one more drafting step."""
+        return context.columns, chosen, states
+
+    def find_input(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The embeddings and states [B, A, H] that a drafting step reads, after the text's tokens [B, A]."""
+        return self.embed(tokens), states
 
     def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor | float:
         if not self.regression:
@@ -175,6 +185,25 @@ class EagleObjective(Objective):
             return features
         width = self.noise * 512 / features.shape[1]
         return features + (2 * torch.rand_like(features) - 1) * width
+
+
+class PEagleObjective(EagleObjective):
+    """The loss of a head that drafts in one pass: its steps read no draft tokens, but what stands for unknown ones.
+
+    Each step is made from a random share of the anchors of the step before ("nested" sampling; P-EAGLE, section 3), so
+    all of a draft's earlier positions are there, as they are when it drafts.
+    """
+
+    head: PEagleHead
+
+    def begin_step(self, context: UnrolledContext, chosen: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        places, kept = choose_anchors(chosen, NESTED)
+        context.select(places)
+        return context.columns, kept, states
+
+    def find_input(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        token, fused = self.head.unknown(1)
+        return self.embed(token).expand(*tokens.shape, -1), fused.expand(*tokens.shape, -1)
 
 
 class BlockObjective(Objective):
@@ -262,6 +291,11 @@ class UnrolledContext:
         self.text: tuple[Tensor, Tensor] | None = None
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
+    def select(self, places: Tensor) -> None:
+        """Go on with some of the anchors, by their places [B, A]."""
+        self.columns = self.columns.gather(1, places)
+        self.drafts = [(pick(keys, places), pick(values, places)) for keys, values in self.drafts]
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `heads.layer_cache.Attend`."""
         if self.text is None:
@@ -279,3 +313,8 @@ class UnrolledContext:
         for (_, draft), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
             mixed = mixed + weight[..., None] * draft[:, :, None]
         return mixed.flatten(1, 2)
+
+
+def pick(part: Tensor, places: Tensor) -> Tensor:
+    """Keys or values [B, G, A, D] at places [B, A] of their anchors."""
+    return part.gather(2, places[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3]))

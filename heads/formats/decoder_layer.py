@@ -74,6 +74,16 @@ def _read_scaling(config: ConfigDict) -> Scaling | None:
     return {"rope_type": rope_type, **original, **given}
 
 
+def describe_proposal(kind: str, tokens: int, target: str | None) -> dict[str, Any]:
+    """speculators' section on how a head of a kind drafts, and for which target."""
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+        "verifier": {"name_or_path": target, "architectures": []},
+    }
+
+
 def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str, Any]:
     """What the configs of EAGLE and block heads have in common, for transformers 4 and 5."""
     layer = config.layer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.formats.decoder_layer import export_layer, read_layer
+from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer
 from heads.formats.layout import EMBEDDING, MAP, ConfigDict, Layout, Shapes, count, extent, read_common, section
 
 LAYER = "layers.0."
@@ -89,19 +89,12 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
         if head.borrowed is not None:
             states["lm_head.weight"] = head.borrowed
-    verifier: dict[str, Any] = {"name_or_path": config.target_name, "architectures": []}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.heads}
     layers = {"num_hidden_layers": config.layers, "layer_types": ["full_attention"] * config.layers}
     return states, {
         "architectures": ["DSparkSpeculator" if config.pair_rank else "DFlashSpeculator"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
+        "speculators_config": describe_proposal(kind, config.heads, config.target_name),
         NESTED: export_layer(config) | layers | {"model_type": "qwen3"},
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, choose_features
-from heads.formats.decoder_layer import export_layer, read_layer
+from heads.eagle import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    PEagleConfig,
+    PEagleHead,
+    choose_features,
+)
+from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer
 from heads.formats.layout import (
     EMBEDDING,
     MAP,
@@ -22,6 +30,7 @@ from heads.formats.layout import (
     ConfigDict,
     Layout,
     Shapes,
+    count,
     extent,
     number,
     read_common,
@@ -89,25 +98,41 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
         read = f"{len(features)} layers of {target_size}"
         raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
     # A file's embeddings are a copy of the target's, unless they were trained.
+    if (layers_read := count("layers.{}.input_layernorm.weight", shapes)) and layers_read[0] > 1:
+        raise ValueError(f"it has {layers_read[0]} layers; heads of one layer are supported")
     is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
-    head_config = Eagle3Config(
+    settings: dict[str, Any] = {
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
-        layer=read_layer(shapes, MIDLAYER, layer_config),
-        features=features,
-        output="shared" if "lm_head.weight" in shapes else "target",
-        target_hidden_size=None if target_size == hidden_size else int(target_size),
-        embedding=is_embedding,
-        bias="fc.bias" in shapes,
+        "layer": read_layer(shapes, MIDLAYER, layer_config),
+        "features": features,
+        "output": "shared" if "lm_head.weight" in shapes else "target",
+        "target_hidden_size": None if target_size == hidden_size else int(target_size),
+        "embedding": is_embedding,
+        "bias": "fc.bias" in shapes,
         **norms,
-    )
+    }
+    if "mask_hidden" in shapes:
+        head_config: Eagle3Config = PEagleConfig(**settings, **_read_block(config))
+    else:
+        head_config = Eagle3Config(**settings)
     ignored = {EMBEDDING, "t2d", *([] if head_config.final_norm else ["norm.weight"])}
     return Layout(head_config, renamed, ignored)
 
 
+def _read_block(config: ConfigDict) -> dict[str, Any]:
+    """What a P-EAGLE head has in addition: its mask token, and how many tokens it was trained to draft."""
+    token = config.get("mask_token_id")
+    if type(token) is not int:
+        raise ValueError(f"its config has mask_token_id: {token!r}; it must be a token")
+    proposals = section(config, "speculators_config").get("proposal_methods") or [{}]
+    tokens = number(proposals[0], "speculative_tokens")
+    return {"mask_token": token, **({"heads": tokens} if tokens else {})}
+
+
 def _refuse_unknown(config: ConfigDict) -> None:
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ValueError(f"it is speculators' {kind} head; only their eagle3 is supported")
+    if kind not in (None, "eagle3", "peagle"):
+        raise ValueError(f"it is speculators' {kind} head; only their eagle3, peagle, dflash and dspark are supported")
     if unknown := [name for name, value in config.items() if NESTED in config and value is True and name not in KNOWN]:
         raise ValueError(f"its config has {unknown[0]}: true, which is unknown; known are {sorted(KNOWN)}")
 
@@ -168,4 +193,17 @@ def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
         READ: list(config.features),
         "num_aux_hidden_states": len(config.features),
         "eagle_config": {READ: [layer - 1 for layer in config.features], "use_aux_hidden_state": True},
+    }
+
+
+def export_peagle(head: PEagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of a folder of speculators, from which vLLM makes a class that drafts in one pass."""
+    states, flat = export_eagle3(head)
+    sizes = {name: flat.pop(name) for name in export_layer(head.config)}
+    kind = {"speculators_model_type": "peagle", "speculators_version": "0.9.0"}
+    return states, flat | kind | {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_config": describe_proposal("peagle", head.config.heads, head.config.target_name),
+        NESTED: sizes,
+        "mask_token_id": head.config.mask_token,
     }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
@@ -29,6 +29,7 @@ HEADS = {
     "hydra": (HydraHead, HydraConfig),
     "eagle": (EagleHead, EagleConfig),
     "eagle3": (Eagle3Head, Eagle3Config),
+    "peagle": (PEagleHead, PEagleConfig),
     "dflash": (DFlashHead, DFlashConfig),
 }
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
@@ -39,6 +40,7 @@ EXTRA = {
     "medusa": {"lm_head.weight"},
     "eagle": {"fc.bias"},
     "eagle3": {"t2d"},
+    "peagle": {"t2d"},
     "dflash": {"t2d", "lm_head.weight"},
 }  # in our files, for servers
 
@@ -168,7 +170,7 @@ def read_token_map(tensors: Mapping[str, Tensor], own: ConfigDict) -> dict[str, 
 
 def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
     """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
-    head_class: Any = next(head for head, kind in HEADS.values() if isinstance(layout.config, kind))
+    head_class: Any = next(head for head, kind in HEADS.values() if type(layout.config) is kind)
     with torch.device("meta"):  # parameters with shapes but no storage
         head: Head = head_class(layout.config)
     expected = {name: list(state.shape) for name, state in head.state_dict().items()}

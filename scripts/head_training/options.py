@@ -30,6 +30,7 @@ NOT_FOR = {
     "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank"),
     "eagle": (*SHAPE, *MODEL),
     "eagle3": (*MODEL, "heads", "layers", "output", "pair_rank", "regression"),
+    "peagle": (*UNROLLING, *MODEL, "layers", "output", "pair_rank", "normed_feedback"),
     "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
     "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank"),
 }
@@ -103,7 +104,7 @@ class TrainOptions:
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
     cache_gib: float = number("largest size of the cache", 20.0)
 
-    heads: int | None = number("medusa, hydra and dflash: draft tokens (default: 4; dflash: 6)")
+    heads: int | None = number("medusa, hydra, peagle and dflash: draft tokens (default: 4; peagle and dflash: 6)")
     layers: int | None = number(
         "medusa and hydra: blocks of each head (default: 1); dflash: decoder layers (default: 2); draft: layers of the "
         f"model (default: {DRAFT_LAYERS})"
@@ -144,7 +145,7 @@ class TrainOptions:
     )
     noise: float | None = flag("uniform noise on features (default: 0; EAGLE-1 has 0.1)", type=float, metavar="X")
 
-    fc_norm: bool = flag("eagle3: a norm for the features of each layer that it reads (EAGLE-3.1)", False)
+    fc_norm: bool = flag("eagle3 and peagle: a norm for the features of each layer that it reads (EAGLE-3.1)", False)
     normed_feedback: bool = flag("eagle3: feed normed states back from step to step (EAGLE-3.1)", False)
 
     cut: str | None = flag(

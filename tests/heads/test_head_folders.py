@@ -44,6 +44,8 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"output": "target"}),
     ("eagle3", {"layer": QWEN3, **FLAGS, "target_hidden_size": 12, "features": (1, 2)}),
     ("eagle3", {"norm_before_fc": True, "final_norm": False}),
+    ("peagle", {**ORIGIN, "draft_size": 5}),
+    ("peagle", {"output": "target", "heads": 5}),
     ("dflash", {**ORIGIN, "draft_size": 5}),
     ("dflash", {"layers": 1, "heads": 5, "layer": {"qk_norm": False, "rope_scaling": YARN}}),
     ("dflash", {"output": "shared", "draft_size": 5, "pair_rank": 0, "from_anchor": False, "features": (1, 2)}),

@@ -37,13 +37,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"embedding": True, "norm_before_fc": True, "norm_before_residual": True, "normed_feedback": True},
     ),
+    "peagle": ("peagle", {}),
+    "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
     "dflash": ("dflash", {}),
     "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
     "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
-MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "dflash"]
+MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "peagle", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
-EAGLES = [kind for kind in KINDS if "eagle" in kind]
+EAGLES = [kind for kind in KINDS if kind.startswith("eagle")]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,10 @@ class Written:
             states = self.head(features[0, -1])[level]
         elif self.head.kind == "hydra":
             states = self.head(features[0, -1], self.embed(torch.tensor([self.text[-1], *path])), level)
+        elif self.head.kind == "peagle":
+            tokens = torch.tensor([[*self.text[1:], *[self.head.config.mask_token] * level]])
+            inputs = torch.cat([features, self.head.unknown(level)[1][None]], dim=1)
+            states = self.head(self.embed(tokens), inputs, torch.arange(tokens.shape[1])[None])[0, -1]
         else:
             for end in range(level + 1):
                 tokens = torch.tensor([[*self.text[1:], *path[:end]]])
@@ -189,7 +195,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 5, len(paths)))
 
 
-@pytest.mark.parametrize("kind", ["hydra++", "eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["hydra++", "eagle3", "peagle", "dflash"])
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     monkeypatch.setattr(feature_history, "CHUNK", 8)
@@ -238,7 +244,7 @@ def test_rows_do_not_affect_each_other(target: Target, kind: str) -> None:
 @pytest.mark.parametrize("kind", MAIN)
 def test_prepared_heads_draft_the_same(kind: str) -> None:
     target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32))
-    for output in ("own", "shared", "target") if kind not in (*EAGLES, "dflash") else (None,):
+    for output in ("own", "shared", "target") if kind not in (*EAGLES, "peagle", "dflash") else (None,):
         proposer = make(kind, target, output and {"output": output}, depth=3, nodes=12)
         stock = record(proposer, target, max_new_tokens=8).drafted
         proposer.head.borrowed = None  # it is borrowed again
@@ -255,7 +261,7 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", [*EAGLES, "dflash", "dflash as published"])
+@pytest.mark.parametrize("kind", [*EAGLES, "peagle", "dflash", "dflash as published"])
 def test_the_text_is_the_targets(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, temperature: float
 ) -> None:

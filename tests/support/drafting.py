@@ -25,6 +25,8 @@ def draw_head(
     defaults: dict[str, Any] = {"heads": 3}
     if kind.startswith("eagle"):
         defaults = {"layer": replace(LAYER, input_norm=kind == "eagle3")}
+    if kind == "peagle":
+        defaults |= {"layer": LAYER, "mask_token": 3}
     if kind == "dflash":
         defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
     head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)
@@ -41,7 +43,7 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     """`draw_head` in the target's sizes and number format."""
     width, layers = target.config.hidden_size, target.config.num_hidden_layers
     defaults: dict[str, Any] = {"target_layers": layers}
-    if kind in ("eagle3", "dflash"):
+    if kind in ("eagle3", "peagle", "dflash"):
         defaults["features"] = choose_features(layers)
     if prefix:
         defaults["prefix"] = LAYER

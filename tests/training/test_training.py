@@ -59,6 +59,7 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ["eagle"],
         ["eagle3"],
         ["eagle3", "--fc-norm", "--normed-feedback"],
+        ["peagle", "--heads", "3"],
         ["dflash", "--heads", "3"],
         ["dflash", "--heads", "3", "--layers", "1", "--pair-rank", "0"],
     ],
@@ -90,6 +91,7 @@ def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agr
         (["hydra", "--prefix", "--output", "target"], "target"),
         (["eagle"], "target"),
         (["eagle3"], "shared"),
+        (["peagle", "--heads", "3"], "shared"),
         (["dflash", "--heads", "3"], "target"),
     ],
 )
@@ -118,7 +120,7 @@ def test_stopped_and_resumed(
     assert_same(tmp_path, uninterrupted / "out")
 
 
-@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["dflash", "--heads", "3"]])
+@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["peagle"], ["dflash", "--heads", "3"]])
 def test_what_is_random_is_resumed(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]
 ) -> None:
