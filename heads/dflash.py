@@ -62,11 +62,11 @@ class DFlashHead(VocabularyHead):
         super().__init__(config, config.output)
         size, eps, vocab = config.hidden_size, config.layer.rms_norm_eps, config.vocab_size
         self.features, self.depth = config.features, config.heads
-        self.rows = config.heads + (not config.from_anchor)
+        self.rows, self.has_pairs = config.heads + (not config.from_anchor), config.pair_rank > 0
         self.fc = nn.Linear(len(config.features) * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.layers: Any = nn.ModuleList(DecoderLayer(size, config.layer) for _ in range(config.layers))
-        if config.pair_rank:
+        if self.has_pairs:
             before, after = (
                 nn.Embedding(vocab, config.pair_rank),
                 nn.Linear(config.pair_rank, self.draft_size, bias=False),

@@ -235,7 +235,7 @@ class BlockObjective(Objective):
 
     def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
         states, weights, bias = super().output(batch, depth, states, row, column)
-        if self.head.config.pair_rank:  # W h + V u is one output layer, whose matrix is [W V]
+        if self.head.has_pairs:  # W h + V u is one output layer, whose matrix is [W V]
             pairs = self.head.markov_head
             before = pairs["markov_w1"](batch.tokens[row, column])
             states, weights = torch.cat([states, before], dim=-1), [*weights, pairs["markov_w2"].weight]

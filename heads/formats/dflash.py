@@ -82,7 +82,7 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     copy of them. They have norms of queries and keys.
     """
     states, config = head.state_dict(), head.config
-    kind = "dspark" if config.pair_rank else "dflash"
+    kind = "dspark" if head.has_pairs else "dflash"
     if MAP in states:
         tokens = states.pop(MAP)
         states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)

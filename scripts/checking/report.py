@@ -7,8 +7,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from decode import Target, generate
+from heads.formats.layout import Head
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
 from proposers.draft_models.loading import is_trained_draft
@@ -17,6 +19,7 @@ from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_h
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
+ALL_AT_ONCE = ("medusa", "peagle", "dflash")  # they draft as many tokens as they have heads; only vLLM serves them
 NEW_TOKENS, NODES = 48, 16  # of each answer here, and of its draft trees
 WIDTH = 4  # of a draft model's trees
 USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
@@ -62,16 +65,16 @@ def check_folder(
     """
     try:
         shape = {"width": WIDTH} if is_trained_draft(path) else {}
-        proposer, kind, draft_tokens = load_proposer(path, target, nodes=NODES, **shape), DRAFT_MODEL, DRAFT_TOKENS
+        proposer, head = load_proposer(path, target, nodes=NODES, **shape), None
         if not isinstance(proposer, HeadProposer):
             findings = find_draft_faults(proposer.draft_model, target)
         else:
-            head, kind = proposer.head, proposer.head.kind
+            head = proposer.head
             findings = find_faults(path, head, target)
-            draft_tokens = int(head.config.heads) if kind == "medusa" else draft_tokens  # it drafts one a head
     except ValueError as fault:
         return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
-    commands = write_commands(kind, draft_tokens, str(path.resolve()), name)
+    kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
+    commands = write_commands(kind, speculation, name)
     if engine_python is not None and "vllm" not in commands:
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
     tau, expected, served = None, None, None
@@ -82,7 +85,7 @@ def check_folder(
         expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
     if engine_python is not None:
-        served, faults = serve_head(path, kind, draft_tokens, target, engine_python)
+        served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
     usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
     return Report(str(path), name, kind, findings, usable, tau, expected, served)
@@ -103,14 +106,23 @@ def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:
         yield warning("draftless", "accepts-less-than-card", text)
 
 
-def write_commands(kind: str, draft_tokens: int, folder: str, model: str) -> dict[Engine, str]:
-    """A command for each engine that serves heads of this kind, in chains of `draft_tokens`."""
+def describe_speculation(head: Head | None, folder: str) -> dict[str, Any]:
+    """vLLM's settings for a head, or for a draft model (None)."""
+    kind = DRAFT_MODEL if head is None else head.kind
+    count = head.config.heads if head is not None and kind in ALL_AT_ONCE else DRAFT_TOKENS
+    method = {"peagle": "eagle3", "dflash": "dspark" if getattr(head, "has_pairs", False) else kind}.get(kind, kind)
+    settings = {"method": method, "model": folder, "num_speculative_tokens": count}
+    return settings | ({"parallel_drafting": True} if kind == "peagle" else {})
+
+
+def write_commands(kind: str, speculation: Mapping[str, Any], model: str) -> dict[Engine, str]:
+    """A command for each engine that serves heads of this kind, in chains. speculation: vLLM's settings."""
     if kind == "hydra":
         return {}
-    config = {"method": kind, "model": folder, "num_speculative_tokens": draft_tokens}
-    vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(config)])
-    if kind == "medusa":
-        return {"vllm": f"{vllm}  # vllm<=0.32"}
+    vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculation)])
+    if kind in ALL_AT_ONCE:
+        return {"vllm": f"{vllm}  # vllm<=0.32" if kind == "medusa" else vllm}
+    folder, draft_tokens = speculation["model"], speculation["num_speculative_tokens"]
     algorithm = "STANDALONE" if kind == DRAFT_MODEL else kind.upper()
     sglang = (
         f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "

@@ -7,6 +7,7 @@ read. What a server refuses aloud needs no rule; `--serve` shows it. The facts a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -52,14 +53,18 @@ def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
     found: list[Finding] = []
     if head.kind == "medusa":
         found += check_medusa(head, config)
-    if head.kind in ("eagle", "eagle3"):
+    if head.kind in ("eagle", "eagle3", "peagle"):
         found += check_biases(head, tensors)
-        found += check_sizes(head, layer, target.context)
         found += check_embeddings(head, tensors, layer, target)
-    if head.kind == "eagle3":
+    if head.kind in ("eagle", "eagle3", "peagle", "dflash"):
+        found += check_sizes(head, layer, target.context)
+    if head.kind in ("eagle3", "peagle"):
         found += check_layer_ids(head, config, target.config.num_hidden_layers)
-        found += check_offsets(head, tensors)
         found += check_norms(head, config)
+    if head.kind in ("eagle3", "peagle", "dflash"):
+        found += check_offsets(head, tensors)
+    if head.kind == "dflash":
+        found += check_block(head, config, tensors)
     return found
 
 
@@ -91,13 +96,15 @@ def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
 def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Finding]:
     """Servers build the layer from config.json alone, with transformers' defaults for missing keys."""
     default = LlamaConfig()
-    trained = {"num_hidden_layers": 1, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
+    layers = getattr(head.config, "layers", 1)
+    trained = {"num_hidden_layers": layers, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
     trained |= {name: getattr(head.config.layer, name) for name in LAYER_SIZES}
     read = {name: number(config, name) or getattr(default, name) for name in trained}
     read["num_key_value_heads"] = number(config, "num_key_value_heads") or read["num_attention_heads"]
     read["head_dim"] = number(config, "head_dim") or read["hidden_size"] // read["num_attention_heads"]
-    if head.kind == "eagle3":
-        trained["draft_vocab_size"] = None if head.output == "target" else head.draft_size
+    if head.kind != "eagle":
+        is_whole = head.output == "target" and head.kind != "dflash"
+        trained["draft_vocab_size"] = None if is_whole else head.draft_size
         read["draft_vocab_size"] = number(config, "draft_vocab_size")
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]
     if wrong:
@@ -151,6 +158,29 @@ def check_offsets(head: Head, tensors: Tensors) -> Iterator[Finding]:
     elif offsets is not None and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
         text = "d2t must hold offsets, but it seems to hold token ids: subtract 0, 1, 2, ... from its entries"
         yield error("both", "d2t", text)
+
+
+def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Finding]:
+    """vLLM needs norms of queries and keys, and the output rows of a part of the vocabulary."""
+    if not head.config.layer.qk_norm:
+        text = "vLLM's class has norms of queries and keys, which stay at 1: train the head with them"
+        yield error("vllm", "norms", text)
+    if head.token_map is not None and "lm_head.weight" not in tensors:
+        text = "a part of the vocabulary is drafted, and vLLM needs its output rows: save the head with Draftless"
+        yield error("vllm", "output", text)
+    if "speculators_model_type" not in config:
+        yield warning("vllm", "format", "config.json is not speculators': whether vLLM reads it was not tried")
+        return
+    trained = {
+        "aux_hidden_state_layer_ids": [*head.features],
+        "mask_token_id": head.config.mask_token,
+        "block_size": head.rows,
+        "sample_from_anchor": head.config.from_anchor,
+    }
+    for name, value in trained.items():
+        if config.get(name) != value:
+            text = f"config.json must have {name}: {json.dumps(value)}, as it was trained"
+            yield error("vllm", "block", text)
 
 
 def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:

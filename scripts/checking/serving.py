@@ -100,34 +100,38 @@ class ServedResult:
 
 
 def serve_head(
-    folder: Path, kind: str, draft_tokens: int, target: Target, python: str
+    folder: Path, kind: str, speculation: Mapping[str, Any], target: Target, python: str
 ) -> tuple[ServedResult | None, list[Finding]]:
-    """The comparison and its findings; or None and the reason why vLLM does not serve it. python: one with vLLM."""
+    """The comparison and its findings; or None and the reason why vLLM does not serve it.
+
+    speculation: vLLM's settings for it. python: one with vLLM.
+    """
     model = str(target.model.name_or_path)
     if not model.endswith(".gguf"):
-        return _serve_head(folder, kind, draft_tokens, target, python, model)
+        return _serve_head(folder, kind, speculation, target, python, model)
     with tempfile.TemporaryDirectory() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
         whole, tokenizer = load_model(model, dtype=target.dtype, accelerate="off")
         whole.save_pretrained(unpacked)
         tokenizer.save_pretrained(unpacked)
         del whole
-        return _serve_head(folder, kind, draft_tokens, target, python, unpacked)
+        return _serve_head(folder, kind, speculation, target, python, unpacked)
 
 
 def _serve_head(
-    folder: Path, kind: str, draft_tokens: int, target: Target, python: str, model: str
+    folder: Path, kind: str, speculation: Mapping[str, Any], target: Target, python: str, model: str
 ) -> tuple[ServedResult | None, list[Finding]]:
     dtype = str(target.dtype).removeprefix("torch.")
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    draft_tokens = speculation["num_speculative_tokens"]
     prompts, ours = draft_chains(folder, target, draft_tokens)
     request = {"model": model, "dtype": dtype, "prompts": prompts, "stop_ids": sorted(target.stop_ids)}
-    request |= {"max_new_tokens": NEW_TOKENS, "draft_tokens": draft_tokens, "head": None, "method": None}
+    request |= {"max_new_tokens": NEW_TOKENS, "draft_tokens": draft_tokens, "speculation": None}
     name, fault = "engine-fails", "vLLM does not serve the model, with this head or without it"
     try:
         print_notice(f"vLLM answers {len(prompts)} prompts without the head, and then with it")
         plain = ask_engine(python, request)
         name, fault = "engine-refuses", f"vLLM {plain.versions['vllm']} serves the model, but not with this head"
-        served = ask_engine(python, request | {"head": str(folder.resolve()), "method": kind})
+        served = ask_engine(python, request | {"speculation": speculation})
     except RuntimeError as reason:
         return None, [error("vllm", name, f"{fault}: {reason}")]
     result = ServedResult(kind, dtype, plain, served, ours)

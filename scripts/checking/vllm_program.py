@@ -39,7 +39,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     import vllm
 
     prompts, drafted, limit = (request[name] for name in ("prompts", "draft_tokens", "max_new_tokens"))
-    head = {"method": request["method"], "model": request["head"], "num_speculative_tokens": drafted}
+    speculation = request["speculation"]
     engine = vllm.LLM(
         request["model"],
         dtype=request["dtype"],
@@ -47,11 +47,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=len(prompts),
         enforce_eager=True,  # compiling would take longer than a few prompts
         disable_log_stats=False,  # the counts
-        speculative_config=head if request["head"] else None,
+        speculative_config=speculation,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=limit, stop_token_ids=request["stop_ids"])
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    counts = {each.name: each for each in engine.get_metrics()} if request["head"] else {}
+    counts = {each.name: each for each in engine.get_metrics()} if speculation else {}
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": counts[f"{COUNTS}drafts"].value if counts else 0,

@@ -25,9 +25,11 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hydra": (published.name_hydra(made("hydra", layers=2, **PROJECTED)), published.HYDRA),
     "saved": (SAVED.state_dict(), {"draftless": {"kind": "hydra", **asdict(SAVED.config)}}),
     "eagle": (published.name_eagle(made("eagle")), published.EAGLE | {"bias": False}),
+    "dflash": (published.name_eagle3(made("dflash", pair_rank=0, from_anchor=False)), published.ZLAB),
     "eagle3": (published.name_eagle3(made("eagle3", draft_size=5)), published.EAGLE | {READ: [2, 5, 9]}),
 }
 BLOCKS = {f"{i}.0.linear.weight": None for i in range(1, 5)}
+BLOCK = published.ZLAB["dflash_config"]
 TWO_HEADS = {name: None for name in FILES["medusa"][0] if name[0] in "12" or name == "0.1.weight"}
 UNGROUNDED = {f"hydra_mlp.{i}.1.linear.weight": drawn(8, 8) for i in range(4)}
 PREFIX_NORM = {"prefix_embeding_layer.norm.weight": drawn(8)}
@@ -94,7 +96,34 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle", {}, {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, UNKNOWN_ROTARY),
         ("eagle", {}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, UNKNOWN_ROTARY),
         ("eagle", {}, {"speculators_model_type": "dflash"}, "it is speculators' dflash head; only their eagle3"),
-        ("eagle3", {}, {"speculators_model_type": "peagle"}, "it is speculators' peagle head; only their eagle3"),
+        ("eagle3", {}, {"speculators_model_type": "mtp"}, "it is speculators' mtp head; only their eagle3, peagle"),
+        ("eagle3", {"mask_hidden": drawn(1, 1, 24)}, {}, "mask_token_id: None; it must be a token"),
+        (
+            "eagle3",
+            {f"layers.{n}.input_layernorm.weight": drawn(8) for n in (0, 1)},
+            {},
+            "it has 2 layers; heads of one",
+        ),
+        (
+            "dflash",
+            {"candidate_selector.hidden_projection.weight": drawn(2, 8)},
+            {},
+            "it is a DFlash2 head; DFlash and",
+        ),
+        ("dflash", {"prefix_gru.weight_ih_l0": drawn(2, 8)}, {}, "it is a Domino head; DFlash and"),
+        ("dflash", {}, {"layer_types": ["sliding_attention"] * 2}, "layers have sliding_attention; only full"),
+        ("dflash", {}, {"markov_head_type": "gated"}, "its markov_head_type is 'gated'; only vanilla"),
+        ("dflash", {}, {"dflash_config": {"mask_token_id": 3}}, "must list the layers that it reads"),
+        (
+            "dflash",
+            {},
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 4]}},
+            "24 columns, but it reads 2",
+        ),
+        ("dflash", {}, {"dflash_config": {"target_layer_ids": [1, 4, 8]}}, "mask_token_id: None; it must be a whole"),
+        ("dflash", {}, {"dflash_config": BLOCK | {"mask_token_id": 13}}, "mask_token is 13; it must be a token of"),
+        ("dflash", {}, {"block_size": 1}, "heads is 0; a head that drafts in one pass has at least one"),
+        ("dflash", {"layers.1.mlp.up_proj.weight": None}, {}, "missing: layers.1.mlp.up_proj.weight$"),
         ("eagle3", NO_MAP, {}, "missing: token_map or d2t, which must map its 5 output rows to 13"),
         ("eagle3", {"lm_head.weight": None}, {}, "draft vocabulary needs an output matrix of its own, lm_head.weight"),
         ("eagle3", {"t2d": torch.ones(13, dtype=torch.bool)}, {}, "d2t and t2d are of different tokens"),

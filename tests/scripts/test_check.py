@@ -33,6 +33,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "borrowing": {"output": "target"},
     "medusa": {},
     "hydra": {},
+    "peagle": {"draft_size": 40},
+    "dflash": {"draft_size": 40},
+    "marginal": {"pair_rank": 0},  # DFlash without a pair score
 }
 GONE = object()  # in place of a value: the key or tensor is removed
 Spoil = Callable[..., Path]
@@ -53,7 +56,7 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each head, as `save_head` writes it."""
     root = tmp_path_factory.mktemp("saved")
     for name, settings in HEADS.items():
-        kind = name if name in ("eagle", "medusa", "hydra") else "eagle3"
+        kind = {"whole": "eagle3", "borrowing": "eagle3", "marginal": "dflash"}.get(name, name)
         save_head(make_head(kind, target, **settings), root / name)
     return root
 
@@ -135,6 +138,17 @@ EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({READ: GONE, "eagle_config": {READ: [2, 6, 9]}}, {}, {"error vllm layer-ids"}),
     ({"eagle_config": {READ: [2, 6, 9]}}, {}, {"error sglang layer-ids"}),  # not one less than vLLM's
 ]
+BLOCK_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+    ({}, {}, set()),
+    ({"draft_vocab_size": VOCABULARY}, {}, {"error both sizes"}),
+    ({}, {"d2t": torch.arange(3, 43), "t2d": GONE}, {"error both d2t"}),
+    ({"block_size": 3, "sample_from_anchor": False}, {}, set()),  # it is read so here too
+    (
+        {},
+        {f"layers.{layer}.self_attn.{name}_norm.weight": GONE for layer in range(2) for name in "qk"},
+        {"error vllm norms"},
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,7 @@ EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
         *(("eagle", *fault) for fault in EAGLE_FAULTS),
         *(("eagle3", *fault) for fault in EAGLE3_FAULTS),
         ("whole", {"draft_vocab_size": None}, {}, {"error both sizes"}),
+        *(("dflash", *fault) for fault in BLOCK_FAULTS),
         ("medusa", {"medusa_fc_bias": GONE}, {}, {"error vllm biases"}),
         ("medusa", {"truncated_vocab_size": 5}, MAPPED, {"error vllm medusa-token-map"}),
         ("medusa", {}, {"lm_head.weight": GONE}, {"error vllm medusa-token-map"}),
@@ -170,6 +185,18 @@ def test_config_and_metadata_must_agree(saved: Path, tmp_path: Path, target: Tar
     assert find(tmp_path, target) == {"error vllm layer-ids", "error sglang layer-ids", "error both norms"}
 
 
+def test_what_a_block_head_was_trained_with_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
+    (tmp_path / WEIGHTS).write_bytes((saved / "dflash" / WEIGHTS).read_bytes())
+    config = json.loads((saved / "dflash" / "config.json").read_text())
+    for name, value in {
+        "aux_hidden_state_layer_ids": [1, 5, 8],
+        "mask_token_id": 4,
+        "sample_from_anchor": False,
+    }.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+        assert find(tmp_path, target) == {"error vllm block"}
+
+
 def test_speculators_folders_are_for_vllm(saved: Path, spoil: Spoil, target: Target) -> None:
     """In its format the layer's sizes are nested, and norm_before_residual is true by default."""
     flat = json.loads((saved / "eagle3" / "config.json").read_text())
@@ -191,6 +218,11 @@ def test_a_good_folder_gets_its_commands(call: Call, saved: Path, model: Path) -
         f"--speculative-draft-model-path {place} --speculative-num-steps 3 --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens 4"
     )
+    for name, method, more in (("dflash", "dspark", {}), ("peagle", "eagle3", {"parallel_drafting": True})):
+        command = json.loads(call(saved / name, "--no-decode", "--json")[1])["commands"]
+        settings = json.loads(shlex.split(command["vllm"])[4])
+        assert settings == {"method": method, "model": str(saved / name), "num_speculative_tokens": 3} | more
+        assert command["sglang"] is None
     commands = json.loads(call(saved / "medusa", "--no-decode", "--json")[1])["commands"]
     assert commands["vllm"].endswith("  # vllm<=0.32") and '"num_speculative_tokens": 3' in commands["vllm"]
     assert commands["sglang"] is None

@@ -130,7 +130,7 @@ def test_a_gguf_file_is_served_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(serving, "_serve_head", lambda *given: (AutoModelForCausalLM.from_pretrained(given[-1]), []))
     write_model("llama", tmp_path / "m.gguf")
     target = Target.load(tmp_path / "m.gguf", accelerate="packed")
-    served, _ = serving.serve_head(tmp_path, "eagle3", CHAIN, target, sys.executable)
+    served, _ = serving.serve_head(tmp_path, "eagle3", {}, target, sys.executable)
     assert fingerprint_weights(served) == target.model.weights_fingerprint
 
 
