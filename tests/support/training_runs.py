@@ -36,7 +36,7 @@ from training.teacher import Teacher
 from training.trainer import Trainer
 
 OPTIONS = ["--kind", "medusa", "--batch-tokens", "512", "--device", "cpu", "--dtype", "float32"]
-SHAPE = ["--heads", "3", "--layers", "2"]  # for medusa and hydra
+SHAPE = ["--heads", "3", "--layers", "2"]  # of several heads
 ADAMW = "--adamw"  # in these tests only: no Muon, which computes in bfloat16 and amplifies rounding
 NEW_TOKENS = 41  # with a prompt of at most 6 in the 48 positions that the target was trained on
 PLANNED = 1 + measurements.TRIALS  # batches that the plan before a training measures
@@ -97,7 +97,8 @@ def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
     given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
-    given += [] if {"eagle", "eagle3", "draft"} & {*options} else SHAPE
+    shape = SHAPE[:2] if "peagle" in options else SHAPE
+    given += [] if {"eagle", "eagle3", "draft"} & {*options} else shape
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:
