@@ -1,11 +1,12 @@
 """Proposers: ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
 from proposers.calibration import Calibration, load_calibration
+from proposers.dflash import DFlashProposer
 from proposers.draft_budget import DraftBudget
 from proposers.draft_models.loading import load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
-from proposers.eagle import EagleProposer
+from proposers.eagle import EagleProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
 from proposers.medusa import HydraProposer, MedusaProposer
@@ -19,6 +20,7 @@ __all__ = [
     "AnswerStore",
     "Calibration",
     "Continuation",
+    "DFlashProposer",
     "DraftBudget",
     "DraftProposer",
     "EagleProposer",
@@ -27,6 +29,7 @@ __all__ = [
     "MedusaProposer",
     "MergedProposer",
     "NGramProposer",
+    "PEagleProposer",
     "Place",
     "RecyclingProposer",
     "Source",

@@ -68,7 +68,7 @@ def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREED
 
 @pytest.mark.parametrize("settings", [{"nodes": 40}, {}], ids=str)
 @pytest.mark.parametrize("spoil", SPOILED)
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "dflash"])
 def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) -> None:
     proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, SPOILED[spoil]), **settings)
     for sampling in (GREEDY, SAMPLED):

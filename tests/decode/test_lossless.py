@@ -16,12 +16,14 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 from decode import Answer, Proposer, Sampling, Step, Target, Tree, generate
 from proposers import (
     AnswerStore,
+    DFlashProposer,
     DraftProposer,
     EagleProposer,
     HydraProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
+    PEagleProposer,
     RecyclingProposer,
     SuffixProposer,
     TreeProposer,
@@ -86,6 +88,12 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "eagle3 chain": lambda target: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
     "eagle3 large": lambda target: EagleProposer(make_head("eagle3", target), depth=3, nodes=20),
     "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3),
+    "peagle": lambda target: PEagleProposer(make_head("peagle", target), nodes=12),
+    "dflash": lambda target: DFlashProposer(make_head("dflash", target, draft_size=40)),
+    "dflash chain": lambda target: DFlashProposer(make_head("dflash", target), width=1, nodes=4),
+    "dflash of marginals": lambda target: DFlashProposer(make_head("dflash", target, pair_rank=0), nodes=20),
+    "merged dflash": lambda target: merge(DFlashProposer(make_head("dflash", target)), nodes=16),
+    "merged peagle": lambda target: merge(PEagleProposer(make_head("peagle", target, draft_size=40)), nodes=12),
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
     "draft": lambda target: DraftProposer(make_draft(), sampled=True),

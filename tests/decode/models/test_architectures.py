@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import decode.session
-from decode import Proposer, Step, Target, Tree, generate
+from decode import Proposer, Sampling, Step, Target, Tree, generate
 from decode.masks import tree_masks
 from decode.models.compatibility import AttentionWindow
 from decode.models.stock_model import StockModel
-from proposers import DraftProposer, EagleProposer, HydraProposer, NGramProposer
+from proposers import HEAD_PROPOSERS, DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.support.drafting import make_head, tree_of_paths
 from tests.support.models import CONTEXT, VOCABULARY, WINDOW, tiny
 
@@ -133,6 +133,22 @@ def test_greedy_tokens_are_those_of_transformers(name: str, proposer: str) -> No
         assert [answer.prompt + answer.tokens for answer in made] == case.answers[:count]
         if proposer == "oracle":
             assert all(answer.stats.tau > (1.2 if case.target.is_recurrent else 1.5) for answer in made)
+
+
+ONE_PASS = "llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3 windows", "qwen3_5_text", "lfm2"
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash"])
+@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_heads_that_draft_in_one_pass_change_no_text(name: str, kind: str, temperature: float) -> None:
+    """Rows of different lengths, in trees, or chains where the model has a recurrent state."""
+    target, prompts = build_case(name).target, build_case(name).prompts
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=2), "max_new_tokens": 8}
+    plain = [answer.tokens for answer in generate(target, prompts, None, **settings)]
+    for nodes in (12, None):
+        proposer = HEAD_PROPOSERS[kind](make_head(kind, target), nodes=nodes)
+        assert [answer.tokens for answer in generate(target, prompts, proposer, **settings)] == plain
 
 
 NEW = "inkling_text", "inkling2_text", "inkling2_loop_text"  # not in older versions
