@@ -14,7 +14,7 @@ from heads import HydraHead, LayerCache, MedusaHead
 from proposers.dflash import DFlashDrafter
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
-from training import losses, objectives
+from training import losses, objectives, trainer
 from training.losses import LOSSES, vocabulary_loss
 from training.objectives import (
     BlockObjective,
@@ -25,7 +25,7 @@ from training.objectives import (
     gather_anchors,
 )
 from training.teacher import Batch
-from training.trainer import MUON_SCALE, make_optimizers
+from training.trainer import MUON_SCALE, WideMuon, make_optimizers
 
 ROWS, DRAFTED, SIZE, LABELS = 7, 60, 32, 20
 TARGET = Target(tiny("llama", num_hidden_layers=4))
@@ -309,3 +309,21 @@ def test_a_step_is_as_long_as_the_learning_rate() -> None:
         assert 0.6e-3 < (matrix - old).square().mean().sqrt() < 1.1e-3
     (only,) = make_optimizers({"head.fc": hidden}, 1.0)
     assert isinstance(only, Muon)
+
+
+def test_muon_is_the_same_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU emulates it. torch's own iteration rounds to it."""
+    generator = torch.Generator().manual_seed(0)
+    first, gradients = torch.randn(6, 20, generator=generator), torch.randn(3, 6, 20, generator=generator)
+    moved = []
+    for is_fast in (True, False):
+        monkeypatch.setattr(trainer, "is_fast_in_bfloat16", lambda device, is_fast=is_fast: is_fast)
+        weight = nn.Parameter(first.clone())
+        (optimizer,) = make_optimizers({"fc.weight": weight}, 1e-2)
+        assert isinstance(optimizer, WideMuon) == (not is_fast)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        moved.append(weight.detach() - first)
+    assert torch.dist(*moved) < 0.02 * moved[0].norm()
+    assert not torch.equal(*moved)
