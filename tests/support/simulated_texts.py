@@ -19,7 +19,16 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from decode import Proposer, Sampling, Step, Target, Tree, generate
 from decode.gpu import graph
 from decode.models.cost_curve import CostCurve
-from proposers import DraftProposer, EagleProposer, HydraProposer, MedusaProposer, MergedProposer, NGramProposer
+from proposers import (
+    DFlashProposer,
+    DraftProposer,
+    EagleProposer,
+    HydraProposer,
+    MedusaProposer,
+    MergedProposer,
+    NGramProposer,
+    PEagleProposer,
+)
 from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
 from tests.support.drafting import make_head
@@ -88,6 +97,9 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
         "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
+        "peagle": PEagleProposer(head("peagle"), nodes=9),
+        "dflash": DFlashProposer(head("dflash"), nodes=9),
+        "dflash adaptive": DFlashProposer(head("dflash")),
         "garbage": OnDevice(Adversary(1)),
         "wrong root": OnDevice(NGramProposer(length=1), spoil_root),
     }
