@@ -18,11 +18,12 @@ from heads.checkpoint import find_folder
 from heads.vocabulary import top_tokens
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
+from proposers.dflash import DFlashDrafter, DFlashProposer
 from proposers.draft_models.proposer import has_other_tokens
-from proposers.eagle import EagleDrafter, EagleProposer
+from proposers.eagle import EagleDrafter, PEagleDrafter, PEagleProposer
 from proposers.feature_history import attend_like_target
 from proposers.load import load_draft_head
-from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter
+from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer
 from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
@@ -199,17 +200,25 @@ def _start_along_text(
 
     features [1, T, F]: the target's; text [T]. The root is the token after the position.
     """
-    head, embed = proposer.head, proposer.embedding(target)
-    if isinstance(proposer, EagleProposer):
-        cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
-        states = head(embed(text[None, 1 : end + 1]), fused, cache.positions(end, text.device), cache.attend)
-        cache.keep([end])
-        cache.select([0] * (end - begin))
-        cache.crop(range(begin + 1, end + 1))
-        return EagleDrafter(head, states[0, begin:end], cache, embed)
+    head, embed, roots = proposer.head, proposer.embedding(target), text[begin + 1 : end + 1]
     if isinstance(proposer, HydraProposer):
-        return HydraDrafter(head, head.contextualize(features)[0, begin:end], text[begin + 1 : end + 1], embed)
-    return MedusaDrafter(head, features[0, begin:end])
+        return HydraDrafter(head, head.contextualize(features)[0, begin:end], roots, embed)
+    if isinstance(proposer, MedusaProposer):
+        return MedusaDrafter(head, features[0, begin:end])
+    cache, fused, states = LayerCache(1, attend_like_target), head.fuse(features[:, :end]), features
+    positions = cache.positions(end, text.device)
+    if isinstance(proposer, DFlashProposer):
+        cache.write(*head.read(fused, positions))
+    else:
+        states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
+    cache.keep([end])
+    cache.select([0] * (end - begin))
+    cache.crop(range(begin + 1, end + 1))
+    if isinstance(proposer, DFlashProposer):
+        return DFlashDrafter(head, roots, cache, embed)
+    if isinstance(proposer, PEagleProposer):
+        return PEagleDrafter(head, states, cache, embed, proposer.depth)
+    return EagleDrafter(head, states, cache, embed)
 
 
 def fit_calibration(trials: Trials) -> Calibration:
