@@ -46,6 +46,23 @@ class DFlashConfig(HeadConfig):
             raise ValueError("a block head has one output matrix; choose shared or target")
 
 
+class PairScores(nn.Module):
+    """What the logits of a token get for the token before it: a product of low rank (DSpark's Markov head).
+
+    A new one is zero: tokens do not depend on each other.
+    """
+
+    def __init__(self, vocab_size: int, draft_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] -> the scores [..., D] of those after them."""
+        return self.markov_w2(self.markov_w1(tokens))
+
+
 class DFlashHead(VocabularyHead):
     """Predicts the tokens after an anchor, the last known token, from the features of all tokens before it.
 
@@ -67,12 +84,7 @@ class DFlashHead(VocabularyHead):
         self.hidden_norm, self.norm = Norm(size, eps), Norm(size, eps)
         self.layers: Any = nn.ModuleList(DecoderLayer(size, config.layer) for _ in range(config.layers))
         if self.has_pairs:
-            before, after = (
-                nn.Embedding(vocab, config.pair_rank),
-                nn.Linear(config.pair_rank, self.draft_size, bias=False),
-            )
-            nn.init.zeros_(after.weight)  # a new head's tokens do not depend on each other
-            self.markov_head: Any = nn.ModuleDict({"markov_w1": before, "markov_w2": after})
+            self.markov_head = PairScores(vocab, self.draft_size, config.pair_rank)
         copy_last(self.fc)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -105,12 +117,3 @@ class DFlashHead(VocabularyHead):
 
     def normalise(self, states: Tensor) -> Tensor:
         return self.norm(states)
-
-    def pair_scores(self, tokens: Tensor) -> Tensor:
-        """What the logits of the token after each of `tokens` [...] get in addition, [..., D]. For a pair rank."""
-        return self.markov_head["markov_w2"](self.markov_head["markov_w1"](tokens))
-
-    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
-        super().check_target(hidden_size, vocab_size, layers)
-        if self.features[-1] > layers:
-            raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")

@@ -135,11 +135,6 @@ class Eagle3Head(VocabularyHead):
     def normalise(self, states: Tensor) -> Tensor:
         return states if self.config.normed_feedback else self.norm(states)
 
-    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
-        super().check_target(hidden_size, vocab_size, layers)
-        if self.features[-1] > layers:
-            raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
-
 
 @dataclass(frozen=True)
 class PEagleConfig(Eagle3Config):
@@ -153,6 +148,8 @@ class PEagleConfig(Eagle3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_block(self.mask_token, self.vocab_size, heads=self.heads)
+        if self.heads == 1:
+            raise ValueError("heads is 1; a P-EAGLE head of one draft token is an EAGLE-3 head: choose 2 or more")
 
 
 class PEagleHead(Eagle3Head):

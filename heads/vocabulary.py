@@ -96,6 +96,8 @@ class VocabularyHead(nn.Module):
                 raise ValueError(
                     f"this head was trained for {trained}, whose {what} is {own}; this target's is {given}"
                 )
+        if self.features[-1] > layers:
+            raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
 
     def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The output matrix [D, H] and bias [D] of head `index`. Raises ValueError before `borrow` if it needs it."""

@@ -59,7 +59,7 @@ class DFlashDrafter:
         attends = [partial(cache.attend, mask=mask, heads=head.part(layer)) for layer in range(len(head.layers))]
         states = head(block, cache.positions(count, device), attends)[:, -head.depth :]
         self._logits = head.logits(states)  # [B, L, D]
-        self._pair_scores = head.pair_scores if head.has_pairs else None
+        self._pair_scores = head.markov_head if head.has_pairs else None
         self._tokens = roots[:, None]  # [B, W] the last one of each path
 
     def logits(self, level: int) -> Tensor:

@@ -50,6 +50,8 @@ def make_head(
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
     if "features" in names:
         sizes["features"] = choose_features(model_config.num_hidden_layers)
+    if shape.get("pair_rank") == 0:  # as DFlash; with pairs, as DSpark
+        sizes["from_anchor"] = False
     if "mask_token" in names:
         sizes["mask_token"] = find_rarest(examples, vocab)
     given = {name: value for name, value in sizes.items() if value is not None}
@@ -124,10 +126,10 @@ def make_objective(
         return MedusaObjective(head, loss, table, decay, temperature)
     if head.kind == "dflash":
         return BlockObjective(head, loss, table, decay, temperature)
-    if head.kind == "peagle":
-        return PEagleObjective(head, loss, table, head.depth, decay=decay, temperature=temperature, **eagle)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
+    if head.kind == "peagle":
+        return PEagleObjective(head, loss, table, head.depth, decay=decay, temperature=temperature, **eagle)
     return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)
 
 
@@ -151,5 +153,10 @@ def _match_norm(head: Any, target: Target, examples: Sequence[Example]) -> None:
     targets = Teacher(target, (*head.features, -1)).compute(examples[:NORM_EXAMPLES])
     features = torch.cat([one.features for one in targets]).float().cpu()
     deep, last = features.split([features.shape[1] - head.hidden_size, head.hidden_size], dim=1)
-    normed = head.norm(head.fuse(deep))
+    if head.kind == "dflash":  # its states begin as embeddings
+        tokens = torch.tensor([token for one in examples[:NORM_EXAMPLES] for token in one.tokens])
+        states = target.model.get_input_embeddings()(tokens.to(target.device)).float().cpu()
+    else:
+        states = head.fuse(deep)
+    normed = head.norm(states)
     head.norm.weight.copy_(last.abs().median(dim=0).values / normed.abs().median(dim=0).values.clamp(min=1e-6))

@@ -114,7 +114,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx: Any, loss: Any, dtype: torch.dtype, states: Tensor, bias: Any, labels: Tensor, p: Tensor, *weights: Tensor
     ):
         exact = torch.promote_types(dtype, torch.float32)
-        narrow, matrix = states.to(dtype), torch.cat([weight.to(dtype) for weight in weights], dim=1)
+        narrow, matrices = states.to(dtype), [weight.to(dtype) for weight in weights]
         grad_states = torch.empty_like(narrow)
         # A borrowed matrix is not trained; its gradient would be a third of the work.
         needed = ctx.needs_input_grad[6:]
@@ -122,14 +122,17 @@ class _VocabularyLoss(torch.autograd.Function):
             torch.zeros_like(each, dtype=exact) if wanted else None
             for each, wanted in zip(weights, needed, strict=True)
         ]
-        parts = narrow.split([weight.shape[1] for weight in weights], dim=1)
+        widths = [weight.shape[1] for weight in weights]
+        parts, grad_parts = narrow.split(widths, dim=1), grad_states.split(widths, dim=1)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         total = torch.zeros((), dtype=exact, device=states.device)
         right = torch.empty(len(states), dtype=torch.bool, device=states.device)
-        rows = max(1, CHUNK // len(matrix))
+        rows = max(1, CHUNK // len(matrices[0]))
         for begin in range(0, len(states), rows):
             part = slice(begin, begin + rows)
-            logits = (narrow[part] @ matrix.T).to(exact)
+            logits = (parts[0][part] @ matrices[0].T).to(exact)
+            for inputs, matrix in zip(parts[1:], matrices[1:], strict=True):
+                logits += inputs[part] @ matrix.T
             if bias is not None:
                 logits += bias
             drafted = labels[part] >= 0
@@ -144,7 +147,8 @@ class _VocabularyLoss(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0)
             gradient = gradient.to(dtype)
-            grad_states[part] = gradient @ matrix
+            for into, matrix in zip(grad_parts, matrices, strict=True):
+                into[part] = gradient @ matrix
             for grad, inputs in zip(grads, parts, strict=True):
                 if grad is not None:
                     grad += gradient.T @ inputs[part]

@@ -237,8 +237,8 @@ class BlockObjective(Objective):
         states, weights, bias = super().output(batch, depth, states, row, column)
         if self.head.has_pairs:  # W h + V u is one output layer, whose matrix is [W V]
             pairs = self.head.markov_head
-            before = pairs["markov_w1"](batch.tokens[row, column])
-            states, weights = torch.cat([states, before], dim=-1), [*weights, pairs["markov_w2"].weight]
+            before = pairs.markov_w1(batch.tokens[row, column])
+            states, weights = torch.cat([states, before], dim=-1), [*weights, pairs.markov_w2.weight]
         return states, weights, bias
 
 

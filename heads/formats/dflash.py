@@ -8,6 +8,7 @@ the vocabulary is drafted.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,15 +44,16 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         read = f"{len(listed)} layers of {hidden_size}"
         raise ValueError(f"wrong: fc.weight has {extent(shapes, ['fc.weight'], 1)} columns, but it reads {read}")
     rank = extent(shapes, [PREDECESSORS], 1, 0)
-    from_anchor, size = bool(settings.get("sample_from_anchor", rank > 0)), _read_whole(settings, "block_size")
+    kind = settings.get("speculators_model_type", "dspark" if rank else "dflash")
+    from_anchor, size = bool(settings.get("sample_from_anchor", kind == "dspark")), _read_whole(settings, "block_size")
     head_config = DFlashConfig(
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
-        layer=read_layer(shapes, LAYER, layer_config),
+        layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True),
         features=tuple(listed if is_speculators else (layer + 1 for layer in listed)),
         mask_token=_read_whole(settings, "mask_token_id"),
         output="shared" if "lm_head.weight" in shapes else "target",
         heads=size if from_anchor else size - 1,
-        layers=count("layers.{}.input_layernorm.weight", shapes)[0],
+        layers=count("layers.{}.self_attn.q_proj.weight", shapes)[0],
         pair_rank=rank,
         from_anchor=from_anchor,
     )
@@ -64,6 +66,10 @@ def _refuse_unknown(settings: ConfigDict, layer_config: ConfigDict) -> None:
     kinds = {*(layer_config.get("layer_types") or ())} - {"full_attention"}
     if kinds or settings.get("use_swa"):
         raise ValueError(f"its layers have {', '.join(sorted(kinds)) or 'windows'}; only full attention is supported")
+    if settings.get("causal") or settings.get("is_causal"):
+        raise ValueError("its blocks are causal; only blocks whose rows see each other are supported")
+    if settings.get("logit_scale", 1) != 1:
+        raise ValueError(f"its config has logit_scale: {settings['logit_scale']!r}; only 1 is supported")
     if (kind := settings.get("markov_head_type", "vanilla")) != "vanilla":
         raise ValueError(f"its markov_head_type is {kind!r}; only vanilla is supported")
 

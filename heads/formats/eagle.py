@@ -97,9 +97,9 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     if target_size * len(features) != width:
         read = f"{len(features)} layers of {target_size}"
         raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
-    # A file's embeddings are a copy of the target's, unless they were trained.
     if (layers_read := count("layers.{}.input_layernorm.weight", shapes)) and layers_read[0] > 1:
         raise ValueError(f"it has {layers_read[0]} layers; heads of one layer are supported")
+    # A file's embeddings are a copy of the target's, unless they were trained.
     is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
     settings: dict[str, Any] = {
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
@@ -154,6 +154,11 @@ def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
     return tuple(given) if outer else tuple(layer + 1 for layer in given)
 
 
+def norms_residual(config: ConfigDict) -> bool:
+    """What a config without `norm_before_residual` means: true in speculators' format, but for P-EAGLE."""
+    return NESTED in config and config.get("speculators_model_type") != "peagle"
+
+
 def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, Any]:
     """The norms. A norm in the file is used, whatever the config has.
 
@@ -166,7 +171,7 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
     return {
         "fc_norm": fc_norm,
         "norm_before_fc": bool(config.get("norm_before_fc")) or "input_norm.weight" in shapes,
-        "norm_before_residual": bool(config.get("norm_before_residual", nested)),
+        "norm_before_residual": bool(config.get("norm_before_residual", norms_residual(config))),
         "normed_feedback": is_feedback and bool(norm_output),
         "final_norm": is_feedback or norm_output is not False,
     }

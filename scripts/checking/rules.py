@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
-from heads.formats.eagle import NESTED, READ
+from heads.formats.eagle import NESTED, READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
 from proposers.draft_models.proposer import has_other_tokens
@@ -105,7 +105,9 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
     if head.kind != "eagle":
         is_whole = head.output == "target" and head.kind != "dflash"
         trained["draft_vocab_size"] = None if is_whole else head.draft_size
-        read["draft_vocab_size"] = number(config, "draft_vocab_size")
+        read["draft_vocab_size"] = number(config, "draft_vocab_size") or (
+            None if head.kind != "dflash" else read["vocab_size"]
+        )
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]
     if wrong:
         text = f"config.json{'' if config else ' is missing, which'} means {'; '.join(wrong)}: write the right numbers"
@@ -168,6 +170,13 @@ def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Fi
     if head.token_map is not None and "lm_head.weight" not in tensors:
         text = "a part of the vocabulary is drafted, and vLLM needs its output rows: save the head with Draftless"
         yield error("vllm", "output", text)
+    if not head.has_pairs and head.config.from_anchor:
+        text = (
+            "without a pair score, vLLM takes no token from the anchor's row: train it with sample_from_anchor: false"
+        )
+        yield error("vllm", "block", text)
+    if not head.has_pairs and config.get("sliding_window_non_causal") is False:
+        yield error("vllm", "block", "vLLM takes sliding_window_non_causal: false for causal blocks: remove it")
     if "speculators_model_type" not in config:
         yield warning("vllm", "format", "config.json is not speculators': whether vLLM reads it was not tried")
         return
@@ -187,12 +196,14 @@ def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:
     """In servers, `norm_output` means that normed states are fed back, and the output matrix always has a norm."""
     trained = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")}
     trained["norm_output"] = head.config.normed_feedback
-    default = {"norm_before_residual": NESTED in config}  # speculators' format
+    default = {"norm_before_residual": norms_residual(config)}
     for name, value in trained.items():
         if bool(config.get(name, default.get(name))) != value:
             yield error("both", "norms", f"config.json must have {name}: {str(value).lower()}, as it was trained")
     if head.config.norm_before_residual or head.config.layer.qk_norm:
         text = "SGLang ignores norm_before_residual and norms of queries and keys: train without them"
         yield error("sglang", "norms", text)
+    if head.kind == "peagle" and head.config.fc_norm:
+        yield error("vllm", "norms", "vLLM's P-EAGLE has no fc_norm: train without it")
     if not head.config.final_norm:
         yield error("both", "norms", "it has no norm before its output matrix, and servers have one: train with it")

@@ -39,7 +39,7 @@ GROUPS = {  # of the help text, by their first option
     "model": "model",
     "heads": "shape of a new head",
     "loss": "training",
-    "ttt_steps": "eagle and eagle3",
+    "ttt_steps": "EAGLE heads",
     "cut": "draft",
 }
 
@@ -158,7 +158,7 @@ class TrainOptions:
         if self.prefix and (self.kind != "hydra" or self.init is not None):
             raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
         for name in NOT_FOR[self.kind]:
-            if getattr(self, name):
+            if getattr(self, name) or (name == "pair_rank" and self.pair_rank is not None):
                 kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
         if self.kind == "draft" and self.init is not None and (self.layers or self.cut):

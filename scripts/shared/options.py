@@ -101,8 +101,18 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--draft-proposer", metavar="NAME", help=DRAFT_PROPOSER_HELP)
     add("--head", metavar="DIR", help=HEAD_HELP)
     add("--nodes", type=whole, metavar="N", help=NODES_HELP)
-    add("--depth", type=whole, metavar="N", help=f"for eagle, eagle3 ({DEPTH}), draft: tokens ahead at most")
-    add("--width", type=whole, metavar="N", help=f"for eagle, eagle3 ({WIDTH}), draft (1): paths per depth")
+    add(
+        "--depth",
+        type=whole,
+        metavar="N",
+        help=f"for eagle, eagle3 ({DEPTH}), peagle, dflash, draft: tokens ahead at most",
+    )
+    add(
+        "--width",
+        type=whole,
+        metavar="N",
+        help=f"for eagle, eagle3 ({WIDTH}), peagle, dflash, draft (1): paths per depth",
+    )
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)

@@ -112,6 +112,10 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ),
         ("dflash", {"prefix_gru.weight_ih_l0": drawn(2, 8)}, {}, "it is a Domino head; DFlash and"),
         ("dflash", {}, {"layer_types": ["sliding_attention"] * 2}, "layers have sliding_attention; only full"),
+        ("dflash", {}, {"dflash_config": BLOCK | {"causal": True}}, "its blocks are causal; only blocks whose rows"),
+        ("dflash", {}, {"is_causal": True}, "its blocks are causal; only blocks whose rows"),
+        ("dflash", {}, {"logit_scale": 0.5}, "its config has logit_scale: 0.5; only 1 is supported"),
+        ("dflash", {"layers.0.input_layernorm.weight": None}, {}, "missing: layers.0.input_layernorm.weight$"),
         ("dflash", {}, {"markov_head_type": "gated"}, "its markov_head_type is 'gated'; only vanilla"),
         ("dflash", {}, {"dflash_config": {"mask_token_id": 3}}, "must list the layers that it reads"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,7 @@ def outputs(head: Any) -> list[Any]:
             for layer in range(head.config.layers)
         ]
         last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attends)[:, -head.depth :]
-        pairs = head.pair_scores(torch.arange(VOCABULARY)) if head.config.pair_rank else torch.zeros(1)
+        pairs = head.markov_head(torch.arange(VOCABULARY)) if head.config.pair_rank else torch.zeros(1)
         return [head.logits(last), pairs, head.begin_block(torch.tensor(5)), head.tokens(torch.arange(head.draft_size))]
     else:
         first = head(embedded, head.fuse(features), torch.arange(6)[None])
@@ -261,12 +262,16 @@ def test_medusa_2_is_a_whole_model(tmp_path, suffix, output):
 def test_a_token_map_in_any_order(tmp_path, dtype, size):
     """As in vLLM's Medusa heads, and in ModelOpt's d2t, which is in the order of frequency. One of all tokens goes."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    for kind, config in (("medusa", VLLM), ("eagle3", FLAT)):
-        head = made(kind, draft_size=size if size < VOCABULARY else None)
+    for kind, config in (("medusa", VLLM), ("eagle3", FLAT), ("dflash", DSPARK)):
+        shared = {"output": "shared", "heads": 4} if kind == "dflash" else {}
+        head = made(kind, draft_size=size if size < VOCABULARY else None, **shared)
         tokens = (torch.arange(size) if head.token_map is None else head.token_map)[order]
         named = {"token_map": tokens} if kind == "medusa" else {"d2t": tokens - torch.arange(size)}
         states = {name: state for name, state in head.state_dict().items() if name != "token_map"}
         states["lm_head.weight"] = head.lm_head.weight[order]
+        if kind == "dflash":
+            states["markov_head.markov_w2.weight"] = head.markov_head.markov_w2.weight[order]
+            head.config = replace(head.config, target_name="little")
         states |= {name: numbers.to(dtype) for name, numbers in named.items()}
         (tmp_path / kind).mkdir()
         assert_alike(load_head(write(tmp_path / kind, "model.safetensors", states, config)), head)

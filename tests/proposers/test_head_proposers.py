@@ -117,7 +117,7 @@ class Written:
         return head.logits(states[0, -3:])
 
     def _pair(self, token: int) -> Any:
-        return self.head.pair_scores(torch.tensor(token)) if self.head.config.pair_rank else 0
+        return self.head.markov_head(torch.tensor(token)) if self.head.config.pair_rank else 0
 
     def _adjust(self, logits: Tensor, level: int) -> Tensor:
         if self.coupling is not None:

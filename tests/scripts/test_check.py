@@ -22,7 +22,7 @@ from scripts.checking.rules import find_faults
 from tests.support.commands import Call, Run
 from tests.support.drafting import make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
-from tests.support.published_heads import READ, write
+from tests.support.published_heads import READ, ZLAB, write
 
 HIDDEN, LAYERS = 32, 12
 WEIGHTS = "model.safetensors"
@@ -35,7 +35,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {},
     "peagle": {"draft_size": 40},
     "dflash": {"draft_size": 40},
-    "marginal": {"pair_rank": 0},  # DFlash without a pair score
+    "marginal": {"pair_rank": 0, "from_anchor": False},  # DFlash without a pair score
 }
 GONE = object()  # in place of a value: the key or tensor is removed
 Spoil = Callable[..., Path]
@@ -192,9 +192,30 @@ def test_what_a_block_head_was_trained_with_must_be_in_the_config(saved: Path, t
         "aux_hidden_state_layer_ids": [1, 5, 8],
         "mask_token_id": 4,
         "sample_from_anchor": False,
+        "block_size": 9,
     }.items():
         (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         assert find(tmp_path, target) == {"error vllm block"}
+
+
+def test_block_heads_without_pairs(saved: Path, tmp_path: Path, target: Target) -> None:
+    """vLLM samples them from the rows after the anchor's, and takes one key of speculators for a causal mask."""
+    save_head(make_head("dflash", target, pair_rank=0), tmp_path / "first")
+    assert find(tmp_path / "first", target) == {"error vllm block"}
+    config = json.loads((saved / "marginal" / "config.json").read_text()) | {"sliding_window_non_causal": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / WEIGHTS).write_bytes((saved / "marginal" / WEIGHTS).read_bytes())
+    assert find(tmp_path, target) == {"error vllm block"}
+
+
+def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:
+    head = make_head("dflash", target, pair_rank=0, from_anchor=False)
+    config = head.config.layer
+    flat = ZLAB | {"hidden_size": HIDDEN, "intermediate_size": config.intermediate_size, "vocab_size": VOCABULARY}
+    flat |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
+    flat |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [layer - 1 for layer in head.features]}}
+    write(tmp_path, WEIGHTS, head.state_dict(), flat)
+    assert find(tmp_path, target) == {"warning vllm format"}
 
 
 def test_speculators_folders_are_for_vllm(saved: Path, spoil: Spoil, target: Target) -> None:

@@ -12,6 +12,7 @@ from torch.optim import AdamW, Muon
 from decode import Target
 from heads import HydraHead, LayerCache, MedusaHead
 from proposers.dflash import DFlashDrafter
+from proposers.eagle import PEagleDrafter
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses, objectives, trainer
@@ -21,6 +22,7 @@ from training.objectives import (
     EagleObjective,
     MedusaObjective,
     Objective,
+    PEagleObjective,
     choose_anchors,
     gather_anchors,
 )
@@ -57,7 +59,9 @@ def written_out(name: str, p: Tensor, q: Tensor, tail: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [SIZE, 20])
+def test_value_and_gradient(name: str, biased: bool, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a weight of one matrix, and of two side by side."""
     monkeypatch.setattr(losses, "CHUNK", 3 * VOCABULARY)  # three rows at a time, the last time one
     generator = torch.Generator().manual_seed(0)
     states, weight, logits = (
@@ -71,7 +75,9 @@ def test_value_and_gradient(name: str, biased: bool, monkeypatch: pytest.MonkeyP
     p = torch.zeros(ROWS, VOCABULARY, dtype=torch.float64).scatter_add_(1, labels.clamp_min(0), probabilities * known)
     inputs = [tensor.requires_grad_() for tensor in (states, weight, bias) if tensor is not None]
 
-    value, right = vocabulary_loss(name, states, [weight], bias, labels, probabilities)
+    value, right = vocabulary_loss(
+        name, states, weight.split([cut, SIZE - cut][: 1 + (cut < SIZE)], dim=1), bias, labels, probabilities
+    )
     logits = states @ weight.T + (0 if bias is None else bias)
     expected = written_out(name, p, logits.softmax(dim=-1), 1 - probabilities.sum(dim=-1))
 
@@ -105,7 +111,7 @@ def make_batch(kind: str) -> Batch:
     answers = torch.zeros(3, 13, dtype=torch.bool)
     answers[0, 3:12] = True
     answers[1, 0:2] = answers[1, 5:9] = True
-    width = 3 * SIZE if kind in ("eagle3", "dflash") else SIZE
+    width = 3 * SIZE if kind in ("eagle3", "peagle", "dflash") else SIZE
     features = torch.randn(3, 13, width, generator=generator, dtype=torch.float64)
     p = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
     probabilities, labels = p.topk(LABELS)
@@ -216,6 +222,32 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft is made by the proposer's drafter, which never sees a later feature."""
+    monkeypatch.setattr(objectives, "NESTED", 1.0)
+    head, batch = make_head("peagle", TARGET, draft_size=DRAFTED), make_batch("peagle")
+    result = PEagleObjective(head, "kl", EMBEDDING, head.depth, decay=0.7)(batch)
+    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
+    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
+    for row, column in batch.answers.nonzero().tolist():
+        cache, count = LayerCache(1), column + 1
+        following = nn.functional.pad(batch.tokens[row], (0, 1))[None, 1 : count + 1]
+        fused = head.fuse(batch.features[row : row + 1, :count])
+        states = head(EMBEDDING[following], fused, cache.positions(count, fused.device), cache.attend)
+        cache.keep([count])
+        drafter = PEagleDrafter(head, states[:, -1], cache, lambda tokens: EMBEDDING[tokens], head.depth)
+        for depth in range(head.depth):
+            at = column + 1 + depth
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
+                break
+            log_q = drafter.logits(depth)[0, 0].log_softmax(dim=-1)
+            wanted = zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True)
+            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted if token in draft_ids)
+            expected, anchors[depth] = expected + 0.7**depth * value, anchors[depth] + 1
+    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+    torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+
+
 def test_no_block_sees_a_feature_at_or_after_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leak that trains a head to an accuracy that no draft has (SpecForge #470)."""
     monkeypatch.setattr(objectives, "ANCHORS", 1.0)
@@ -311,10 +343,11 @@ def test_a_step_is_as_long_as_the_learning_rate() -> None:
     assert isinstance(only, Muon)
 
 
-def test_muon_is_the_same_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
+def test_muon_is_the_same_without_bfloat16(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a CPU emulates it. torch's own iteration rounds to it."""
     generator = torch.Generator().manual_seed(0)
-    first, gradients = torch.randn(6, 20, generator=generator), torch.randn(3, 6, 20, generator=generator)
+    first, gradients = torch.randn(shape, generator=generator), torch.randn(3, *shape, generator=generator)
     moved = []
     for is_fast in (True, False):
         monkeypatch.setattr(trainer, "is_fast_in_bfloat16", lambda device, is_fast=is_fast: is_fast)
