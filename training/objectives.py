@@ -65,7 +65,8 @@ class Objective(nn.Module, ABC):
         anchors, agreed = [], []
         for depth, (states, row, column) in enumerate(self.draft(batch)):
             loss, right = self._token_loss(batch, depth, states, row, column)
-            total = total + self.decay**depth * (loss + self.feature_loss(batch, states, row, column))
+            loss = loss + self.feature_loss(batch, states, row, column)
+            total = total + self.decay**depth / self.find_share(depth) * loss
             anchors.append(len(row))
             agreed.append(right.sum())
         return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
@@ -77,6 +78,10 @@ class Objective(nn.Module, ABC):
     def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor | float:
         """An additional loss of the states [R, H], a sum over anchors."""
         return 0.0
+
+    def find_share(self, depth: int) -> float:
+        """The share of its anchors that a depth is drafted from: the expected loss is that of all."""
+        return 1.0
 
     def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
         """For the states [R, H] of a depth: the output layer's input, its matrices as for the loss, and its bias."""
@@ -196,6 +201,9 @@ class PEagleObjective(EagleObjective):
 
     head: PEagleHead
 
+    def find_share(self, depth: int) -> float:
+        return NESTED**depth
+
     def begin_step(self, context: UnrolledContext, chosen: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         places, kept = choose_anchors(chosen, NESTED)
         context.select(places)
@@ -214,6 +222,9 @@ class BlockObjective(Objective):
     """
 
     head: DFlashHead
+
+    def find_share(self, depth: int) -> float:
+        return ANCHORS
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         head, width = self.head, batch.tokens.shape[1]

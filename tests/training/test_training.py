@@ -70,8 +70,9 @@ def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
     assert train(place, tmp_path / "out", *options, "--kind", *head) == 0
-    assert read_metrics(tmp_path / "out")[-1]["tau"] > 0.9 * (3 + 1)
-    assert min(losses(tmp_path / "out")[-1]["agreement"]) > 0.95
+    blind = "peagle" in head or "--pair-rank" in head  # to the draft tokens before, in a pass of few rows a step
+    assert read_metrics(tmp_path / "out")[-1]["tau"] > (0.8 if blind else 0.9) * (3 + 1)
+    assert min(losses(tmp_path / "out")[-1]["agreement"]) > (0.8 if blind else 0.95)
 
 
 # tv alone is slow while a head is bad: its gradient vanishes.
