@@ -146,10 +146,13 @@ class MergedProposer:
     def _draft_levels(
         self, drafter: TreeProposer, step: Step, trees: Sequence[GrowingTree], most: int
     ) -> tuple[list[Growth], int]:
-        """Let the drafter continue the trees as long as that is worth it. Returns how they grew, and its levels."""
+        """Let the drafter continue the trees as long as that is worth it. Returns how they grew, and its passes.
+
+        One that drafts all levels in one pass is asked once whether that is worth it.
+        """
         begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
         deepest = min(drafter.depth, most - 1, max(2, *step.room) - 1)
-        while level < deepest and any(paths) and self._is_worth(paths):
+        while level < deepest and any(paths) and ((level and not drafter.levelwise) or self._is_worth(paths)):
             if level == 0:
                 scored = drafter.start_scored(drafter.read_inputs(step, deepest), step.target, step.samplings)
             found = continue_paths(scored, level, paths, drafter.ranks, drafter.find_device(step.target))
@@ -160,9 +163,10 @@ class MergedProposer:
             grown = self._grow(trees, most)
             level += 1
             paths = [find_paths(tree, level, drafter.width) for tree in trees]
-        if level:
-            self.draft_budget.take_drafting_time(perf_counter() - begun, level)
-        return grown, level
+        passes = level if drafter.levelwise else min(level, 1)
+        if passes:
+            self.draft_budget.take_drafting_time(perf_counter() - begun, passes)
+        return grown, passes
 
     def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
         """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
