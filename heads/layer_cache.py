@@ -67,7 +67,7 @@ class LayerCache:
             mask = hide(torch.arange(used, device=keys.device) > own[..., None], queries.dtype)[:, None]
         else:
             used = mask.shape[3]
-            self._put(keys, values, slice(used - keys.shape[2], used), used, heads)
+            self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
         keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
@@ -76,10 +76,12 @@ class LayerCache:
         count, longest = keys.shape[2], max(self.lengths)
         is_even = min(self.lengths) == longest
         slots = slice(longest, longest + count) if is_even else self.positions(count, keys.device)
-        self._put(keys, values, slots, longest + count)
+        self._store(keys, values, slots, longest + count)
         return longest + count
 
-    def _put(self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)) -> None:
+    def _store(
+        self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)
+    ) -> None:
         new = keys.detach(), values.detach()
         self._hold(self.held or new, used, len(keys))
         for held, each in zip(self.allocated(), new, strict=True):

@@ -205,20 +205,24 @@ def _start_along_text(
         return HydraDrafter(head, head.contextualize(features)[0, begin:end], roots, embed)
     if isinstance(proposer, MedusaProposer):
         return MedusaDrafter(head, features[0, begin:end])
-    cache, fused, states = LayerCache(1, attend_like_target), head.fuse(features[:, :end]), features
+    cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
     positions = cache.positions(end, text.device)
     if isinstance(proposer, DFlashProposer):
         cache.write(*head.read(fused, positions))
-    else:
-        states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
-    cache.keep([end])
-    cache.select([0] * (end - begin))
-    cache.crop(range(begin + 1, end + 1))
-    if isinstance(proposer, DFlashProposer):
+        _repeat(cache, begin, end)
         return DFlashDrafter(head, roots, cache, embed)
+    states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
+    _repeat(cache, begin, end)
     if isinstance(proposer, PEagleProposer):
         return PEagleDrafter(head, states, cache, embed, proposer.depth)
     return EagleDrafter(head, states, cache, embed)
+
+
+def _repeat(cache: LayerCache, begin: int, end: int) -> None:
+    """Make a row for each position from a cache of one text, which ends there."""
+    cache.keep([end])
+    cache.select([0] * (end - begin))
+    cache.crop(range(begin + 1, end + 1))
 
 
 def fit_calibration(trials: Trials) -> Calibration:

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, send_to_device
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer, _muon
+from torch.optim import AdamW, Muon, Optimizer
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
@@ -37,6 +37,7 @@ WEIGHT_DECAY = 0.01
 # With "match_rms_adamw" a weight moves by 0.2 times the learning rate on average. This makes it the learning rate
 # itself, as with AdamW in its first steps.
 MUON_SCALE = 5.0
+MUON_MODULE = sys.modules[Muon.__init__.__module__]  # that of its code; torch names the class as its own
 ITERATION = "_zeropower_via_newtonschulz"  # torch's, in its module of Muon
 VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "markov_head"}
 LOG_EVERY = 10
@@ -243,7 +244,7 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float) -> list[Optimizer]
     if hidden:
         groups = [{"params": hidden, "initial_lr": MUON_SCALE * lr}]
         decay = WEIGHT_DECAY / MUON_SCALE
-        is_slow = not is_fast_in_bfloat16(hidden[0].device) and hasattr(_muon, ITERATION)
+        is_slow = not is_fast_in_bfloat16(hidden[0].device) and hasattr(MUON_MODULE, ITERATION)
         muon = WideMuon if is_slow else Muon
         optimizers.append(muon(groups, lr=MUON_SCALE * lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     if others:
@@ -256,12 +257,12 @@ class WideMuon(Muon):
     """Muon for CPUs that emulate bfloat16. torch's iteration is in it, which took nine tenths of a training's time."""
 
     def step(self, closure: Any = None) -> Any:
-        usual = getattr(_muon, ITERATION)
-        setattr(_muon, ITERATION, orthogonalize)
+        usual = getattr(MUON_MODULE, ITERATION)
+        setattr(MUON_MODULE, ITERATION, orthogonalize)
         try:
             return super().step(closure)
         finally:
-            setattr(_muon, ITERATION, usual)
+            setattr(MUON_MODULE, ITERATION, usual)
 
 
 def orthogonalize(gradient: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:

@@ -11,12 +11,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer
-from heads.formats.layout import EMBEDDING, MAP, ConfigDict, Layout, Shapes, count, extent, read_common, section
+from heads.formats.layout import (
+    EMBEDDING,
+    ConfigDict,
+    Layout,
+    Shapes,
+    count,
+    export_token_map,
+    extent,
+    read_common,
+    section,
+)
 
 LAYER = "layers.0."
 INNER, NESTED = "dflash_config", "transformer_layer_config"  # z-lab's settings; speculators' sizes of the layers
@@ -89,15 +98,14 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     states, config = head.state_dict(), head.config
     kind = "dspark" if head.has_pairs else "dflash"
-    if MAP in states:
-        tokens = states.pop(MAP)
-        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
-        states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
-        if head.borrowed is not None:
-            states["lm_head.weight"] = head.borrowed
+    export_token_map(states, config.vocab_size)
+    if head.token_map is not None and head.borrowed is not None:
+        states["lm_head.weight"] = head.borrowed
+    pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
+    pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
     layers = {"num_hidden_layers": config.layers, "layer_types": ["full_attention"] * config.layers}
     return states, {
-        "architectures": ["DSparkSpeculator" if config.pair_rank else "DFlashSpeculator"],
+        "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
@@ -107,6 +115,4 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         READ: [*config.features],
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
-        **({"markov_rank": config.pair_rank, "markov_head_type": "vanilla"} if config.pair_rank else {}),
-        **({"enable_confidence_head": False, "confidence_head_with_markov": False} if config.pair_rank else {}),
-    }
+    } | (pairs if head.has_pairs else {})

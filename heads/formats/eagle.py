@@ -31,6 +31,7 @@ from heads.formats.layout import (
     Layout,
     Shapes,
     count,
+    export_token_map,
     extent,
     number,
     read_common,
@@ -184,10 +185,7 @@ def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
     norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
     """
     states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
-    if MAP in states:
-        tokens = states.pop(MAP)
-        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
-        states["t2d"] = torch.isin(torch.arange(config.vocab_size), tokens.cpu())
+    export_token_map(states, config.vocab_size)
     return states, export_layer(config) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if qwen3 else "llama",

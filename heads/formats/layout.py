@@ -168,6 +168,14 @@ def read_token_map(tensors: Mapping[str, Tensor], own: ConfigDict) -> dict[str, 
     return found
 
 
+def export_token_map(states: dict[str, Tensor], vocab_size: int) -> None:
+    """Write a token map as servers read it, in place: offsets in d2t, and the target's tokens marked in t2d."""
+    if MAP in states:
+        tokens = states.pop(MAP)
+        states["d2t"] = tokens - torch.arange(len(tokens), device=tokens.device)
+        states["t2d"] = torch.isin(torch.arange(vocab_size), tokens.cpu())
+
+
 def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
     """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
     head_class: Any = next(head for head, kind in HEADS.values() if type(layout.config) is kind)

@@ -19,7 +19,6 @@ from tests.support.speculating import NEW, PROMPT, RAGGED, generate, mask_of
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2", "gemma3n_text", "deepseek_v3", "llama4_text"]
 HALF, REST = 6, 9  # new tokens of the first call and of the second
 BATCHES = {"one": PROMPT, "ragged": RAGGED}
-ROUNDING = 1e-5  # of float32, whatever kernels a CPU has
 
 
 def run_both(
@@ -43,7 +42,7 @@ def assert_same(model: PreTrainedModel, proposer: Proposer | None, ids: Tensor |
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert all(one.dtype == torch.float32 and not one.is_inference() for one in ours)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert_same_cache(got[CACHE], expected[CACHE], mask)
     return got
 
@@ -60,7 +59,7 @@ def assert_same_cache(got: Any, expected: Any, mask: Tensor) -> None:
             assert not one.keys.is_inference()  # such tensors cannot be changed outside inference mode
             for name in ("keys", "values"):
                 ours, theirs = (getattr(layer, name) * real for layer in (one, other))
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING)
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 # The KV cache
@@ -160,8 +159,8 @@ def test_sampled_scores_are_those_of_generate(model: PreTrainedModel, proposer: 
         mask = nn.functional.pad(mask_of(ids), (0, index), value=1)
         text = got.sequences[:, : ids.shape[1] + index]
         one = model.generate(text, attention_mask=mask, max_new_tokens=1, **settings)
-        torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=ROUNDING)
-        torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(got.scores[index], one.scores[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(got.logits[index], one.logits[0], rtol=0, atol=1e-5)
         assert bool((got.scores[index].gather(1, got.sequences[:, [ids.shape[1] + index]]) > -torch.inf).all())
 
 
@@ -177,7 +176,7 @@ def assert_same_layers(got: Any, expected: Any, real: Tensor, name: str) -> None
             assert mine.shape == stock_states.shape
             rows = real if index == 0 else torch.ones_like(real[:, :1])
             rows = rows[:, None, :, None] if name == "attentions" else rows[:, :, None]
-            torch.testing.assert_close(mine * rows, stock_states * rows, rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(mine * rows, stock_states * rows, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
@@ -191,8 +190,8 @@ def test_states_and_attentions_are_those_of_generate(proposer: Proposer, ids: Te
     assert results[0].scores is None
     # Without a cache transformers returns the states of all columns for each token.
     got, expected, _ = run_both(model, proposer, ids, use_cache=False, **settings)
-    torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=ROUNDING)
-    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(got.attentions, expected.attentions, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mistral window"])
