@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -246,6 +248,21 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
     _draw_weights(model, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+class InDouble(TorchFunctionMode):
+    """Inside, whatever asks for float32 gets float64, as softmax and rotary angles do in many models.
+
+    Results of one and the same sum in float32 depend on its place in a vector of the CPU.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        if func in (Tensor.to, Tensor.type, Tensor.softmax, nn.functional.softmax):
+            args = [torch.float64 if each is torch.float32 else each for each in args]
+            kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

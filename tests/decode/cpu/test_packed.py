@@ -110,13 +110,13 @@ def test_a_packed_model_in_another_dtype_is_right_or_fails(
     packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7, 8]])
     packed = packed.to(after)  # shares tensors with the model, which changes too
     expected = tiny("llama", dtype=before, vocab_size=101).to(after)(ids).logits.float()
-    if form is OneDnnLinear:
+    if form is OneDnnLinear and isinstance(packed.lm_head, PackedLayer):  # some CPUs have no bfloat16 matrix kernels
         with pytest.raises(RuntimeError):
             packed(ids)
     else:
         allowed = 1e-4 if after == torch.float64 else 0.3
         assert (packed(ids).logits.float() - expected).abs().max() < allowed * expected.std()
-        assert packed.lm_head.dense_weight().dtype == after
+        assert packed.lm_head.weight.dtype == after
 
 
 def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:

@@ -217,12 +217,16 @@ def test_a_long_window_is_not_refused_for_rounding() -> None:
 @pytest.mark.parametrize("layers", [2, 8])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "gpt2"])
 def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers: int, dtype: torch.dtype) -> None:
-    """It grows with the root of the layers, and errors stay below it without being far below."""
+    """It grows with the root of the layers. One pass's own rounding is not far below it."""
     settings = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
     target = Target(tiny(kind, dtype=dtype, **settings))
     allowed, error = self_test.find_tolerance(target), self_test.self_test(target)
     assert allowed == pytest.approx(18 * torch.finfo(dtype).eps * layers**0.5)
-    assert allowed / 60 < error < allowed < 0.4
+    assert error < allowed < 0.4  # on some CPUs two passes round the same, and the error is 0
+    ids = torch.arange(3, 19)[None]
+    rounded = target.model(ids).logits.double()
+    exact = target.model.double()(ids).logits
+    assert allowed / 60 < (rounded - exact).abs().max() / exact.std()
 
 
 def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
@@ -230,13 +234,26 @@ def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
     assert self_test.find_tolerance(stock_model.StockModel(model)) == 0.4
 
 
+OTHER = {"llama": "full_attention", "gemma3_text": "sliding_attention", "qwen3_5_text": "linear_attention"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_rounds_more_than_usual_is_compared_with_its_own_rounding(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_model_that_rounds_more_than_usual_is_judged_by_its_first_layers(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny("llama", dtype=dtype, num_hidden_layers=8)
-    monkeypatch.setattr(self_test, "ROUNDING", 0.1)  # as if this were far more than usual
+    """Wrong masks, also those of another type of layer, are still found there."""
+    model = tiny(kind, dtype=dtype, num_hidden_layers=8, layer_types=[OTHER[kind], "full_attention"] * 4)
+    allowed = self_test.find_tolerance
+    monkeypatch.setattr(self_test, "find_tolerance", lambda target, layers=0: layers and allowed(target, layers))
     Target(model)
-    monkeypatch.setattr("decode.session.tree_masks", lambda *args: torch.full_like(tree_masks(*args), -1e4).triu(1))
-    with pytest.raises(ValueError, match=r"llama (fails the tree self-test|is row-coupled)"):
+
+    def spoil(*args: Any) -> Any:
+        masks = tree_masks(*args)
+        if isinstance(masks, dict):
+            return masks["full_attention"]
+        return torch.zeros_like(masks)
+
+    monkeypatch.setattr("decode.session.tree_masks", spoil)
+    with pytest.raises(ValueError, match=f"{kind} (fails the (tree )?self-test|is row-coupled)"):
         Target(model)
