@@ -10,6 +10,7 @@ from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
+from heads.mtp import MtpConfig, MtpHead
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model
 
@@ -28,6 +29,8 @@ __all__ = [
     "LayerConfig",
     "MedusaConfig",
     "MedusaHead",
+    "MtpConfig",
+    "MtpHead",
     "PEagleConfig",
     "PEagleHead",
     "choose_features",

@@ -19,6 +19,7 @@ from heads.formats.dflash import export_dflash, read_dflash
 from heads.formats.eagle import export_eagle, export_eagle3, export_peagle, read_eagle, read_eagle3
 from heads.formats.layout import OWN, Head, Layout, assemble, convert, list_names, read_own, read_token_map, section
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
+from heads.formats.mtp import read_mtp
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
 EXPORTS: dict[str, Any] = {
@@ -44,7 +45,12 @@ def load_head(
         config = _read_config(path, metadata)
         own = section(config, OWN)
         tensors = read_token_map(tensors, own)
-        layout = read_own(own) if "kind" in own else _find_layout(tensors, config, vocab_size, layers)
+        if "kind" in own:
+            layout = read_own(own)
+        elif found := read_mtp(tensors, config):
+            layout, tensors = found
+        else:
+            layout = _find_layout(tensors, config, vocab_size, layers)
         return assemble(layout, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
@@ -107,7 +113,7 @@ def _find_layout(
     if "fc.weight" in shapes:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
     if any(name.startswith("model.layers.") for name in shapes):
-        raise ValueError("it seems to be a whole model without heads")
+        raise ValueError("it seems to be a whole model without heads and without an MTP module")
     raise ValueError(f"its tensors are of no known head: {list_names(sorted(shapes))}")
 
 

@@ -35,6 +35,7 @@ class EagleProposer(HeadProposer):
 
     levels: ClassVar[int | None] = DEPTH
     usual_width, usual_ranks = WIDTH, WIDTH
+    has_graphs: ClassVar[bool] = True
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
@@ -48,7 +49,12 @@ class EagleProposer(HeadProposer):
         read, device = partial(self._read, step.target), step.target.device
         self._history.read_prompts(read)
         cache = self._history.cache
-        if device.type == "cuda" and cache.held is not None and max(self._history.unread_counts) <= CHUNK:
+        if (
+            self.has_graphs
+            and device.type == "cuda"
+            and cache.held is not None
+            and max(self._history.unread_counts) <= CHUNK
+        ):
             unread, lengths = self._history.take(), cache.lengths_on(device)
             gains = gains_from_two(device, self.dtype, self.head.config.layer.head_dim)
             more = pad_tokens(unread.features.shape[1]) + self._most_drafted
@@ -89,13 +95,16 @@ class EagleProposer(HeadProposer):
         return self.depth * self.width
 
 
+class MtpProposer(EagleProposer):
+    """Drafts with an `MtpHead`, one pass of it a level."""
+
+    has_graphs = False  # its layer is transformers' own code
+
+
 class PEagleProposer(EagleProposer):
     """Drafts with a `PEagleHead`, one pass of it over the positions that are not drafted yet."""
 
-    levels, levelwise = None, False
-
-    def read_step(self, step: Step) -> Inputs:
-        return {"states": self._history.read_all(partial(self._read, step.target))}
+    levels, levelwise, has_graphs = None, False, False
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> PEagleDrafter:
         return PEagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target), self.depth)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
@@ -28,7 +29,7 @@ from proposers.dflash import DFlashProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
-from proposers.eagle import EagleProposer, PEagleProposer
+from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
@@ -50,6 +51,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
     "peagle": (PEagleProposer, (*_TRAINED, *_SHAPE)),
     "dflash": (DFlashProposer, (*_TRAINED, *_SHAPE)),
+    "mtp": (MtpProposer, (*_TRAINED, *_SHAPE)),
 }
 OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
@@ -83,7 +85,7 @@ def load_proposer(
     called without arguments. "auto" is "merged" with the pretrained head for this target's weights, or without a head
     if there is none.
     head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
-    of the kind that `name` is; "merged" then has no head.
+    of the kind that `name` is; for "mtp", the module in the target's checkpoint. "merged" then has no head.
     draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
     draft_layers: for "draft": only the first layers of the model to load; without draft_model, of the target's.
     store: finished answers to draft from, see `MergedProposer`.
@@ -111,6 +113,8 @@ def load_proposer(
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
     chosen, model = given.pop("head", None), given.pop("draft_model", None)
+    if name == "mtp" and chosen is None:
+        chosen = find_checkpoint(target)
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
     if name == "draft":
@@ -156,7 +160,7 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
         raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
-    if name in HEAD_PROPOSERS or "head" in given:
+    if (name in HEAD_PROPOSERS and name != "mtp") or "head" in given:
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
@@ -177,6 +181,20 @@ def find_head(name: str, head: str | Path | None) -> Path:
     """
     is_kind = head is None or (head in HEAD_PROPOSERS and not Path(head).is_dir())
     return find_folder(PRETRAINED / (head or name) if is_kind else str(head))
+
+
+def find_checkpoint(target: Target) -> Path:
+    """The local folder of the target's own checkpoint. Raises ValueError if it is not there."""
+    name = str(target.model.name_or_path or "")
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(cached_file(name, "config.json", local_files_only=True)).parent
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            "mtp needs head, the folder of a checkpoint with an MTP module: the target's own "
+            + (f"is not found ({name})" if name else "is not known")
+        ) from error
 
 
 def find_pretrained(target: Target) -> HeadProposer | None:

@@ -15,12 +15,14 @@ from decode.models.cut_model import cut_model
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
+from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective, PEagleObjective
 from training.teacher import Teacher
 
-REGRESSION = {"eagle": 10.0, "eagle3": 0.0}  # by kind of EAGLE head; EAGLE-3's states are not features
+# By kind of head that drafts level by level from a state; only EAGLE-1's states are features.
+REGRESSION = {"eagle": 10.0, "eagle3": 0.0, "mtp": 0.0}
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
@@ -52,6 +54,8 @@ def make_head(
         sizes["features"] = choose_features(model_config.num_hidden_layers)
     if shape.get("pair_rank") == 0:  # as DFlash; with pairs, as DSpark
         sizes["from_anchor"] = False
+    if "block" in names:
+        sizes["block"] = describe_block(model_config)
     if "mask_token" in names:
         sizes["mask_token"] = find_rarest(examples, vocab)
     given = {name: value for name, value in sizes.items() if value is not None}

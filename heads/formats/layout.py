@@ -18,11 +18,12 @@ from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagle
 from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead
+from heads.mtp import MtpConfig, MtpHead
 from heads.vocabulary import HeadConfig
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
 ConfigDict = Mapping[str, Any]  # the content of config.json
-Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head | DFlashHead
+Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head | DFlashHead | MtpHead
 
 HEADS = {
     "medusa": (MedusaHead, MedusaConfig),
@@ -31,6 +32,7 @@ HEADS = {
     "eagle3": (Eagle3Head, Eagle3Config),
     "peagle": (PEagleHead, PEagleConfig),
     "dflash": (DFlashHead, DFlashConfig),
+    "mtp": (MtpHead, MtpConfig),
 }
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"

@@ -32,6 +32,7 @@ NOT_FOR = {
     "eagle3": (*MODEL, "heads", "layers", "output", "pair_rank", "regression"),
     "peagle": (*UNROLLING, *MODEL, "layers", "output", "pair_rank", "normed_feedback"),
     "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
+    "mtp": (*MODEL, *SHAPE, "regression"),
     "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank"),
 }
 DRAFT_LAYERS = 4
@@ -39,7 +40,7 @@ GROUPS = {  # of the help text, by their first option
     "model": "model",
     "heads": "shape of a new head",
     "loss": "training",
-    "ttt_steps": "EAGLE heads",
+    "ttt_steps": "EAGLE heads and MTP modules",
     "cut": "draft",
 }
 
@@ -90,8 +91,8 @@ class TrainOptions:
         type=parse_template_option,
     )
     init: Path | None = flag(
-        "start from the head in this folder; draft: from this model (a folder or hub id), which may be of any kind "
-        "that has the model's tokenizer",
+        "start from the head in this folder; mtp: a folder with the model's checkpoint has its MTP module; draft: from "
+        "this model (a folder or hub id), which may be of any kind that has the model's tokenizer",
         type=Path,
         metavar="DIR",
     )

@@ -39,13 +39,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "peagle": ("peagle", {}),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
+    "mtp": ("mtp", {}),
+    "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
     "dflash": ("dflash", {}),
     "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
     "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
-MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "peagle", "dflash"]
+MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "peagle", "mtp", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
-EAGLES = [kind for kind in KINDS if kind.startswith("eagle")]
+EAGLES = [kind for kind in KINDS if kind.startswith(("eagle", "mtp"))]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,10 @@ from decode.models.cost_curve import CostCurve
 from heads import HEADS, LayerConfig, choose_features
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
+SMALL_BLOCK: dict[str, Any] = {
+    **{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16},
+}
 Paths = dict[tuple[int, ...], float]
 
 
@@ -29,6 +33,8 @@ def draw_head(
         defaults |= {"layer": LAYER, "mask_token": 3}
     if kind == "dflash":
         defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
+    if kind == "mtp":
+        defaults = {"block": SMALL_BLOCK | {"hidden_size": hidden_size}}
     head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in head.parameters():
