@@ -186,7 +186,7 @@ def find_head(name: str, head: str | Path | None) -> Path:
 def find_checkpoint(target: Target) -> Path:
     """The local folder of the target's own checkpoint. Raises ValueError if it is not there."""
     name = str(target.model.name_or_path or "")
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     try:
         return Path(cached_file(name, "config.json", local_files_only=True)).parent

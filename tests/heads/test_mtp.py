@@ -1,0 +1,217 @@
+"""MTP modules of checkpoints: read in every layout, equal to the target's own layer, and refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
+
+from decode import Sampling, Target, generate
+from heads import MtpConfig, MtpHead, load_head, save_head
+from heads.mtp import describe_block, make_block
+from proposers import MtpProposer, load_proposer
+from tests.support.models import VOCABULARY, tiny
+
+# The published names of the token's norm, the state's norm, the projection and the last norm, and of what surrounds
+# these and the layer's own tensors. {}: the number of the target's layers.
+LAYOUTS = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.{}.", "model.layers.{}."),
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.", "mtp.layers.0."),
+    "mimo": (
+        *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        *("model.mtp_layers.0.", "model.mtp_layers.0."),
+    ),
+}
+CHECKPOINTS = {
+    "deepseek_v3": "deepseek",
+    "glm4_moe": "deepseek",
+    "qwen3_next": "qwen",
+    "qwen3_5_text": "qwen",
+    "qwen3_5_moe_text": "qwen",
+    "qwen2": "mimo",
+}
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [1, 2, 3], [4, 4, 20, 21, 22, 4, 4, 20]]
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+
+def unchanged(tensors: dict[str, Tensor], config: dict[str, Any]) -> None: ...
+
+
+def write_checkpoint(kind: str, folder: Path, change: Change = unchanged) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A tiny model saved with an MTP module, whose layer is a copy of the model's last. Returns the module's parts."""
+    model: Any = tiny(kind)
+    layers, size = model.config.num_hidden_layers, model.config.hidden_size
+    model.save_pretrained(folder)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
+    *names, outer, inner = (name.format(layers) for name in LAYOUTS[CHECKPOINTS[kind]])
+    shapes = ([size], [size], [size, 2 * size], [size])
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes]
+    last = f"model.layers.{layers - 1}."
+    copied = {name.replace(last, inner): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    tensors |= copied | {f"{outer}{name}.weight": tensor for name, tensor in zip(names, drawn, strict=True)}
+    if CHECKPOINTS[kind] == "deepseek":  # copies of the target's matrices
+        tensors |= {f"{outer}{name}.weight": torch.ones(3) for name in ("embed_tokens", "shared_head.head")}
+    config = json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, dict(zip(("enorm", "hnorm", "eh_proj", "norm"), drawn, strict=True))
+
+
+@cache
+def build_target(kind: str, folder: Path) -> Target:
+    write_checkpoint(kind, folder)
+    settings = {"dtype": torch.float64, "experts_implementation": "eager"}
+    return Target(AutoModelForCausalLM.from_pretrained(folder, **settings).eval())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def make_norm(model: Any, weight: Tensor) -> nn.Module:
+    norm: Any = deepcopy(model.model.norm)
+    norm.weight.data = weight
+    return norm
+
+
+def compute(model: Any, parts: Mapping[str, Tensor], embedded: Tensor, states: Tensor, reverse: bool) -> Tensor:
+    """The module's states [B, N, H] before its last norm, by the target's own layer over whole texts."""
+
+    def norm(name: str, inputs: Tensor) -> Tensor:
+        return make_norm(model, parts[name])(inputs)
+
+    inputs = [norm("enorm", embedded), norm("hnorm", states)]
+    joined = nn.functional.linear(torch.cat(inputs[::-1] if reverse else inputs, dim=-1), parts["eh_proj"])
+    count = joined.shape[1]
+    positions = torch.arange(count)[None]
+    sections = positions.expand(3, 1, -1) if "qwen3_5" in model.config.model_type else positions
+    table = model.model.rotary_emb(joined, sections)
+    mask = torch.full((1, 1, count, count), -1e30, dtype=torch.float64).triu(1)
+    output = model.model.layers[-1](joined, position_embeddings=table, attention_mask=mask, position_ids=positions)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@torch.no_grad()
+def test_a_module_computes_what_the_targets_own_layer_does(kind: str, tmp_path: Path) -> None:
+    model, parts = write_checkpoint(kind, tmp_path)
+    head = load_head(tmp_path)
+    assert head.config.states_first == (CHECKPOINTS[kind] == "mimo")
+    assert head.config.normed_feedback == (CHECKPOINTS[kind] != "deepseek")
+    embedded, states = torch.randn(2, 1, 9, model.config.hidden_size, dtype=torch.float64)
+    expected = compute(model, parts, embedded, states, head.config.states_first)
+    found = head(embedded, states, torch.arange(9)[None])
+    norm = make_norm(model, parts["norm"])
+    if head.config.normed_feedback:
+        torch.testing.assert_close(found, norm(expected), rtol=0, atol=1e-6)  # norms are computed in float32
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(head.normalise(found), norm(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this transformers has no MTP")
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@torch.no_grad()
+def test_a_module_drafts_the_first_token_of_transformers_mtp(kind: str, folders: Path) -> None:
+    target = build_target(kind, folders / kind)
+    target.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # it knows the published models' number
+    theirs: Any = modeling_layers.MtpModel.from_pretrained(target.model).double()
+    theirs.set_attn_implementation("eager")
+    theirs.set_experts_implementation("eager")
+    head = load_head(folders / kind)
+    head.borrow(target.output_matrix)
+    ids = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
+    _, states = target.open(1, head.features).extend([ids[0, :-1].tolist()])
+    assert states is not None
+    positions = torch.arange(1, ids.shape[1])[None]
+    _, expected, *_ = theirs(ids[:, 1:], states, None, positions, None)
+    embedded = target.model.get_input_embeddings()(ids[:, 1:])
+    found = head.logits(head(embedded, states, positions)[:, -1])  # only differences of positions matter
+    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_module_of_the_targets_checkpoint_changes_no_text(kind: str, temperature: float, folders: Path) -> None:
+    """Rows of different lengths, in trees, or chains where the model has a recurrent state."""
+    target = build_target(kind, folders / kind)
+    settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=2), "stop_ids": []}
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=10, **settings)]
+    proposer = load_proposer("mtp", target, nodes=12)
+    assert isinstance(proposer, MtpProposer)
+    answers = generate(target, PROMPTS, proposer, max_new_tokens=10, **settings)
+    assert [answer.tokens for answer in answers] == plain
+
+
+def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_5_moe_text", tmp_path / "checkpoint")
+    head = load_head(tmp_path / "checkpoint", torch.float32)
+    save_head(head, tmp_path / "head")
+    loaded = load_head(tmp_path / "head")
+    assert loaded.config == head.config
+    torch.testing.assert_close(loaded.state_dict(), head.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="it holds something else"):
+        save_head(head, tmp_path / "checkpoint")
+
+
+def drop(name: str) -> Change:
+    return lambda tensors, config: [tensors.pop(each) for each in list(tensors) if each.endswith(name)] and None
+
+
+def rename_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["model_type"] = "new_model"
+
+
+def quantize(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    tensors["mtp.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
+
+
+def add(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    tensors["mtp.layers.0.mlp.side_proj.weight"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("mtp.norm.weight"), "missing: mtp.shared_head.norm.weight, of its MTP module"),
+        (drop("mtp.layers.0.self_attn.q_norm.weight"), "missing in its MTP module: .*q_norm.weight"),
+        (add, "unexpected in its MTP module: .*side_proj.weight"),
+        (rename_model, "transformers has no model 'new_model', whose decoder layer its MTP module needs"),
+        (quantize, r"its MTP module is quantized \(mtp.*scale_inv\), which is not supported"),
+        (drop("mtp.fc.weight"), "it seems to be a whole model without heads and without an MTP module"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_refused(change: Change, message: str, tmp_path: Path) -> None:
+    write_checkpoint("qwen3_5_text", tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+
+
+def test_a_target_without_a_checkpoint_needs_a_head() -> None:
+    with pytest.raises(ValueError, match="mtp needs head, the folder of a checkpoint with an MTP module"):
+        load_proposer("mtp", Target(tiny("llama")))
+
+
+@pytest.mark.parametrize(("kind", "message"), [("gpt2", "an MTP module of gpt2 is not supported")])
+def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_block(describe_block(tiny(kind).config))
+
+
+def test_attention_that_cannot_be_computed_is_refused() -> None:
+    config = tiny("gpt_oss").config
+    head_config = MtpConfig(config.hidden_size, VOCABULARY, block=describe_block(config))
+    states = torch.zeros(1, 2, config.hidden_size)
+    with pytest.raises(ValueError, match="whose attention has s_aux is not supported"):
+        MtpHead(head_config)(states, states, torch.arange(2)[None])
