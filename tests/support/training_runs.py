@@ -98,7 +98,7 @@ def train(place: Path, out: Path, *options: str) -> int:
     AcceleratorState._reset_state(reset_partial_state=True)
     given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
     shape = SHAPE[:2] if "peagle" in options else SHAPE
-    given += [] if {"eagle", "eagle3", "draft"} & {*options} else shape
+    given += [] if {"eagle", "eagle3", "mtp", "draft"} & {*options} else shape
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:
         if ADAMW in options:

@@ -142,7 +142,7 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     [
         *((kind, {"layers": 2}, loss, HEADS) for kind in ("medusa", "hydra") for loss in ("ce", "kl")),
         *((kind, {}, "kl", steps) for kind in ("eagle", "eagle3") for steps in (1, 2, 4)),
-        *(("eagle3", {"normed_feedback": True}, "kl", steps) for steps in (1, 2, 4)),
+        *((kind, {"normed_feedback": True}, "kl", steps) for kind in ("eagle3", "mtp") for steps in (1, 2, 4)),
     ],
 )
 def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict, loss: str, steps: int) -> None:

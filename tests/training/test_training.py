@@ -60,12 +60,13 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ["eagle3"],
         ["eagle3", "--fc-norm", "--normed-feedback"],
         ["peagle", "--epochs", "8"],  # some of the drafts of a text in each step
+        ["mtp"],
         ["dflash"],
         ["dflash", "--layers", "1", "--pair-rank", "0", "--epochs", "10"],
     ],
 )
 def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
-    for kind in ("eagle", "eagle3"):  # in 41 tokens deeper trees have no room
+    for kind in ("eagle", "eagle3", "mtp"):  # in 41 tokens deeper trees have no room
         monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(EagleProposer, depth=3))
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
@@ -94,6 +95,7 @@ def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agr
         (["eagle3"], "shared"),
         (["peagle"], "shared"),
         (["dflash"], "target"),
+        (["mtp"], "target"),
     ],
 )
 def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: list[str], output: str) -> None:
@@ -121,7 +123,7 @@ def test_stopped_and_resumed(
     assert_same(tmp_path, uninterrupted / "out")
 
 
-@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["peagle"], ["dflash"]])
+@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["peagle"], ["dflash"], ["mtp"]])
 def test_what_is_random_is_resumed(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]
 ) -> None:
