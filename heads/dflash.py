@@ -27,7 +27,8 @@ class DFlashConfig(HeadConfig):
     features: as for EAGLE-3. mask_token: the token whose embedding stands for those that are not drafted yet. heads:
     draft tokens of a block. pair_rank: of the score of a token after the one before it; 0: none, so all paths have the
     same next tokens. from_anchor: whether the row of the last known token drafts too, as in DSpark; DFlash's first
-    draft token comes from the row after it.
+    draft token comes from the row after it. causal: rows of a block attend to no later ones, as in JetSpec and in most
+    published heads with a window.
     """
 
     layer: LayerConfig
@@ -38,6 +39,7 @@ class DFlashConfig(HeadConfig):
     layers: int = 2
     pair_rank: int = 64
     from_anchor: bool = True
+    causal: bool = False
 
     def __post_init__(self) -> None:
         check_features(self.features)

@@ -36,11 +36,17 @@ class LayerCache:
 
     Text tokens stay only if `keep` counts them: the next call overwrites padding. Draft tokens come with a mask over
     all S slots in use and take its last T, in all rows. They stay until the next text.
-    attention: computes attention with an additive mask, as `attend`.
+    attention: computes attention with an additive mask, as `attend`. window: of `LayerConfig`; the tokens of a draft
+    are not hidden from each other.
     """
 
-    def __init__(self, batch: int, attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attend) -> None:
-        self.attention = attention
+    def __init__(
+        self,
+        batch: int,
+        attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attend,
+        window: int | None = None,
+    ) -> None:
+        self.attention, self.window = attention, window
         self.lengths = [0] * batch  # kept tokens of each row
         self._lengths: Tensor | None = None  # the same on the device, while known there
         # Keys and values once it was written to, each [>= B, G, >= S, D]. They move only to take more memory.
@@ -63,8 +69,10 @@ class LayerCache:
         """
         if mask is None:
             used = self.write(keys, values)
-            own = self.positions(keys.shape[2], keys.device)
-            mask = hide(torch.arange(used, device=keys.device) > own[..., None], queries.dtype)[:, None]
+            own = self.positions(keys.shape[2], keys.device)[..., None]
+            mask = hide(is_unseen(torch.arange(used, device=keys.device), own, own, self.window), queries.dtype)[
+                :, None
+            ]
         else:
             used = mask.shape[3]
             self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
@@ -107,10 +115,13 @@ class LayerCache:
         """The positions [B, T] of the next `count` text tokens, which are also their slots."""
         return self.lengths_on(device)[:, None] + torch.arange(count, device=device)
 
-    def text_mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """What a draft token attends to before drafted ones: the row's whole text, [B, 1, S] to add to the scores."""
-        slots = torch.arange(max(self.lengths), device=device)
-        return hide(slots >= self.positions(1, device), dtype)[:, None]
+    def text_mask(self, device: torch.device, dtype: torch.dtype, count: int = 1, begin: int = 0) -> Tensor:
+        """What `count` draft tokens attend to before drafted ones: the row's text, or what their windows have of it.
+
+        begin: how many tokens after the text the first one is. Returns [B, T, S] to add to the scores.
+        """
+        slots, own = torch.arange(max(self.lengths), device=device), self.positions(begin + count, device)[..., None]
+        return hide(is_unseen(slots, own[:, :1] - 1, own[:, begin:], self.window), dtype).expand(-1, count, -1)
 
     def keep(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
         """Keep the first counts[b] of the text tokens written last. on_device: the counts [B], if they are there."""
@@ -177,6 +188,12 @@ class FixedSlots:
         _put(self.keys, keys, self.slots)
         _put(self.values, values, self.slots)
         return self.attention(queries, self.keys, self.values, self.mask)
+
+
+def is_unseen(slots: Tensor, last: Tensor, own: Tensor, window: int | None) -> Tensor:
+    """Whether a token at its `own` position, which may see a text up to `last`, does not see the text's `slots`."""
+    later = slots > last
+    return later if window is None else later | (slots <= own - window)
 
 
 def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:

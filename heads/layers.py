@@ -31,8 +31,11 @@ class LayerConfig:
     qkv_bias: bool = False  # of queries, keys and values, as in Qwen2
     qk_norm: bool = False  # of each head's queries and keys before rotation, as in Qwen3
     rope_scaling: Scaling | None = None
+    window: int | None = None  # tokens that a token attends to, itself included; None: all before it
 
     def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; a token attends to one at least")
         queries, keys = self.num_attention_heads, self.num_key_value_heads
         if queries % keys:
             raise ValueError(f"{queries} attention heads cannot share {keys} key-value heads; use a multiple of {keys}")

@@ -99,6 +99,12 @@ class VocabularyHead(nn.Module):
         if self.features[-1] > layers:
             raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens its layers attend to; None: all."""
+        layer = getattr(self.config, "layer", None)
+        return layer and layer.window
+
     def output_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The output matrix [D, H] and bias [D] of head `index`. Raises ValueError before `borrow` if it needs it."""
         if layers := self._output_layers():

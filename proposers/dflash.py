@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
-from heads.layer_cache import LayerCache
+from heads.layer_cache import LayerCache, hide
 from proposers.feature_history import FeaturePart
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
@@ -54,8 +54,10 @@ class DFlashDrafter:
     def __init__(self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
         block = embed(head.begin_block(roots))  # [B, R, H]
         count, device = block.shape[1], block.device
-        text = cache.text_mask(device, block.dtype).expand(-1, count, -1)
-        mask = nn.functional.pad(text, (0, count))[:, None]  # all rows of a block attend to each other
+        mask = nn.functional.pad(cache.text_mask(device, block.dtype, count), (0, count))
+        if head.config.causal:
+            mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
+        mask = mask[:, None]
         attends = [partial(cache.attend, mask=mask, heads=head.part(layer)) for layer in range(len(head.layers))]
         states = head(block, cache.positions(count, device), attends)[:, -head.depth :]
         self._logits = head.logits(states)  # [B, L, D]

@@ -51,6 +51,7 @@ class EagleProposer(HeadProposer):
         cache = self._history.cache
         if (
             self.has_graphs
+            and cache.window is None
             and device.type == "cuda"
             and cache.held is not None
             and max(self._history.unread_counts) <= CHUNK
@@ -120,7 +121,7 @@ class PEagleDrafter:
         states = states[:, None]
         if count:
             tokens, fused = head.unknown(count)
-            mask = nn.functional.pad(cache.text_mask(states.device, states.dtype).expand(-1, count, -1), (0, count))
+            mask = nn.functional.pad(cache.text_mask(states.device, states.dtype, count), (0, count))
             mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
             inputs = (part.expand(len(states), -1, -1) for part in (embed(tokens), fused))
             attend = partial(cache.attend, mask=mask[:, None])
@@ -142,6 +143,7 @@ class EagleDrafter:
         self.states = states[:, None]  # [B, W, H]: the last one of each path
         self.positions = cache.positions(1, states.device)  # [B, 1] of the next level, which all paths share
         self.mask = cache.text_mask(states.device, states.dtype)  # [B, W, S]: what each path's last node attends to
+        self.level = 0
 
     def logits(self, level: int) -> Tensor:
         return self.head.logits(self.states, level)
@@ -150,9 +152,12 @@ class EagleDrafter:
         states, above = (part.gather(1, expand_last(parents, part)) for part in (self.states, self.mask))
         others = above.new_full([tokens.shape[1]] * 2, torch.finfo(above.dtype).min).fill_diagonal_(0)
         self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
+        if self.cache.window is not None:
+            text = self.cache.text_mask(above.device, above.dtype, begin=self.level)
+            self.mask[:, :, : text.shape[2]] = text
         attend = partial(self.cache.attend, mask=self.mask[:, None])
         self.states = self.head(self.embed(tokens), states, self.positions, attend)
-        self.positions = self.positions + 1
+        self.positions, self.level = self.positions + 1, self.level + 1
 
 
 # ---- the same at fixed shapes, for a GPU ----

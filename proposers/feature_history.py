@@ -32,10 +32,12 @@ class FeatureHistory:
 
     Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head. Prompts
     of requests that join others wait apart, so that the others need not be padded.
+    window: of the head's layers.
     """
 
-    def __init__(self) -> None:
-        self.cache, self._unread = LayerCache(0), list[FeaturePart]()
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.cache, self._unread = self.make_cache(0), list[FeaturePart]()
         self._prompts: list[tuple[list[int], FeaturePart]] = []  # with their rows; all but the last feature of each
 
     def _begin(self, rows: int, device: torch.device) -> None:
@@ -44,7 +46,11 @@ class FeatureHistory:
         if held is not None and held[0].device == device and device.type == "cuda" and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
-            self.cache = LayerCache(rows, attend_like_target)
+            self.cache = self.make_cache(rows)
+
+    def make_cache(self, rows: int) -> LayerCache:
+        """An empty cache for the head's layers."""
+        return LayerCache(rows, attend_like_target, self.window)
 
     def add(self, step: Step) -> None:
         """Take in a step's features."""
@@ -83,7 +89,7 @@ class FeatureHistory:
     def read_prompts(self, read: ReadFeatures) -> None:
         """Let a head read the prompts that wait apart."""
         for rows, prompts in self._prompts:
-            cache = LayerCache(len(rows), attend_like_target)
+            cache = self.make_cache(len(rows))
             read_part(prompts, cache, read)
             self.cache.fill(rows, cache)
         self._prompts = []

@@ -67,7 +67,7 @@ class HeadProposer(TreeProposer):
         self.layers = tuple(self.head.features)
         if calibration is not None:
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
-        self._history = FeatureHistory()
+        self._history = FeatureHistory(head.window)
         self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
         self._graphs = DraftGraphs()
 
@@ -82,7 +82,7 @@ class HeadProposer(TreeProposer):
 
     def renew(self) -> Self:
         fresh = super().renew()
-        fresh._history, fresh._graphs = FeatureHistory(), DraftGraphs()
+        fresh._history, fresh._graphs = FeatureHistory(self.head.window), DraftGraphs()
         return fresh
 
     def prepare(self, target: Target) -> Self:

@@ -205,7 +205,7 @@ def _start_along_text(
         return HydraDrafter(head, head.contextualize(features)[0, begin:end], roots, embed)
     if isinstance(proposer, MedusaProposer):
         return MedusaDrafter(head, features[0, begin:end])
-    cache, fused = LayerCache(1, attend_like_target), head.fuse(features[:, :end])
+    cache, fused = LayerCache(1, attend_like_target, head.window), head.fuse(features[:, :end])
     positions = cache.positions(end, text.device)
     if isinstance(proposer, DFlashProposer):
         cache.write(*head.read(fused, positions))

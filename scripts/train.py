@@ -179,7 +179,7 @@ def _load_head(options: TrainOptions, target: Target) -> Any:
     head: Any = load_head(options.init, torch.float32, *sizes)
     if head.kind != options.kind:
         raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
-    own = {name: getattr(head.config, name, None) for name in SHAPE}
+    own = {name: getattr(head.config, name, None) for name in SHAPE} | {"window": head.window}
     for name, value in (own | {"draft_vocab": head.draft_size}).items():
         given = getattr(options, name)
         if given is not None and given is not False and given != value:

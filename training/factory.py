@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,19 @@ NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
 def make_head(
-    kind: str, target: Target, examples: Sequence[Example], draft_vocab: int | None, prefix: bool, **shape: Any
+    kind: str,
+    target: Target,
+    examples: Sequence[Example],
+    draft_vocab: int | None,
+    prefix: bool,
+    window: int | None = None,
+    **shape: Any,
 ) -> Any:
     """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
 
-    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. shape: settings of the kind's config;
-    None is its default. Above 64k tokens the default output of Medusa and Hydra is the target's.
+    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. window: of EAGLE's and block heads'
+    layers. shape: settings of the kind's config; None is its default. Above 64k tokens the default output of Medusa and
+    Hydra is the target's.
     """
     network, config = HEADS[kind]
     names = {each.name for each in fields(config)}
@@ -48,7 +55,8 @@ def make_head(
         "prefix": _layer_config(target) if prefix else None,
     }
     if "layer" in names:
-        sizes["layer"] = _layer_config(target, input_norm=kind != "eagle", qk_norm=kind == "dflash")
+        layer = _layer_config(target, input_norm=kind != "eagle", qk_norm=kind == "dflash")
+        sizes["layer"] = replace(layer, window=window)
         sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
     if "features" in names:
         sizes["features"] = choose_features(model_config.num_hidden_layers)

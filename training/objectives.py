@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, PEagleHead
-from heads.layer_cache import attend
+from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, PEagleHead
+from heads.layer_cache import attend, hide, is_unseen
 from training.losses import vocabulary_loss
 from training.teacher import Batch
 
@@ -158,7 +158,7 @@ class EagleObjective(Objective):
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         tokens, answers = (nn.functional.pad(part, (0, self.steps + 1)) for part in (batch.tokens, batch.answers))
         width = batch.tokens.shape[1]
-        context = UnrolledContext(columns)
+        context = UnrolledContext(columns, self.head.window)
         positions = torch.arange(width, device=columns.device)[None]
         fused = self.head.fuse(self._add_noise(batch.features))
         states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context.attend)[rows, columns]
@@ -236,7 +236,9 @@ class BlockObjective(Objective):
         blocks = self.embed(head.begin_block(tokens[rows, columns + 1]))  # [B, A, R, H]
         places = columns[..., None] + 1 + torch.arange(head.rows, device=columns.device)
         attends = [
-            partial(attend_to_block, columns, keys[:, head.part(layer)], values[:, head.part(layer)])
+            partial(
+                attend_to_block, columns, places, keys[:, head.part(layer)], values[:, head.part(layer)], head.config
+            )
             for layer in range(head.config.layers)
         ]
         states = head(blocks.flatten(1, 2), places.flatten(1), attends).unflatten(1, blocks.shape[1:3])
@@ -263,19 +265,34 @@ def choose_anchors(possible: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_block(
-    columns: Tensor, text_keys: Tensor, text_values: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+    columns: Tensor,
+    places: Tensor,
+    text_keys: Tensor,
+    text_values: Tensor,
+    config: DFlashConfig,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> Tensor:
-    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, G, T, D] up to columns [B, A]."""
+    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, G, T, D] up to columns [B, A].
+
+    places: the blocks' positions [B, A, R].
+    """
     anchors = columns.shape[1]
     count, size = queries.shape[2] // anchors, queries.shape[3]
     grouped = (queries * size**-0.5).unflatten(1, (keys.shape[1], -1))  # [B, G, Q/G, A R, D]
     wide = torch.promote_types(queries.dtype, torch.float32)
     scores = (grouped.flatten(2, 3) @ text_keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).to(wide)
-    hidden = torch.arange(scores.shape[-1], device=columns.device) > columns[..., None]  # [B, A, T]
-    scores = scores.masked_fill(hidden.repeat_interleave(count, dim=1)[:, None, None], float("-inf"))
+    slots = torch.arange(scores.shape[-1], device=columns.device)
+    hidden = is_unseen(slots, columns[..., None, None], places[..., None], config.layer.window)  # [B, A, 1 or R, T]
+    hidden = hidden.expand(-1, -1, count, -1).flatten(1, 2)
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     blocks = grouped.unflatten(3, (anchors, count))  # [B, G, Q/G, A, R, D]
     own_keys, own_values = (part.unflatten(2, (anchors, count))[:, :, None] for part in (keys, values))
-    own = (blocks @ own_keys.transpose(-1, -2)).flatten(3, 4).to(wide)  # [B, G, Q/G, A R, R]
+    own = (blocks @ own_keys.transpose(-1, -2)).to(wide)  # [B, G, Q/G, A, R, R]
+    if config.causal:
+        own = own.masked_fill(torch.ones(count, count, device=own.device).triu(1).bool(), float("-inf"))
+    own = own.flatten(3, 4)
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1).to(values.dtype)
     text, block = weights.split([scores.shape[-1], count], dim=-1)
     mixed = (text.flatten(2, 3) @ text_values).unflatten(2, grouped.shape[2:4])
@@ -295,10 +312,11 @@ class UnrolledContext:
 
     The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A], which
     attends to the text up to its anchor and to its own draft: T + S scores per query, not T x S as with one mask.
+    window: of `LayerConfig`.
     """
 
-    def __init__(self, columns: Tensor) -> None:
-        self.columns = columns
+    def __init__(self, columns: Tensor, window: int | None = None) -> None:
+        self.columns, self.window = columns, window
         self.text: tuple[Tensor, Tensor] | None = None
         self.drafts: list[tuple[Tensor, Tensor]] = []
 
@@ -311,15 +329,21 @@ class UnrolledContext:
         """See `heads.layer_cache.Attend`."""
         if self.text is None:
             self.text = keys, values
-            return attend(queries, keys, values)
+            if self.window is None:
+                return attend(queries, keys, values)
+            slots = torch.arange(keys.shape[2], device=keys.device)
+            hidden = is_unseen(slots, slots[:, None], slots[:, None], self.window)
+            return attend(queries, keys, values, hide(hidden, queries.dtype)[None, None])
         self.drafts.append((keys, values))
         count, size = queries.shape[2:]
         grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]
         scores = (grouped.flatten(2, 3) @ self.text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
-        past = torch.arange(scores.shape[-1], device=scores.device) <= self.columns[..., None]  # [B, A, T]
+        last = self.columns[..., None]
+        slots = torch.arange(scores.shape[-1], device=scores.device)
+        unseen = is_unseen(slots, last, last + len(self.drafts), self.window)  # [B, A, T]
         own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in self.drafts]
-        scores = torch.cat([scores.masked_fill(~past[:, None, None], float("-inf")), *own], dim=-1)  # [..., T + S]
-        weights = scores.softmax(dim=-1).to(grouped.dtype).split([past.shape[-1], len(own)], dim=-1)
+        scores = torch.cat([scores.masked_fill(unseen[:, None, None], float("-inf")), *own], dim=-1)  # [..., T + S]
+        weights = scores.softmax(dim=-1).to(grouped.dtype).split([unseen.shape[-1], len(own)], dim=-1)
         mixed = (weights[0].flatten(2, 3) @ self.text[1]).unflatten(2, (-1, count))
         for (_, draft), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
             mixed = mixed + weight[..., None] * draft[:, :, None]

@@ -14,6 +14,7 @@ from heads.rope import NEEDED, OPTIONAL, Scaling
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
 # What rotary positions can have in addition to a scaling's parameters.
 OTHER_ROPE_KEYS = {"rope_type", "rope_theta", "type", "truncate", "partial_rotary_factor"}
+WINDOWED = "sliding_attention"  # transformers' name of a layer that attends to a window
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 
@@ -40,6 +41,24 @@ def read_layer(shapes: Shapes, prefix: str, config: ConfigDict) -> LayerConfig:
         qk_norm=any(f"{prefix}self_attn.{name}_norm.weight" in shapes for name in "qk"),
         rope_scaling=_read_scaling(config),
     )
+
+
+def read_window(config: ConfigDict) -> int | None:
+    """How many tokens the layers attend to, by a config of z-lab, speculators or SpecForge; None: all.
+
+    Raises ValueError if its layers differ.
+    """
+    kinds = {*(config.get("layer_types") or ())}
+    if unknown := kinds - {"full_attention", WINDOWED}:
+        raise ValueError(f"its layers have {', '.join(sorted(unknown))}; only full attention and windows are supported")
+    if len(kinds) > 1:
+        raise ValueError("some of its layers attend to a window and others to everything; all must be alike")
+    if WINDOWED not in kinds and not config.get("use_swa"):
+        return None
+    window = number(config, "swa_window_size") or number(config, "sliding_window")
+    if window is None:
+        raise ValueError("its config has windows, but no size; add sliding_window")
+    return int(window)
 
 
 def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: int, key_size: int) -> int:
@@ -101,4 +120,5 @@ def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str,
         "rope_parameters": {"rope_type": "default", **(layer.rope_scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "tie_word_embeddings": False,
+        **({} if layer.window is None else {"layer_types": [WINDOWED], "sliding_window": layer.window}),
     }

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer
+from heads.formats.decoder_layer import WINDOWED, describe_proposal, export_layer, read_layer, read_window
 from heads.formats.layout import (
     EMBEDDING,
     ConfigDict,
@@ -43,7 +43,8 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
             raise ValueError(f"it is a {name} head; DFlash and DSpark are supported")
     nested, inner = section(config, NESTED), section(config, INNER)
     layer_config, settings = {**config, **nested}, {**config, **inner}
-    _refuse_unknown(settings, layer_config)
+    _refuse_unknown(settings)
+    window = read_window({**layer_config, **inner})
     hidden_size = extent(shapes, ["hidden_norm.weight"], 0)
     is_speculators = READ in config
     listed = settings.get(READ if is_speculators else READ_FROM_0)
@@ -57,7 +58,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     from_anchor, size = bool(settings.get("sample_from_anchor", kind == "dspark")), _read_whole(settings, "block_size")
     head_config = DFlashConfig(
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
-        layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True),
+        layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True, window=window),
         features=tuple(listed if is_speculators else (layer + 1 for layer in listed)),
         mask_token=_read_whole(settings, "mask_token_id"),
         output="shared" if "lm_head.weight" in shapes else "target",
@@ -65,18 +66,25 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         layers=count("layers.{}.self_attn.q_proj.weight", shapes)[0],
         pair_rank=rank,
         from_anchor=from_anchor,
+        causal=_read_causal(settings, window),
     )
     ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
     return Layout(head_config, ignored=ignored)
 
 
-def _refuse_unknown(settings: ConfigDict, layer_config: ConfigDict) -> None:
-    """Raise ValueError for a kind of attention or pair score that the head does not have."""
-    kinds = {*(layer_config.get("layer_types") or ())} - {"full_attention"}
-    if kinds or settings.get("use_swa"):
-        raise ValueError(f"its layers have {', '.join(sorted(kinds)) or 'windows'}; only full attention is supported")
-    if settings.get("causal") or settings.get("is_causal"):
-        raise ValueError("its blocks are causal; only blocks whose rows see each other are supported")
+def _read_causal(settings: ConfigDict, window: int | None) -> bool:
+    """Whether rows of a block see no later ones, as vLLM reads it. Those of windows do not, unless the config says so.
+
+    `use_swa` (of MiMo) means windows whose rows do.
+    """
+    for name in ("is_causal", "causal"):
+        if settings.get(name) is not None:
+            return bool(settings[name])
+    return window is not None and not settings.get("sliding_window_non_causal") and not settings.get("use_swa")
+
+
+def _refuse_unknown(settings: ConfigDict) -> None:
+    """Raise ValueError for a scale or pair score that the head does not have."""
     if settings.get("logit_scale", 1) != 1:
         raise ValueError(f"its config has logit_scale: {settings['logit_scale']!r}; only 1 is supported")
     if (kind := settings.get("markov_head_type", "vanilla")) != "vanilla":
@@ -103,7 +111,8 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         states["lm_head.weight"] = head.borrowed
     pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
     pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
-    layers = {"num_hidden_layers": config.layers, "layer_types": ["full_attention"] * config.layers}
+    kind_of_layer = "full_attention" if config.layer.window is None else WINDOWED
+    layers = {"num_hidden_layers": config.layers, "layer_types": [kind_of_layer] * config.layers}
     return states, {
         "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
         "speculators_model_type": kind,
@@ -115,4 +124,5 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         READ: [*config.features],
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
+        **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
     } | (pairs if head.has_pairs else {})

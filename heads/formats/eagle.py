@@ -8,6 +8,7 @@ speculators' config keeps its sizes in a nested object.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from heads.eagle import (
     PEagleHead,
     choose_features,
 )
-from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer
+from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer, read_window
 from heads.formats.layout import (
     EMBEDDING,
     MAP,
@@ -104,7 +105,10 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
     settings: dict[str, Any] = {
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
-        "layer": read_layer(shapes, MIDLAYER, layer_config),
+        "layer": replace(
+            read_layer(shapes, MIDLAYER, layer_config),
+            window=read_window(layer_config) if NESTED in config else None,  # flat configs copy the target's
+        ),
         "features": features,
         "output": "shared" if "lm_head.weight" in shapes else "target",
         "target_hidden_size": None if target_size == hidden_size else int(target_size),

@@ -175,7 +175,7 @@ def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Fi
             "without a pair score, vLLM takes no token from the anchor's row: train it with sample_from_anchor: false"
         )
         yield error("vllm", "block", text)
-    if not head.has_pairs and config.get("sliding_window_non_causal") is False:
+    if not head.has_pairs and not head.config.causal and config.get("sliding_window_non_causal") is False:
         yield error("vllm", "block", "vLLM takes sliding_window_non_causal: false for causal blocks: remove it")
     if "speculators_model_type" not in config:
         yield warning("vllm", "format", "config.json is not speculators': whether vLLM reads it was not tried")

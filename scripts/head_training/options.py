@@ -21,19 +21,19 @@ from training.schedule import Schedule
 
 TTT_STEPS = 3
 UNROLLING = "ttt_steps", "regression", "noise"
-SHAPE = "heads", "layers", "output", "pair_rank", "fc_norm", "normed_feedback"
+SHAPE = "heads", "layers", "output", "pair_rank", "window", "fc_norm", "normed_feedback"
 NORMS = "fc_norm", "normed_feedback"
 MODEL = "cut", "rollout"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
 NOT_FOR = {
-    "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank"),
-    "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank"),
-    "eagle": (*SHAPE, *MODEL),
+    "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
+    "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
+    "eagle": (*MODEL, *NORMS, "heads", "layers", "output", "pair_rank"),
     "eagle3": (*MODEL, "heads", "layers", "output", "pair_rank", "regression"),
     "peagle": (*UNROLLING, *MODEL, "layers", "output", "pair_rank", "normed_feedback"),
     "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
     "mtp": (*MODEL, *SHAPE, "regression"),
-    "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank"),
+    "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank", "window"),
 }
 DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
@@ -114,6 +114,10 @@ class TrainOptions:
         "dflash: rank of the score of a draft token after the one before it; 0: none, so that all paths have the same "
         "next tokens (default: 64)",
         low=0,
+    )
+    window: int | None = number(
+        "eagle, eagle3, peagle and dflash: attend to the last N tokens only, which keeps drafts of long texts as good "
+        "and as fast as those of the texts that they were trained on"
     )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(

@@ -49,6 +49,8 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("mtp", {**ORIGIN, "draft_size": 5, "normed_feedback": True}),
     ("dflash", {**ORIGIN, "draft_size": 5}),
     ("dflash", {"layers": 1, "heads": 5, "layer": {"qk_norm": False, "rope_scaling": YARN}}),
+    ("dflash", {"layer": {"window": 7}, "causal": True}),
+    ("eagle3", {"layer": {"window": 7}}),
     ("dflash", {"output": "shared", "draft_size": 5, "pair_rank": 0, "from_anchor": False, "features": (1, 2)}),
 ]
 

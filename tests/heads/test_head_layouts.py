@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from heads import DFlashHead, HydraHead, LayerConfig, MedusaHead, load_head
+from heads.formats.decoder_layer import WINDOWED
 from tests.support.models import tiny
 from tests.support.published_heads import (
     BLOCK_SPECULATORS,
@@ -135,6 +136,10 @@ INNER_SIZE = {name: value for name, value in ZLAB.items() if name != "block_size
 INNER_SIZE |= {"dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}
 DSPARK_FLAT = {name: value for name, value in ZLAB.items() if name != "dflash_config"}
 DSPARK_FLAT |= {"markov_rank": 5, "mask_token_id": 3, "target_layer_ids": [1, 4, 8]}
+WINDOW, CAUSAL, LITTLE = {"layer": {"window": 6}}, {"causal": True}, {"target_name": "little"}
+NESTED = "transformer_layer_config"
+SLIDING = {"layer_types": [WINDOWED] * 2, "sliding_window": 6}
+SLIDING_SIZES = BLOCK_SPECULATORS[NESTED] | SLIDING
 LAYOUTS = [
     ("medusa", {**FIVE, "target_name": VICUNA}, name_medusa, MEDUSA),
     ("medusa", {"output": "target"}, name_medusa, {"vocab_size": VOCABULARY, "version": "2"}),
@@ -188,9 +193,21 @@ LAYOUTS = [
     # block heads: z-lab, an older place of the block size, and speculators with and without a draft vocabulary
     ("dflash", PUBLISHED, name_eagle3, ZLAB),
     ("dflash", PUBLISHED, name_eagle3, INNER_SIZE),
-    ("dflash", PUBLISHED | {"target_name": "little"}, name_eagle3, BLOCK_SPECULATORS),
+    ("dflash", PUBLISHED | LITTLE, name_eagle3, BLOCK_SPECULATORS),
     ("dflash", PUBLISHED | SPECULATED | {"output": "shared"}, name_eagle3, BLOCK_SPECULATORS),
     ("dflash", SPECULATED | {"output": "shared", "heads": 4}, name_dspark, DSPARK),
+    # windows, whose rows see no later ones unless the config says so, and blocks that are causal without
+    ("dflash", PUBLISHED | CAUSAL | WINDOW, name_eagle3, ZLAB | SLIDING),
+    ("dflash", PUBLISHED | WINDOW, name_eagle3, ZLAB | SLIDING | {"is_causal": False}),
+    ("dflash", PUBLISHED | WINDOW, name_eagle3, ZLAB | {"use_swa": True, "swa_window_size": 6}),
+    ("dflash", PUBLISHED | CAUSAL, name_eagle3, ZLAB | {"is_causal": True}),
+    ("dflash", PUBLISHED | CAUSAL, name_eagle3, ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"causal": True}}),
+    ("dflash", PUBLISHED | CAUSAL | WINDOW | LITTLE, name_eagle3, BLOCK_SPECULATORS | {NESTED: SLIDING_SIZES}),
+    (
+        *("dflash", PUBLISHED | WINDOW | LITTLE, name_eagle3),
+        BLOCK_SPECULATORS | {NESTED: SLIDING_SIZES, "sliding_window_non_causal": True},
+    ),
+    ("eagle3", SPECULATED | RESIDUAL | WINDOW, name_speculators, SPECULATORS | {NESTED: SLIDING_SIZES}),
     ("dflash", {"heads": 4}, name_eagle3, DSPARK_FLAT),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import TEXT, row_keys
+from heads.layer_cache import attend
 from proposers import HEAD_PROPOSERS, HeadProposer, feature_history
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import Coupling
 from tests.decode.test_lossless import PROMPTS, texts
-from tests.support.drafting import Paths, Recorder, fix_cost, make_head
+from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
 VOCABULARY = 24  # so small that random heads are sometimes right
@@ -38,6 +40,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding": True, "norm_before_fc": True, "norm_before_residual": True, "normed_feedback": True},
     ),
     "peagle": ("peagle", {}),
+    "eagle with a window": ("eagle", {"layer": replace(LAYER, input_norm=False, window=6)}),
+    "eagle3 with a window": ("eagle3", {"layer": replace(LAYER, window=6)}),
+    "peagle with a window": ("peagle", {"layer": replace(LAYER, window=6)}),
+    "dflash with a window": ("dflash", {"layer": replace(LAYER, qk_norm=True, window=6), "causal": True}),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
     "mtp": ("mtp", {}),
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
@@ -91,11 +97,11 @@ class Written:
         elif self.head.kind == "peagle":
             tokens = torch.tensor([[*self.text[1:], *[self.head.config.mask_token] * level]])
             inputs = torch.cat([features, self.head.unknown(level)[1][None]], dim=1)
-            states = self.head(self.embed(tokens), inputs, torch.arange(tokens.shape[1])[None])[0, -1]
+            states = self.head(self.embed(tokens), inputs, torch.arange(tokens.shape[1])[None], self.attend)[0, -1]
         else:
             for end in range(level + 1):
                 tokens = torch.tensor([[*self.text[1:], *path[:end]]])
-                grown = self.head(self.embed(tokens), features, torch.arange(tokens.shape[1])[None])
+                grown = self.head(self.embed(tokens), features, torch.arange(tokens.shape[1])[None], self.attend)
                 features = torch.cat([features, grown[:, -1:]], dim=1)
             states = features[0, -1]
         return self._adjust(self.head.logits(states, level), level)
@@ -104,6 +110,9 @@ class Written:
         """A block head's logits [L, D], from whole texts."""
         head, count = self.head, self.true.shape[1]
         keys, values = head.read(self.true, torch.arange(count)[None])
+        mask = self.mask(count + head.rows)[count:]
+        if not head.config.causal:
+            mask[:, count:] = 0
         block = self.embed(torch.tensor([[self.text[-1], *[head.config.mask_token] * (head.rows - 1)]]))
 
         def see_all(layer: int, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
@@ -112,11 +121,19 @@ class Written:
                 for text, own in ((keys, own_keys), (values, own_values))
             )
             seen, weighed = parts
-            return (queries @ seen.transpose(2, 3) / 8**0.5).softmax(dim=-1) @ weighed
+            return (queries @ seen.transpose(2, 3) / 8**0.5 + mask).softmax(dim=-1) @ weighed
 
         attends = [partial(see_all, layer) for layer in range(head.config.layers)]
         states = head(block, count + torch.arange(block.shape[1])[None], attends)
         return head.logits(states[0, -3:])
+
+    def mask(self, count: int) -> Tensor:
+        """What each of so many tokens attends to, [T, T] to add to the scores."""
+        before = torch.arange(count)[:, None] - torch.arange(count)
+        return torch.full((count, count), -1e30).masked_fill_((before >= 0) & (before < (self.head.window or count)), 0)
+
+    def attend(self, *parts: Tensor) -> Tensor:
+        return attend(*parts, self.mask(parts[0].shape[2]).double()[None, None])
 
     def _pair(self, token: int) -> Any:
         return self.head.markov_head(torch.tensor(token)) if self.head.config.pair_rank else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from torch.optim import AdamW, Muon
 
 from decode import Target
 from heads import HydraHead, LayerCache, MedusaHead
+from heads.layer_cache import attend
 from proposers.dflash import DFlashDrafter
 from proposers.eagle import PEagleDrafter
-from tests.support.drafting import make_head
+from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses, objectives, trainer
 from training.losses import LOSSES, vocabulary_loss
@@ -132,7 +135,10 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     states = []
     for _ in range(steps):
         count = inputs.shape[1]
-        states.append(head(EMBEDDING[tokens[:count]][None], inputs, torch.arange(count)[None])[0, -1])
+        before = torch.arange(count)[:, None] - torch.arange(count)
+        seen = (before >= 0) & (before < (head.window or count))
+        attending = partial(attend, mask=seen[None, None])
+        states.append(head(EMBEDDING[tokens[:count]][None], inputs, torch.arange(count)[None], attending)[0, -1])
         inputs = torch.cat([inputs, states[-1][None, None]], dim=1)
     return states
 
@@ -143,6 +149,7 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
         *((kind, {"layers": 2}, loss, HEADS) for kind in ("medusa", "hydra") for loss in ("ce", "kl")),
         *((kind, {}, "kl", steps) for kind in ("eagle", "eagle3") for steps in (1, 2, 4)),
         *((kind, {"normed_feedback": True}, "kl", steps) for kind in ("eagle3", "mtp") for steps in (1, 2, 4)),
+        ("eagle3", {"layer": replace(LAYER, window=5)}, "kl", 4),
     ],
 )
 def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict, loss: str, steps: int) -> None:
@@ -183,7 +190,10 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # sums are made in float32
 
 
-BLOCKS: list[dict[str, Any]] = [{}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}]
+WINDOW = {"layer": replace(LAYER, qk_norm=True, window=5)}
+BLOCKS: list[dict[str, Any]] = [
+    *({}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}, WINDOW, {"causal": True}, {**WINDOW, "causal": True}),
+]
 
 
 @pytest.mark.parametrize("settings", BLOCKS)
@@ -198,7 +208,7 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
     draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
     expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
     for row, column in batch.answers.nonzero().tolist():
-        tokens, cache = batch.tokens[row], LayerCache(1)
+        tokens, cache = batch.tokens[row], LayerCache(1, window=head.window)
         if column + 1 >= 13 or not batch.answers[row, column + 1]:
             continue
         fused = head.fuse(batch.features[row : row + 1, : column + 1])
@@ -222,15 +232,19 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
     """Each draft is made by the proposer's drafter, which never sees a later feature."""
     monkeypatch.setattr(objectives, "NESTED", 1.0)
-    head, batch = make_head("peagle", TARGET, draft_size=DRAFTED), make_batch("peagle")
+    layer = replace(LAYER, window=window)
+    head, batch = make_head("peagle", TARGET, draft_size=DRAFTED, layer=layer), make_batch("peagle")
     result = PEagleObjective(head, "kl", EMBEDDING, head.depth, decay=0.7)(batch)
     draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
     expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
     for row, column in batch.answers.nonzero().tolist():
-        cache, count = LayerCache(1), column + 1
+        cache, count = LayerCache(1, window=window), column + 1
         following = nn.functional.pad(batch.tokens[row], (0, 1))[None, 1 : count + 1]
         fused = head.fuse(batch.features[row : row + 1, :count])
         states = head(EMBEDDING[following], fused, cache.positions(count, fused.device), cache.attend)
