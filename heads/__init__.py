@@ -9,7 +9,7 @@ from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model
@@ -31,6 +31,8 @@ __all__ = [
     "MedusaHead",
     "MtpConfig",
     "MtpHead",
+    "MultiTokenConfig",
+    "MultiTokenHead",
     "PEagleConfig",
     "PEagleHead",
     "choose_features",

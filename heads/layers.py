@@ -76,7 +76,11 @@ class DecoderLayer(nn.Module):
 
     def add(self, residual: Tensor, inputs: Tensor, positions: Positions, attend: Attend) -> Tensor:
         """Add both halves to a residual [B, T, H]. inputs [B, T, inputs x H]: normed, for the attention."""
-        states = residual + self.self_attn(inputs, positions, attend)
+        return self.finish(residual, attend(*self.self_attn.project(inputs, positions)))
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """Add both halves to a residual [B, T, H]. mixed [B, Q, T, D]: what attention returns."""
+        states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -95,14 +99,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (make_norm(config.head_dim, config.rms_norm_eps, config.qk_norm) for _ in "qk")
         nn.init.zeros_(self.o_proj.weight)
 
-    def forward(self, states: Tensor, positions: Positions, attend: Attend) -> Tensor:
-        """States [B, T, inputs x H] -> [B, T, H]; see `DecoderLayer.forward`."""
+    def project(self, states: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """States [B, T, inputs x H] -> queries [B, Q, T, D], keys and values [B, G, T, D], as `Attend` takes them."""
         queries = self._split(self.q_proj(states))
         dtype = queries.dtype
         table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, dtype)
         keys, values = self.keys_and_values(states, table)
-        queries = rotate(self.q_norm(queries).to(dtype), table)
-        return self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(-2))
+        return rotate(self.q_norm(queries).to(dtype), table), keys, values
 
     def keys_and_values(self, states: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
         """States [B, T, inputs x H] -> keys, rotated by the table of their positions, and values [B, G, T, D]."""

@@ -1,16 +1,19 @@
-"""Medusa heads: head i drafts the token i + 2 ahead from the target's last hidden state alone.
+"""Heads of which number i drafts the token i + 2 ahead, from the target's last hidden states alone.
 
-Source: Cai et al., "Medusa" (2024). Shapes: K heads, H hidden size.
+Sources: Cai et al., "Medusa" (2024); Gloeckle et al., "Better & Faster Large Language Models via Multi-token
+Prediction" (2024). Shapes: B rows, N tokens, K heads, H hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.layers import ResidualBlock
+from heads.layer_cache import Attend, attend
+from heads.layers import DecoderLayer, LayerConfig, Positions, ResidualBlock
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -43,6 +46,38 @@ class MedusaHead(VocabularyHead):
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., H] -> each head's state [..., K, H]. `logits(states[..., i, :], i)` gives head i's logits."""
         return torch.stack([block(features) for block in self.blocks], dim=-2)
+
+
+@dataclass(frozen=True)
+class MultiTokenConfig(HeadConfig):
+    """Sizes of multi-token heads."""
+
+    layer: LayerConfig
+    heads: int = 4
+    output: Output = "shared"
+
+
+class MultiTokenHead(VocabularyHead):
+    """Medusa heads that are decoder layers: each attends to the target's states of the whole text (Gloeckle et al.)."""
+
+    kind = "multi-token"
+    reads_all_features = True
+    config: MultiTokenConfig
+
+    def __init__(self, config: MultiTokenConfig) -> None:
+        super().__init__(config, config.output, config.heads)
+        self.depth = config.heads
+        self.blocks: Any = nn.ModuleList(DecoderLayer(config.hidden_size, config.layer) for _ in range(config.heads))
+
+    def forward(self, features: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
+        """Features [B, N, H] at positions [B, N] or [1, N] -> each head's state [B, N, K, H].
+
+        attend: called once, with the queries, keys and values of all heads.
+        """
+        parts = (block.self_attn.project(block.input_layernorm(features), positions) for block in self.blocks)
+        mixed = attend(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
+        results = zip(self.blocks, mixed.chunk(self.depth, dim=1), strict=True)
+        return torch.stack([block.finish(features, part) for block, part in results], dim=2)
 
 
 def widen_medusa(head: MedusaHead) -> MedusaHead:

@@ -9,7 +9,7 @@ from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
-from proposers.medusa import HydraProposer, MedusaProposer
+from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
@@ -29,6 +29,7 @@ __all__ = [
     "MedusaProposer",
     "MergedProposer",
     "MtpProposer",
+    "MultiTokenProposer",
     "NGramProposer",
     "PEagleProposer",
     "Place",

@@ -19,6 +19,7 @@ from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
+from proposers.medusa import MedusaDrafter
 from proposers.tree_proposer import Inputs
 from proposers.trees.search import Drafter
 
@@ -111,7 +112,7 @@ class PEagleProposer(EagleProposer):
         return PEagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target), self.depth)
 
 
-class PEagleDrafter:
+class PEagleDrafter(MedusaDrafter):
     """Drafts one step after the texts in a cache, from their last states [B, H], all levels at once."""
 
     def __init__(
@@ -126,13 +127,7 @@ class PEagleDrafter:
             inputs = (part.expand(len(states), -1, -1) for part in (embed(tokens), fused))
             attend = partial(cache.attend, mask=mask[:, None])
             states = torch.cat([states, head(*inputs, cache.positions(count, states.device), attend)], dim=1)
-        self._logits = head.logits(states)  # [B, levels, D]
-
-    def logits(self, level: int) -> Tensor:
-        return self._logits[:, level, None]
-
-    def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        """All paths have the same logits."""
+        super().__init__(head, states)
 
 
 class EagleDrafter:

@@ -31,7 +31,7 @@ from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.medusa import HydraProposer, MedusaProposer
+from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore
@@ -46,6 +46,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "merged": (MergedProposer, _MERGED),
     "draft": (DraftProposer, ("draft_model", "draft_layers", "draft_proposer", "sampled", "nodes", *_SHAPE)),
     "medusa": (MedusaProposer, _TRAINED),
+    "multi-token": (MultiTokenProposer, _TRAINED),
     "hydra": (HydraProposer, _TRAINED),
     "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
     "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),

@@ -1,7 +1,7 @@
-"""Drafting with Medusa and Hydra heads, which read the last committed token's feature.
+"""Drafting with Medusa, multi-token and Hydra heads, which read the last committed token's feature.
 
-After Cai et al., "Medusa" (2024), and Ankner et al., "Hydra" (2024). Shapes: B rows, W paths, K heads, D draft
-vocabulary, H hidden size.
+After Cai et al., "Medusa" (2024), Gloeckle et al., "Multi-token Prediction" (2024), and Ankner et al., "Hydra" (2024).
+Shapes: B rows, T tokens, W paths, K heads, D draft vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -29,14 +29,29 @@ class MedusaProposer(HeadProposer):
         return {"last": pick_last_features(step)}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
-        return MedusaDrafter(self.head, inputs["last"].to(self.dtype))
+        return MedusaDrafter(self.head, self.head(inputs["last"].to(self.dtype)))
+
+
+class MultiTokenProposer(MedusaProposer):
+    """Drafts with a `MultiTokenHead`, whose layers have read all features of the text."""
+
+    def read_step(self, step: Step) -> Inputs:
+        return {"states": self._history.read_all(self._read)}
+
+    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
+        features = part.features.to(self.dtype)
+        states = self.head(features, cache.positions(features.shape[1], features.device), cache.attend)
+        cache.keep(part.counts, part.counts_tensor)
+        return states.flatten(2)  # [B, T, K x H]
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
+        return MedusaDrafter(self.head, inputs["states"].unflatten(1, (self.head.depth, -1)))
 
 
 class MedusaDrafter:
-    """Drafts one step from features [B, H], all levels at once."""
+    """Drafts one step from the states [B, K, H] of all levels."""
 
-    def __init__(self, head: Any, features: Tensor) -> None:
-        states = head(features)  # [B, K, H]
+    def __init__(self, head: Any, states: Tensor) -> None:
         if head.output == "own":
             self._logits = torch.stack([head.logits(states[:, level], level) for level in range(head.depth)], dim=1)
         else:

@@ -23,7 +23,7 @@ from proposers.draft_models.proposer import has_other_tokens
 from proposers.eagle import EagleDrafter, PEagleDrafter, PEagleProposer
 from proposers.feature_history import attend_like_target
 from proposers.load import load_draft_head
-from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer
+from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
 from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
@@ -201,12 +201,16 @@ def _start_along_text(
     features [1, T, F]: the target's; text [T]. The root is the token after the position.
     """
     head, embed, roots = proposer.head, proposer.embedding(target), text[begin + 1 : end + 1]
+    cache = LayerCache(1, attend_like_target, head.window)
+    positions = cache.positions(end, text.device)
     if isinstance(proposer, HydraProposer):
         return HydraDrafter(head, head.contextualize(features)[0, begin:end], roots, embed)
+    if isinstance(proposer, MultiTokenProposer):
+        states = head(features[:, :end], positions, cache.attend)
+        return MedusaDrafter(head, states[0, begin:end])
     if isinstance(proposer, MedusaProposer):
-        return MedusaDrafter(head, features[0, begin:end])
-    cache, fused = LayerCache(1, attend_like_target, head.window), head.fuse(features[:, :end])
-    positions = cache.positions(end, text.device)
+        return MedusaDrafter(head, head(features[0, begin:end]))
+    fused = head.fuse(features[:, :end])
     if isinstance(proposer, DFlashProposer):
         cache.write(*head.read(fused, positions))
         _repeat(cache, begin, end)

@@ -45,7 +45,7 @@ def make_head(
     names = {each.name for each in fields(config)}
     vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
     drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
-    large = "target" if vocab > LARGE_VOCABULARY and kind in ("medusa", "hydra") else None
+    large = "target" if vocab > LARGE_VOCABULARY and kind in ("medusa", "multi-token", "hydra") else None
     sizes: dict[str, Any] = {
         "draft_size": len(drafted),
         "target_layers": model_config.num_hidden_layers,
@@ -130,7 +130,7 @@ def make_objective(
     """The objective that trains a head or draft model. eagle: `EagleObjective`'s steps, regression and noise."""
     if head.kind == "draft":
         return DraftModelObjective(head, loss, None, decay, temperature)
-    if head.kind == "medusa":
+    if head.kind in ("medusa", "multi-token"):
         return MedusaObjective(head, loss, None, decay, temperature)
     with torch.no_grad():  # a call and not the weight: some models scale their embeddings
         table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))

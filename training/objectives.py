@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, PEagleHead
+from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, MultiTokenHead, PEagleHead
 from heads.layer_cache import attend, hide, is_unseen
 from training.losses import vocabulary_loss
 from training.teacher import Batch
@@ -106,13 +106,16 @@ class Objective(nn.Module, ABC):
 
 
 class MedusaObjective(Objective):
-    """The loss of a Medusa or Hydra head."""
+    """The loss of a Medusa, multi-token or Hydra head. One head's logits are in memory at a time (Gloeckle et al.)."""
 
-    head: MedusaHead | HydraHead
+    head: MedusaHead | MultiTokenHead | HydraHead
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = batch.answers.nonzero(as_tuple=True)
         features = batch.features
+        if isinstance(self.head, MultiTokenHead):
+            positions = torch.arange(features.shape[1], device=features.device)[None]
+            features = self.head(features, positions, partial(attend_to_text, self.head.window))
         if isinstance(self.head, HydraHead):
             features = self.head.contextualize(features)
         features = features[row, column]
@@ -122,6 +125,8 @@ class MedusaObjective(Objective):
             row, column, features = row[inside], column[inside], features[inside]
             if isinstance(self.head, MedusaHead):
                 states = self.head.blocks[depth](features)
+            elif isinstance(self.head, MultiTokenHead):
+                states = features[:, depth]
             else:
                 drafted = column[:, None] + torch.arange(1, depth + 2, device=column.device)
                 states = self.head(features, self.embed(batch.tokens[row[:, None], drafted]), depth)
@@ -307,6 +312,15 @@ def gather_anchors(answers: Tensor) -> tuple[Tensor, Tensor]:
     return columns, answers.gather(1, columns)
 
 
+def attend_to_text(window: int | None, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of all tokens of texts to those before them, within the window."""
+    if window is None:
+        return attend(queries, keys, values)
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    hidden = is_unseen(slots, slots[:, None], slots[:, None], window)
+    return attend(queries, keys, values, hide(hidden, queries.dtype)[None, None])
+
+
 class UnrolledContext:
     """The keys and values that a head's layer attends to when drafts from all anchors are unrolled at once.
 
@@ -329,11 +343,7 @@ class UnrolledContext:
         """See `heads.layer_cache.Attend`."""
         if self.text is None:
             self.text = keys, values
-            if self.window is None:
-                return attend(queries, keys, values)
-            slots = torch.arange(keys.shape[2], device=keys.device)
-            hidden = is_unseen(slots, slots[:, None], slots[:, None], self.window)
-            return attend(queries, keys, values, hide(hidden, queries.dtype)[None, None])
+            return attend_to_text(self.window, queries, keys, values)
         self.drafts.append((keys, values))
         count, size = queries.shape[2:]
         grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]

@@ -17,16 +17,17 @@ from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
 from heads.vocabulary import HeadConfig
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
 ConfigDict = Mapping[str, Any]  # the content of config.json
-Head: TypeAlias = MedusaHead | HydraHead | EagleHead | Eagle3Head | DFlashHead | MtpHead
+Head: TypeAlias = MedusaHead | MultiTokenHead | HydraHead | EagleHead | Eagle3Head | DFlashHead | MtpHead
 
 HEADS = {
     "medusa": (MedusaHead, MedusaConfig),
+    "multi-token": (MultiTokenHead, MultiTokenConfig),
     "hydra": (HydraHead, HydraConfig),
     "eagle": (EagleHead, EagleConfig),
     "eagle3": (Eagle3Head, Eagle3Config),

@@ -117,7 +117,7 @@ def describe_speculation(head: Head | None, folder: str) -> dict[str, Any]:
 
 def write_commands(kind: str, speculation: Mapping[str, Any], model: str) -> dict[Engine, str]:
     """A command for each engine that serves heads of this kind, in chains. speculation: vLLM's settings."""
-    if kind == "hydra":
+    if kind in ("hydra", "multi-token", "mtp"):
         return {}
     vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculation)])
     if kind in ALL_AT_ONCE:

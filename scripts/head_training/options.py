@@ -26,6 +26,7 @@ NORMS = "fc_norm", "normed_feedback"
 MODEL = "cut", "rollout"
 # By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
 NOT_FOR = {
+    "multi-token": (*UNROLLING, *MODEL, *NORMS, "layers", "pair_rank"),
     "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
     "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
     "eagle": (*MODEL, *NORMS, "heads", "layers", "output", "pair_rank"),
@@ -105,7 +106,9 @@ class TrainOptions:
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
     cache_gib: float = number("largest size of the cache", 20.0)
 
-    heads: int | None = number("medusa, hydra, peagle and dflash: draft tokens (default: 4; peagle and dflash: 6)")
+    heads: int | None = number(
+        "medusa, multi-token, hydra, peagle and dflash: draft tokens (default: 4; peagle and dflash: 6)"
+    )
     layers: int | None = number(
         "medusa and hydra: blocks of each head (default: 1); dflash: decoder layers (default: 2); draft: layers of the "
         f"model (default: {DRAFT_LAYERS})"
@@ -116,12 +119,12 @@ class TrainOptions:
         low=0,
     )
     window: int | None = number(
-        "eagle, eagle3, peagle and dflash: attend to the last N tokens only, which keeps drafts of long texts as good "
+        "multi-token, eagle, eagle3, peagle and dflash: attend to the last N tokens only, which keeps drafts of long texts as good "
         "and as fast as those of the texts that they were trained on"
     )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(
-        "medusa and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
+        "medusa, multi-token and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
         "target, the model's, not trained (default: shared; of more than 64k tokens, target)",
         choices=get_args(Output),
     )

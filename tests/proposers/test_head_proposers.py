@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"output": "own", "draft_size": 13}),
     "medusa, shared output": ("medusa", {"output": "shared"}),
     "medusa, target's output": ("medusa", {"output": "target", "draft_size": 13}),
+    "multi-token": ("multi-token", {"output": "own", "draft_size": 13}),
+    "multi-token with a window": ("multi-token", {"layer": replace(LAYER, window=6)}),
     "hydra": ("hydra", {"output": "own", "draft_size": 13}),
     "hydra, shared output": ("hydra", {"output": "shared"}),
     "hydra, target's output": ("hydra", {"output": "target", "draft_size": 13}),
@@ -51,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
     "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
-MAIN = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "peagle", "mtp", "dflash"]
+MAIN = ["medusa", "hydra", "multi-token", "hydra++", "eagle", "eagle3", "peagle", "mtp", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
 EAGLES = [kind for kind in KINDS if kind.startswith(("eagle", "mtp"))]
 
@@ -83,7 +85,7 @@ class Written:
         if head.kind == "hydra":
             self.true = head.contextualize(features)
         else:
-            self.true = features if head.kind == "medusa" else head.fuse(features)
+            self.true = features if head.kind in ("medusa", "multi-token") else head.fuse(features)
 
     def probabilities(self, path: Sequence[int]) -> Tensor:
         """The log-probabilities over the draft vocabulary after a path."""
@@ -92,6 +94,8 @@ class Written:
             return self._adjust(self.read_block()[level] + self._pair([self.text[-1], *path][-1]), level)
         if self.head.kind == "medusa":
             states = self.head(features[0, -1])[level]
+        elif self.head.kind == "multi-token":
+            states = self.head(features, torch.arange(features.shape[1])[None], self.attend)[0, -1, level]
         elif self.head.kind == "hydra":
             states = self.head(features[0, -1], self.embed(torch.tensor([self.text[-1], *path])), level)
         elif self.head.kind == "peagle":

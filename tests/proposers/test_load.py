@@ -172,7 +172,7 @@ def test_auto_fits_every_model_without_a_warning(vocabulary: int) -> None:
 
 # ---- what is refused ----
 
-HAVE_HEADS = "it is for merged, medusa, hydra, eagle, eagle3, peagle, dflash, mtp, auto"
+HAVE_HEADS = "it is for merged, medusa, multi-token, hydra, eagle, eagle3, peagle, dflash, mtp, auto"
 BEFORE_LOADING = [
     ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
     ("merged", {"draft_model": "TARGET", "head": "eagle3"}, "both head and draft_model name a drafter"),

@@ -33,6 +33,8 @@ def draw_head(
         defaults |= {"layer": LAYER, "mask_token": 3}
     if kind == "dflash":
         defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
+    if kind == "multi-token":
+        defaults |= {"layer": LAYER}
     if kind == "mtp":
         defaults = {"block": SMALL_BLOCK | {"hidden_size": hidden_size}}
     head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from decode import Target
-from heads import HydraHead, LayerCache, MedusaHead
+from heads import HydraHead, LayerCache, MedusaHead, MultiTokenHead
 from heads.layer_cache import attend
 from proposers.dflash import DFlashDrafter
 from proposers.eagle import PEagleDrafter
@@ -121,6 +121,12 @@ def make_batch(kind: str) -> Batch:
     return Batch(tokens, answers, features, labels, probabilities)
 
 
+def see(count: int, window: int | None) -> Any:
+    """Attention of so many tokens to those before them."""
+    before = torch.arange(count)[:, None] - torch.arange(count)
+    return partial(attend, mask=((before >= 0) & (before < (window or count)))[None, None])
+
+
 def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Tensor]:
     """The states of a draft after features [T, F], one step at a time, without masks and without a cache.
 
@@ -128,6 +134,8 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     """
     if isinstance(head, MedusaHead):
         return [*head(features[-1])]
+    if isinstance(head, MultiTokenHead):
+        return [*head(features[None], torch.arange(len(features))[None], see(len(features), head.window))[0, -1]]
     if isinstance(head, HydraHead):
         after = EMBEDDING[tokens[len(features) - 1 :]]
         return [head(features[-1], after[: depth + 1], depth) for depth in range(steps)]
@@ -135,10 +143,8 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     states = []
     for _ in range(steps):
         count = inputs.shape[1]
-        before = torch.arange(count)[:, None] - torch.arange(count)
-        seen = (before >= 0) & (before < (head.window or count))
-        attending = partial(attend, mask=seen[None, None])
-        states.append(head(EMBEDDING[tokens[:count]][None], inputs, torch.arange(count)[None], attending)[0, -1])
+        embedded, positions = EMBEDDING[tokens[:count]][None], torch.arange(count)[None]
+        states.append(head(embedded, inputs, positions, see(count, head.window))[0, -1])
         inputs = torch.cat([inputs, states[-1][None, None]], dim=1)
     return states
 
@@ -150,13 +156,14 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
         *((kind, {}, "kl", steps) for kind in ("eagle", "eagle3") for steps in (1, 2, 4)),
         *((kind, {"normed_feedback": True}, "kl", steps) for kind in ("eagle3", "mtp") for steps in (1, 2, 4)),
         ("eagle3", {"layer": replace(LAYER, window=5)}, "kl", 4),
+        *(("multi-token", {"layer": replace(LAYER, window=window)}, "kl", HEADS) for window in (None, 5)),
     ],
 )
 def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict, loss: str, steps: int) -> None:
     """Anchors, the loss and its gradient. The targets of depth i at token t are at t + 1 + i, in the same answer."""
     head, batch = make_head(kind, TARGET, draft_size=DRAFTED, **settings), make_batch(kind)
     decay, regression = 0.7, 2.0 if kind == "eagle" else 0.0
-    if kind in ("medusa", "hydra"):
+    if kind in ("medusa", "multi-token", "hydra"):
         objective: Objective = MedusaObjective(head, loss, EMBEDDING, decay)
     else:
         objective = EagleObjective(head, loss, EMBEDDING, steps, regression, decay=decay)

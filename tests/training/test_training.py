@@ -54,6 +54,7 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     "head",
     [
         ["medusa"],
+        ["multi-token"],
         ["hydra"],
         ["hydra", "--prefix"],
         ["eagle"],
