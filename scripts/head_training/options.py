@@ -119,13 +119,13 @@ class TrainOptions:
         low=0,
     )
     window: int | None = number(
-        "multi-token, eagle, eagle3, peagle and dflash: attend to the last N tokens only, which keeps drafts of long texts as good "
-        "and as fast as those of the texts that they were trained on"
+        "multi-token, eagle, eagle3, peagle and dflash: attend to the last N tokens only, for texts much longer than "
+        "those that it is trained on"
     )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(
-        "medusa, multi-token and hydra: own, an output matrix for each head; shared, one for all, which starts as the model's; "
-        "target, the model's, not trained (default: shared; of more than 64k tokens, target)",
+        "medusa, multi-token and hydra: own, an output matrix for each head; shared, one for all, which starts as the "
+        "model's; target, the model's, not trained (default: shared; of more than 64k tokens, target)",
         choices=get_args(Output),
     )
     draft_vocab: int | None = number(
