@@ -84,7 +84,8 @@ def describe_block(config: PreTrainedConfig, sparse: bool = True) -> dict[str, A
     settings = config.to_diff_dict()
     types = settings.get("layer_types")
     settings |= {
-        **{"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None, "tie_word_embeddings": False},
+        **{"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False},
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         **({"layer_types": ["full_attention"]} if types else {}),
     }
     for name, value in {

@@ -26,12 +26,14 @@ from proposers import (
     HydraProposer,
     MedusaProposer,
     MergedProposer,
+    MtpProposer,
+    MultiTokenProposer,
     NGramProposer,
     PEagleProposer,
 )
 from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
-from tests.support.drafting import make_head
+from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 
@@ -93,10 +95,13 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "draft adaptive": DraftProposer(target, width=2, depth=4),
         "merged draft": MergedProposer(drafter=DraftProposer(target, width=2, depth=3), nodes=9),
         "medusa": MedusaProposer(head("medusa"), nodes=9),
+        "multi-token": MultiTokenProposer(head("multi-token"), nodes=9),
         "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
         "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
+        "eagle3 window": EagleProposer(head("eagle3", layer=replace(LAYER, window=8)), depth=3, nodes=12),
+        "mtp": MtpProposer(head("mtp"), depth=3, nodes=9),
         "peagle": PEagleProposer(head("peagle"), nodes=9),
         "dflash": DFlashProposer(head("dflash"), nodes=9),
         "dflash adaptive": DFlashProposer(head("dflash")),

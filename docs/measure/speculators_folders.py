@@ -1,0 +1,90 @@
+"""Block heads in speculators' own model classes: the same logits from a folder of ours, and from a folder of theirs.
+
+    python -m docs.measure.speculators_folders    (needs speculators 0.9)
+
+Tiny heads in float32: with and without a pair score, a draft vocabulary, and a draft from the anchor's row.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import speculators.models.dflash.core as dflash
+import torch
+from speculators.models.dspark.core import DSparkDraftModel
+from torch import Tensor
+
+from decode import Target
+from heads import LayerCache, load_head, save_head
+from heads.formats.layout import OWN
+from proposers.dflash import DFlashDrafter
+from tests.support.drafting import make_head
+from tests.support.models import VOCABULARY, tiny
+
+LENGTH, ANCHOR = 16, 9
+CASES: list[dict[str, Any]] = [
+    *({"draft_size": 40}, {}),
+    *({"pair_rank": 0, "from_anchor": False}, {"pair_rank": 0, "from_anchor": False, "draft_size": 40}),
+]
+
+
+def draft(folder: Path, target: Target, features: Tensor, tokens: Tensor) -> Tensor:
+    """The logits [L, D] of our drafter after a text, along its tokens."""
+    head: Any = load_head(folder)
+    if head.output == "target":
+        head.borrow(target.output_matrix)
+    cache, before = LayerCache(1), features[:, :ANCHOR]
+    cache.write(*head.read(head.fuse(before), torch.arange(ANCHOR)[None]))
+    cache.keep([ANCHOR])
+    drafter = DFlashDrafter(head, tokens[:, ANCHOR], cache, target.model.get_input_embeddings())
+    logits = []
+    for level in range(head.depth):
+        logits.append(drafter.logits(level)[0, 0])
+        drafter.extend(torch.tensor([[0]]), tokens[:, ANCHOR + 1 + level][:, None])
+    return torch.stack(logits)
+
+
+def compute(model: Any, features: Tensor, tokens: Tensor, levels: int) -> Tensor:
+    """The same by speculators, from one block after the anchor."""
+    dflash.select_anchors = lambda *_: (torch.tensor([ANCHOR]), torch.tensor([True]))
+    everything = torch.ones(1, LENGTH), torch.zeros(1, LENGTH, features.shape[2] // 3), torch.zeros(1, LENGTH).long()
+    states, logits, *_, places = model._backbone_forward(features, tokens, *everything, max_anchors=1)
+    rows = 1, model.block_size, -1
+    if getattr(model, "markov_head", None) is not None:
+        before = tokens[0, places].view(rows[:2])
+        logits = logits.view(rows) + model.markov_head.block_bias(
+            prev_token_ids=before, hidden_states=states.view(rows)
+        )
+    return logits.view(rows)[0, -levels:]
+
+
+@torch.no_grad()
+def main() -> None:
+    place = Path(tempfile.mkdtemp())
+    source = tiny("llama", num_hidden_layers=4, dtype=torch.float32)
+    source.save_pretrained(place / "model")
+    target = Target(source)
+    features, tokens = torch.randn(1, LENGTH, 3 * 32), torch.randint(VOCABULARY, (1, LENGTH))
+    for number, settings in enumerate(CASES):
+        ours, theirs = place / f"ours-{number}", place / f"theirs-{number}"
+        save_head(make_head("dflash", target, target_name=str(place / "model"), **settings), ours)
+        config = json.loads((ours / "config.json").read_text())
+        network = DSparkDraftModel if config["speculators_model_type"] == "dspark" else dflash.DFlashDraftModel
+        loaded = network.config_class.from_pretrained(ours)
+        loaded.transformer_layer_config._attn_implementation = "eager"
+        model = network.from_pretrained(ours, config=loaded).float().eval()
+        found = draft(ours, target, features, tokens)
+        expected = compute(model, features, tokens, len(found))
+        model.save_pretrained(theirs)
+        config = json.loads((theirs / "config.json").read_text())
+        config.pop(OWN, None)  # so that it is read as theirs
+        (theirs / "config.json").write_text(json.dumps(config))
+        errors = [float((each - expected).abs().max()) for each in (found, draft(theirs, target, features, tokens))]
+        print(f"{network.__name__} {settings}: ours there {errors[0]:.0e}, theirs here {errors[1]:.0e}")
+
+
+if __name__ == "__main__":
+    main()
