@@ -17,7 +17,18 @@ from torch import Tensor
 from heads.atomic_write import write_aside
 from heads.formats.dflash import export_dflash, read_dflash
 from heads.formats.eagle import export_eagle, export_eagle3, export_peagle, read_eagle, read_eagle3
-from heads.formats.layout import OWN, Head, Layout, assemble, convert, list_names, read_own, read_token_map, section
+from heads.formats.layout import (
+    OWN,
+    Head,
+    Layout,
+    assemble,
+    choose_dtype,
+    convert,
+    list_names,
+    read_own,
+    read_token_map,
+    section,
+)
 from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.mtp import read_mtp
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
@@ -78,7 +89,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
     path.mkdir(parents=True, exist_ok=True)
-    stored = {name: convert(tensor, dtype).cpu() for name, tensor in states.items()}
+    stored = {name: convert(tensor, choose_dtype(head, name, dtype)).cpu() for name, tensor in states.items()}
     weights = save(stored, {"format": "pt", OWN: json.dumps(config)})
     write_aside(path / WEIGHTS, lambda file: file.write(weights))
     write_aside(path / CONFIG, lambda file: file.write(_format(config).encode()))
@@ -112,7 +123,7 @@ def _find_layout(
         return layout
     if "fc.weight" in shapes:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
-    if any(name.startswith("model.layers.") for name in shapes):
+    if any(name.startswith(("model.layers.", "model.language_model.", "language_model.")) for name in shapes):
         raise ValueError("it seems to be a whole model without heads and without an MTP module")
     raise ValueError(f"its tensors are of no known head: {list_names(sorted(shapes))}")
 

@@ -22,6 +22,7 @@ from heads.vocabulary import HeadConfig, VocabularyHead
 
 ATTENTION = "draftless_head"  # transformers' name for attention that `Attend` computes
 UNKNOWN = "s_aux", "softcap", "position_bias"  # of an attention layer, which `Attend` cannot compute
+SPARSE = "index_topk", "indexer_budget"  # of configs whose layers choose what they attend to
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class MtpHead(VocabularyHead):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config, "target")
         size = config.hidden_size
-        self.block: Any = make_block(config.block).get_decoder()
+        model = make_block(config.block)
+        self.in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        self.block: Any = model.get_decoder()
         self.block.set_input_embeddings(nn.Identity())
         self.norm, self.block.norm = self.block.norm, nn.Identity()
         self.enorm, self.hnorm = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
@@ -74,6 +77,19 @@ class MtpHead(VocabularyHead):
     def normalise(self, states: Tensor) -> Tensor:
         return states if self.config.normed_feedback else self.norm(states)
 
+    @torch.no_grad()
+    def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        """Raise ValueError if it was trained for a target of other sizes, or if its layer cannot be run here."""
+        super().check_target(hidden_size, vocab_size, layers)
+        states = self.eh_proj.weight[:2, :hidden_size][None]
+        try:
+            self(states, states, torch.arange(2, device=states.device)[None])
+        except Exception as error:  # anything from the layer's code
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"an MTP module of {self.config.block['model_type']} cannot be run here: {reason}"
+            ) from error
+
 
 def describe_block(config: PreTrainedConfig, sparse: bool = True) -> dict[str, Any]:
     """The config of a model of one decoder layer as the target's that attend to everything.
@@ -85,7 +101,7 @@ def describe_block(config: PreTrainedConfig, sparse: bool = True) -> dict[str, A
     types = settings.get("layer_types")
     settings |= {
         **{"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False},
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
         **({"layer_types": ["full_attention"]} if types else {}),
     }
     for name, value in {
@@ -105,23 +121,34 @@ def make_block(settings: Mapping[str, Any]) -> PreTrainedModel:
     Raises ValueError if transformers does not know it, or if it is no model whose layers lie between embeddings and a
     norm.
     """
-    config = AutoConfig.for_model(**settings)
-    # Kernels for experts that are faster for many tokens do not support float64.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation="eager")
+    name = settings["model_type"]
+    if any(settings.get(setting) for setting in SPARSE):
+        raise ValueError(f"an MTP module of {name} is not supported: it has sparse attention")
+    try:
+        config = AutoConfig.for_model(**settings)
+        # Kernels for experts that are faster for many tokens do not support float64.
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation="eager")
+    except Exception as error:  # each config and model class has checks of its own
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"an MTP module of {name} is not supported: transformers makes no layer of it ({reason})"
+        ) from error
     block: Any = model.get_decoder()
-    if not all(hasattr(block, name) for name in ("layers", "norm", "rotary_emb")):
-        raise ValueError(f"an MTP module of {config.model_type} is not supported: it needs layers, norm and rotary_emb")
+    if not all(hasattr(block, part) for part in ("layers", "norm", "rotary_emb")):
+        raise ValueError(f"an MTP module of {name} is not supported: it needs layers, norm and rotary_emb")
     with torch.device("cpu"):  # its frequencies are in no file
         block.rotary_emb = type(block.rotary_emb)(config=block.config)
     return model
 
 
 def compute_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attend: Attend, **settings: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, attend: Attend | None = None, **settings: Any
 ) -> tuple[Tensor, None]:
     """An attention function for transformers' layers: `attend`, whose scale is that of the head size."""
+    if attend is None:
+        raise ValueError("its layer does not hand arguments on to its attention")
     if unknown := [name for name in UNKNOWN if settings.get(name) is not None]:
-        raise ValueError(f"an MTP module whose attention has {unknown[0]} is not supported")
+        raise ValueError(f"its attention has {unknown[0]}")
     size = query.shape[3]
     scale = settings.get("scaling") or size**-0.5
     return attend(query * (scale * size**0.5), key, value).transpose(1, 2), None

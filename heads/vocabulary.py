@@ -39,6 +39,7 @@ class VocabularyHead(nn.Module):
     kind: ClassVar[str]  # its key in HEADS
     features: tuple[int, ...] = (-1,)  # the hidden states it reads, in transformers' numbering
     reads_all_features = False  # of a text, to attend to them; else the last committed token's alone
+    in_float32: tuple[str, ...] = ()  # parts of names of tensors that no format narrower than float32 may hold
     config: Any  # the config class of its kind
     token_map: Tensor | None
     borrowed: Tensor | None

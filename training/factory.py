@@ -73,6 +73,7 @@ def make_head(
     head.borrow(target.output_matrix, target.output_bias)
     if "features" in names:
         _match_norm(head, target, examples)
+    head.check_target(model_config.hidden_size, vocab, model_config.num_hidden_layers)
     if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features
         head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())

@@ -19,7 +19,7 @@ from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
-from heads.vocabulary import HeadConfig
+from heads.vocabulary import HeadConfig, VocabularyHead
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
 ConfigDict = Mapping[str, Any]  # the content of config.json
@@ -204,11 +204,19 @@ def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype |
     if found := [f"{fault}: {list_names(named)}" for fault, named in faults.items() if named]:
         raise ValueError("; ".join(found))
     dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
-    states = {ours: convert(state, dtype, copy=True) for ours, state in states.items()}  # out of the mapped file
+    formats = {ours: choose_dtype(head, ours, dtype) for ours in states}
+    states = {ours: convert(state, formats[ours], copy=True) for ours, state in states.items()}  # out of the file's map
     if bad := [names[ours] for ours, state in states.items() if not bool(state.isfinite().all())]:
         raise ValueError(f"values are NaN or infinite in {str(dtype).removeprefix('torch.')}: {list_names(bad)}")
     head.load_state_dict(states, assign=True)
     return head
+
+
+def choose_dtype(head: VocabularyHead, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which a head of this dtype holds the tensor with this name."""
+    if dtype is not None and dtype.itemsize < 4 and any(part in name for part in head.in_float32):
+        return torch.float32
+    return dtype
 
 
 def list_names(names: Sequence[str]) -> str:

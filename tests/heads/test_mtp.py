@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
 from decode import Sampling, Target, generate
-from heads import MtpConfig, MtpHead, load_head, save_head
-from heads.mtp import describe_block, make_block
+from heads import load_head, save_head
 from proposers import MtpProposer, load_proposer
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import tiny
+from training.data import Example
+from training.factory import make_head
 
 # The published names of the token's norm, the state's norm, the projection and the last norm, and of what surrounds
 # these and the layer's own tensors. {}: the number of the target's layers.
@@ -171,6 +172,17 @@ def drop(name: str) -> Change:
     return lambda tensors, config: [tensors.pop(each) for each in list(tensors) if each.endswith(name)] and None
 
 
+def shorten(name: str) -> Change:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[name] = tensors[name][:-1].clone()
+
+    return change
+
+
+def spoil_config(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["hidden_size"] = "wide"
+
+
 def rename_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     config["model_type"] = "new_model"
 
@@ -186,10 +198,12 @@ def add(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("mtp.norm.weight"), "missing: mtp.shared_head.norm.weight, of its MTP module"),
-        (drop("mtp.layers.0.self_attn.q_norm.weight"), "missing in its MTP module: .*q_norm.weight"),
-        (add, "unexpected in its MTP module: .*side_proj.weight"),
-        (rename_model, "transformers has no model 'new_model', whose decoder layer its MTP module needs"),
+        (drop("mtp.norm.weight"), "missing: mtp.shared_head.norm or norm or final_layernorm.weight, of its MTP module"),
+        (drop("mtp.layers.0.self_attn.q_norm.weight"), "missing in its MTP module: self_attn.q_norm.weight$"),
+        (add, "unexpected in its MTP module: mtp.layers.0.mlp.side_proj.weight$"),
+        (shorten("mtp.layers.0.mlp.up_proj.weight"), "wrong in its MTP module: mtp.layers.0.mlp.up_proj.weight$"),
+        (rename_model, "its MTP module needs transformers' model 'new_model', which it cannot make"),
+        (spoil_config, "its MTP module needs transformers' model 'qwen3_5_text', which it cannot make"),
         (quantize, r"its MTP module is quantized \(mtp.*scale_inv\), which is not supported"),
         (drop("mtp.fc.weight"), "it seems to be a whole model without heads and without an MTP module"),
     ],
@@ -200,20 +214,96 @@ def test_a_module_that_cannot_be_used_is_refused(change: Change, message: str, t
         load_head(tmp_path)
 
 
+def test_a_module_without_one_of_its_experts_is_refused(tmp_path: Path) -> None:
+    write_checkpoint("deepseek_v3", tmp_path, drop("layers.2.mlp.experts.1.up_proj.weight"))
+    with pytest.raises(ValueError, match=r"its MTP module cannot be converted|missing in its MTP module"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text", "qwen2"])
+def test_the_first_of_several_modules_is_read(kind: str, tmp_path: Path) -> None:
+    def repeat(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        inner = LAYOUTS[CHECKPOINTS[kind]][5].format(config["num_hidden_layers"])
+        number = int(inner.split(".")[-2])
+        other = inner.replace(f".{number}.", f".{number + 1}.")
+        tensors |= {other + name.removeprefix(inner): 0 * tensors[name] for name in tensors if name.startswith(inner)}
+
+    write_checkpoint(kind, tmp_path / "two", repeat)
+    write_checkpoint(kind, tmp_path / "one")
+    one, two = (load_head(tmp_path / name) for name in ("one", "two"))
+    torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
+
+
+def nest(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """As a model that sees pictures, too."""
+    for name in list(tensors):
+        if name.startswith("model."):
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+    tensors["model.visual.layers.2.fc.weight"] = torch.ones(2, 2)
+    inner = dict(config)
+    config.clear()
+    config |= {"model_type": "qwen3_5", "text_config": inner}
+
+
+def test_the_module_of_a_multimodal_checkpoint_is_read(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_5_text", tmp_path / "text")
+    write_checkpoint("qwen3_5_text", tmp_path / "pictures", nest)
+    one, other = (load_head(tmp_path / name) for name in ("text", "pictures"))
+    torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
+    drop("mtp.fc.weight")(tensors := load_file(tmp_path / "pictures" / "model.safetensors"), {})
+    save_file(tensors, tmp_path / "pictures" / "model.safetensors")
+    with pytest.raises(ValueError, match="a whole model without heads and without an MTP module"):
+        load_head(tmp_path / "pictures")
+
+
+def test_the_module_of_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_5_text", tmp_path)
+    whole = load_head(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + name.startswith('mtp')}-of-00002.safetensors" for name in tensors}
+    for file in {*files.values()}:
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    torch.testing.assert_close(load_head(tmp_path).state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
+    """A narrower format would change which experts are chosen."""
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+    def halve(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for each in tensors:
+            tensors[each] = tensors[each].bfloat16()
+        tensors[name] = torch.tensor([9.01, 9.02, 9.03, 9.04])
+
+    write_checkpoint("deepseek_v3", tmp_path / "checkpoint", halve)
+    head = load_head(tmp_path / "checkpoint")
+    assert head.eh_proj.weight.dtype == torch.bfloat16
+    save_head(head, tmp_path / "head", torch.bfloat16)
+    for loaded in (head, load_head(tmp_path / "head"), load_head(tmp_path / "head", torch.bfloat16)):
+        bias = loaded.block.layers[0].mlp.gate.e_score_correction_bias
+        assert bias.dtype == torch.float32 and bias.tolist() == pytest.approx([9.01, 9.02, 9.03, 9.04], abs=1e-6)
+        states = torch.ones(1, 3, 32, dtype=torch.bfloat16)
+        assert loaded(states, states, torch.arange(3)[None]).isfinite().all()
+
+
 def test_a_target_without_a_checkpoint_needs_a_head() -> None:
     with pytest.raises(ValueError, match="mtp needs head, the folder of a checkpoint with an MTP module"):
         load_proposer("mtp", Target(tiny("llama")))
 
 
-@pytest.mark.parametrize(("kind", "message"), [("gpt2", "an MTP module of gpt2 is not supported")])
-def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_block(describe_block(tiny(kind).config))
+NO_MODULES = {
+    "gpt2": "an MTP module of gpt2 is not supported: it needs layers, norm and rotary_emb",
+    "gpt_oss": "an MTP module of gpt_oss cannot be run here: its attention has s_aux",
+    "stablelm": "an MTP module of stablelm cannot be run here: its layer does not hand arguments on",
+    "falcon": "an MTP module of falcon is not supported: transformers makes no layer of it",
+}
 
 
-def test_attention_that_cannot_be_computed_is_refused() -> None:
-    config = tiny("gpt_oss").config
-    head_config = MtpConfig(config.hidden_size, VOCABULARY, block=describe_block(config))
-    states = torch.zeros(1, 2, config.hidden_size)
-    with pytest.raises(ValueError, match="whose attention has s_aux is not supported"):
-        MtpHead(head_config)(states, states, torch.arange(2)[None])
+@pytest.mark.parametrize("kind", NO_MODULES)
+def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str) -> None:
+    target = Target(tiny(kind))
+    example = Example(tuple(range(3, 40)), ((5, 37),))
+    with pytest.raises(ValueError, match=NO_MODULES[kind]):
+        make_head("mtp", target, [example], None, False)
