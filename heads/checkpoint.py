@@ -106,6 +106,11 @@ def _check_overwrite(path: Path) -> None:
     raise ValueError(f"cannot save a head in {str(path)!r}: it holds something else ({list_names(held)})")
 
 
+def is_saved_head(folder: Path) -> bool:
+    """Whether a folder was made by `save_head`. Raises ValueError if it is damaged."""
+    return (folder / WEIGHTS).is_file() and OWN in read_weights(folder)[1]
+
+
 def _format(config: dict[str, Any]) -> str:
     """A config as JSON with each list of numbers on one line: a token map has thousands."""
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))

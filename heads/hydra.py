@@ -28,6 +28,10 @@ class HydraConfig(HeadConfig):
     projected: bool = False  # the residual of the first block is a learned matrix, as published; else the feature
     prefix: LayerConfig | None = None  # Hydra++: attention over the features of all tokens so far
 
+    def __post_init__(self) -> None:
+        if self.prefix is not None and self.prefix.window is not None:
+            raise ValueError("a prefix layer attends to all tokens; leave out its window")
+
 
 class HydraHead(VocabularyHead):
     """K heads in sequence. Head i reads the last committed token's feature, and the embeddings of the bonus token and

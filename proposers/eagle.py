@@ -61,7 +61,7 @@ class EagleProposer(HeadProposer):
             gains = gains_from_two(device, self.dtype, self.head.config.layer.head_dim)
             more = pad_tokens(unread.features.shape[1]) + self._most_drafted
             cache.reserve(max(cache.lengths) + more)
-            self.window = find_window(cache.lengths, cache.held[0].shape[2], more, gains)
+            self.seen_slots = find_window(cache.lengths, cache.held[0].shape[2], more, gains)
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
@@ -88,7 +88,7 @@ class EagleProposer(HeadProposer):
             return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
         embed = self.head.embed_tokens or target.model.get_input_embeddings()
         return FixedEagleDrafter(
-            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.window
+            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.seen_slots
         )
 
     @property

@@ -39,7 +39,7 @@ class HeadProposer(TreeProposer):
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
     usual_width: ClassVar[int]
     usual_ranks: ClassVar[int] = RANKS
-    window = 0, 0  # slots of the head's cache that the next draft sees, see `find_window`
+    seen_slots = 0, 0  # of the head's cache, that the next draft sees, see `find_window`
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class HeadProposer(TreeProposer):
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:
             return find(inputs)
-        return self._graphs.run(target.model, self.written, (sizes, samplings[0].kind, self.window), find, inputs)
+        return self._graphs.run(target.model, self.written, (sizes, samplings[0].kind, self.seen_slots), find, inputs)
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""

@@ -22,7 +22,7 @@ from decode.models.fingerprint import fingerprint_weights
 from decode.proposer import check_proposer
 from decode.target import check_target
 from heads import PRETRAINED
-from heads.checkpoint import find_folder, load_head
+from heads.checkpoint import find_folder, is_saved_head, load_head
 from heads.formats.layout import Head
 from proposers.calibration import load_calibration
 from proposers.dflash import DFlashProposer
@@ -114,7 +114,7 @@ def load_proposer(
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
     chosen, model = given.pop("head", None), given.pop("draft_model", None)
-    if name == "mtp" and chosen is None:
+    if "mtp" in (chosen, name) and chosen in (None, "mtp") and not Path("mtp").is_dir():
         chosen = find_checkpoint(target)
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
@@ -161,7 +161,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
         raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
-    if (name in HEAD_PROPOSERS and name != "mtp") or "head" in given:
+    is_own_module = options.get("head") == "mtp" or (name == "mtp" and "head" not in given)
+    if (name in HEAD_PROPOSERS or "head" in given) and not is_own_module:
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
@@ -190,10 +191,11 @@ def find_checkpoint(target: Target) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     try:
-        return Path(cached_file(name, "config.json", local_files_only=True)).parent
+        revision = getattr(target.model.config, "_commit_hash", None)
+        return Path(cached_file(name, "config.json", revision=revision, local_files_only=True)).parent
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(
-            "mtp needs head, the folder of a checkpoint with an MTP module: the target's own "
+            "mtp needs head, the folder of a checkpoint with an MTP module (no GGUF file has one): the target's own "
             + (f"is not found ({name})" if name else "is not known")
         ) from error
 
@@ -252,7 +254,9 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
             'this target: head="FOLDER"'
         ) from error
     _refuse_options(head.kind, options, OPTIONS[head.kind])
-    return HEAD_PROPOSERS[head.kind](head, calibration=load_calibration(folder), **options).prepare(target)
+    # In the checkpoint of a model, it is that of the model as a draft.
+    calibration = load_calibration(folder) if head.kind != "mtp" or is_saved_head(folder) else None
+    return HEAD_PROPOSERS[head.kind](head, calibration=calibration, **options).prepare(target)
 
 
 def _load_draft_proposer(

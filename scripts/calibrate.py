@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from decode import Target, Tree, stream
 from heads import LayerCache
-from heads.checkpoint import find_folder
+from heads.checkpoint import find_folder, is_saved_head
 from heads.vocabulary import top_tokens
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
@@ -65,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         if args.head is not None:
             head = load_draft_head(folder, target)
+            if head.kind == "mtp" and not is_saved_head(folder):
+                raise ValueError(
+                    f"--head {folder} is a model's checkpoint, where no calibration is kept; save its MTP module in a "
+                    "folder of its own first: heads.save_head(heads.load_head(CHECKPOINT), FOLDER)"
+                )
             try_out: TryOut = partial(try_head, target, HEAD_PROPOSERS[head.kind](head).prepare(target))
         else:
             draft = load_draft(replace(model, model=str(folder)))

@@ -37,9 +37,9 @@ def make_head(
 ) -> Any:
     """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
 
-    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. window: of EAGLE's and block heads'
-    layers. shape: settings of the kind's config; None is its default. Above 64k tokens the default output of Medusa and
-    Hydra is the target's.
+    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. window: of multi-token, EAGLE's and
+    block heads' layers. shape: settings of the kind's config; None is its default. Above 64k tokens the default output
+    of Medusa, multi-token heads and Hydra is the target's.
     """
     network, config = HEADS[kind]
     names = {each.name for each in fields(config)}

@@ -73,7 +73,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
 
 
 def _read_causal(settings: ConfigDict, window: int | None) -> bool:
-    """Whether rows of a block see no later ones, as vLLM reads it. Those of windows do not, unless the config says so.
+    """Whether rows of a block see no later ones. Those of windows do not, unless the config says so.
 
     `use_swa` (of MiMo) means windows whose rows do.
     """
@@ -125,4 +125,5 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
         **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
+        **({"is_causal": True} if config.causal else {}),
     } | (pairs if head.has_pairs else {})

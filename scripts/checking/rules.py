@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
+from heads.formats.decoder_layer import read_window
 from heads.formats.eagle import NESTED, READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
@@ -44,7 +45,8 @@ error, warning = partial(Finding, "error"), partial(Finding, "warning")
 
 
 def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
-    """The faults of a folder, whose head is loaded. No server has Hydra heads, so they have no faults.
+    """The faults of a folder, whose head is loaded. No server has Hydra and multi-token heads, or takes an MTP module
+    apart from its checkpoint, so they have no faults.
 
     Raises ValueError if a value in config.json has the wrong type.
     """
@@ -108,6 +110,10 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
         read["draft_vocab_size"] = number(config, "draft_vocab_size") or (
             None if head.kind != "dflash" else read["vocab_size"]
         )
+    try:
+        trained["sliding_window"], read["sliding_window"] = head.window, read_window(config)
+    except ValueError as fault:
+        yield error("both", "sizes", f"config.json is not understood: {fault}")
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]
     if wrong:
         text = f"config.json{'' if config else ' is missing, which'} means {'; '.join(wrong)}: write the right numbers"

@@ -69,6 +69,16 @@ def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
         save_head(loaded, folder)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_block_head_means_the_same_without_our_settings(tmp_path, window):
+    head = made("dflash", layer={"window": window}, causal=True, draft_size=5)
+    save_head(head, tmp_path)
+    config, tensors = read(tmp_path)
+    config.pop("draftless")
+    loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
+    assert loaded.config.causal and loaded.window == window
+
+
 # ---- what servers read ----
 
 

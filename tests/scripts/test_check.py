@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from scripts import check
 from scripts.checking.report import USELESS_TAU, judge_tau
 from scripts.checking.rules import find_faults
 from tests.support.commands import Call, Run
-from tests.support.drafting import make_head
+from tests.support.drafting import LAYER, make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
 from tests.support.published_heads import READ, ZLAB, write
 
@@ -36,7 +37,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "peagle": {"draft_size": 40},
     "dflash": {"draft_size": 40},
     "marginal": {"pair_rank": 0, "from_anchor": False},  # DFlash without a pair score
+    "windowed": {"draft_size": 40, "layer": replace(LAYER, window=9)},
+    "causal": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40},
+    "multi-token": {},
+    "mtp": {},
 }
+KINDS = {"whole": "eagle3", "borrowing": "eagle3", "windowed": "eagle3", "marginal": "dflash", "causal": "dflash"}
 GONE = object()  # in place of a value: the key or tensor is removed
 Spoil = Callable[..., Path]
 
@@ -56,8 +62,7 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each head, as `save_head` writes it."""
     root = tmp_path_factory.mktemp("saved")
     for name, settings in HEADS.items():
-        kind = {"whole": "eagle3", "borrowing": "eagle3", "marginal": "dflash"}.get(name, name)
-        save_head(make_head(kind, target, **settings), root / name)
+        save_head(make_head(KINDS.get(name, name), target, **settings), root / name)
     return root
 
 
@@ -206,6 +211,15 @@ def test_block_heads_without_pairs(saved: Path, tmp_path: Path, target: Target) 
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / WEIGHTS).write_bytes((saved / "marginal" / WEIGHTS).read_bytes())
     assert find(tmp_path, target) == {"error vllm block"}
+
+
+def test_windows_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
+    """The weights' metadata has them, which servers do not read."""
+    config = json.loads((saved / "windowed" / "config.json").read_text())
+    (tmp_path / WEIGHTS).write_bytes((saved / "windowed" / WEIGHTS).read_bytes())
+    for change in ({"layer_types": ["full_attention"]}, {"sliding_window": 8}, {"sliding_window": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        assert find(tmp_path, target) == {"error both sizes"}
 
 
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:
