@@ -114,7 +114,7 @@ def load_proposer(
     if name not in OPTIONS:
         return _load_head_proposer(None, Path(name), target, **given)
     chosen, model = given.pop("head", None), given.pop("draft_model", None)
-    if "mtp" in (chosen, name) and chosen in (None, "mtp") and not Path("mtp").is_dir():
+    if _names_own_module(name, chosen):
         chosen = find_checkpoint(target)
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
@@ -161,8 +161,7 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
         raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
-    is_own_module = options.get("head") == "mtp" or (name == "mtp" and "head" not in given)
-    if (name in HEAD_PROPOSERS or "head" in given) and not is_own_module:
+    if (name in HEAD_PROPOSERS or "head" in given) and not _names_own_module(name, given.get("head")):
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
@@ -183,6 +182,11 @@ def find_head(name: str, head: str | Path | None) -> Path:
     """
     is_kind = head is None or (head in HEAD_PROPOSERS and not Path(head).is_dir())
     return find_folder(PRETRAINED / (head or name) if is_kind else str(head))
+
+
+def _names_own_module(name: str | Path, head: str | Path | None) -> bool:
+    """Whether the head is the MTP module in the target's own checkpoint."""
+    return "mtp" in (name, head) and head in (None, "mtp") and not (head and Path(head).is_dir())
 
 
 def find_checkpoint(target: Target) -> Path:

@@ -288,6 +288,12 @@ def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
         assert loaded(states, states, torch.arange(3)[None]).isfinite().all()
 
 
+def test_merged_trees_take_the_targets_own_module(folders: Path) -> None:
+    target = build_target("qwen2", folders / "qwen2")
+    proposer: Any = load_proposer("merged", target, head="mtp")
+    assert isinstance(proposer.drafter, MtpProposer)
+
+
 def test_a_target_without_a_checkpoint_needs_a_head() -> None:
     with pytest.raises(ValueError, match="mtp needs head, the folder of a checkpoint with an MTP module"):
         load_proposer("mtp", Target(tiny("llama")))

@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
     target = Target(tiny("llama"))
     save_head(make_head("medusa", target, output="own"), root / "medusa")
     save_head(make_head("hydra", target, prefix=True), root / "hydra")
-    save_head(make_head("eagle3", target), root / "eagle3")
+    for kind in ("eagle3", "multi-token", "mtp"):
+        save_head(make_head(kind, target), root / kind)
     save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), root / "wide")
     save_head(make_head("medusa", target), root / "spoilt")
     (root / "spoilt" / FILE).write_text("{}")
@@ -154,7 +155,7 @@ def test_the_demos_table_has_a_line_for_each_method(
     assert "identical" in head
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "multi-token", "hydra", "eagle3", "mtp"])
 def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, kind: str) -> None:
     ask = [*BASE, "--head", kind, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "20"]
     status, out, _ = call(calibrate, *ask, "--limit", "2")

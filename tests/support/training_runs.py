@@ -97,7 +97,7 @@ def train(place: Path, out: Path, *options: str) -> int:
     """Train a head on the answers in the target's folder. Returns the exit status."""
     AcceleratorState._reset_state(reset_partial_state=True)
     given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
-    shape = SHAPE[:2] if "peagle" in options else SHAPE
+    shape = SHAPE[:2] if {"peagle", "multi-token"} & {*options} else SHAPE
     given += [] if {"eagle", "eagle3", "mtp", "draft"} & {*options} else shape
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:

@@ -54,7 +54,7 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     "head",
     [
         ["medusa"],
-        ["multi-token"],
+        ["multi-token", "--epochs", "8"],
         ["hydra"],
         ["hydra", "--prefix"],
         ["eagle"],
@@ -97,6 +97,7 @@ def test_heads_learn_with_every_loss(place: Path, tmp_path: Path, loss: str, agr
         (["peagle"], "shared"),
         (["dflash"], "target"),
         (["mtp"], "target"),
+        (["multi-token"], "shared"),
     ],
 )
 def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path, head: list[str], output: str) -> None:
