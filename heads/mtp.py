@@ -81,7 +81,8 @@ class MtpHead(VocabularyHead):
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Raise ValueError if it was trained for a target of other sizes, or if its layer cannot be run here."""
         super().check_target(hidden_size, vocab_size, layers)
-        states = self.eh_proj.weight[:2, :hidden_size][None]
+        weight = self.eh_proj.weight  # without values once it is packed
+        states = torch.zeros(1, 2, hidden_size, dtype=weight.dtype, device=weight.device)
         try:
             self(states, states, torch.arange(2, device=states.device)[None])
         except Exception as error:  # anything from the layer's code
