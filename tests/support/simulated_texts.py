@@ -26,14 +26,13 @@ from proposers import (
     HydraProposer,
     MedusaProposer,
     MergedProposer,
-    MtpProposer,
     MultiTokenProposer,
     NGramProposer,
     PEagleProposer,
 )
 from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
-from tests.support.drafting import LAYER, make_head
+from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 
@@ -100,8 +99,6 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
         "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
-        "eagle3 window": EagleProposer(head("eagle3", layer=replace(LAYER, window=8)), depth=3, nodes=12),
-        "mtp": MtpProposer(head("mtp"), depth=3, nodes=9),
         "peagle": PEagleProposer(head("peagle"), nodes=9),
         "dflash": DFlashProposer(head("dflash"), nodes=9),
         "dflash adaptive": DFlashProposer(head("dflash")),
