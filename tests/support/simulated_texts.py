@@ -26,7 +26,6 @@ from proposers import (
     HydraProposer,
     MedusaProposer,
     MergedProposer,
-    MultiTokenProposer,
     NGramProposer,
     PEagleProposer,
 )
@@ -94,7 +93,6 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "draft adaptive": DraftProposer(target, width=2, depth=4),
         "merged draft": MergedProposer(drafter=DraftProposer(target, width=2, depth=3), nodes=9),
         "medusa": MedusaProposer(head("medusa"), nodes=9),
-        "multi-token": MultiTokenProposer(head("multi-token"), nodes=9),
         "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
