@@ -44,10 +44,6 @@ class EagleHead(VocabularyHead):
         self.layers = nn.ModuleList([DecoderLayer(config.hidden_size, config.layer)])
         copy_last(self.fc)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [B, N, H] as `forward` takes them: unchanged."""
-        return features
-
     def forward(self, embedded: Tensor, features: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
         """States [B, N, H]: the input of `logits`, and the features of the next level.
 

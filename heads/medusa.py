@@ -1,4 +1,4 @@
-"""Heads of which number i drafts the token i + 2 ahead, from the target's last hidden states alone.
+"""Medusa and multi-token heads: head i drafts the token i + 2 ahead from the target's last hidden states alone.
 
 Sources: Cai et al., "Medusa" (2024); Gloeckle et al., "Better & Faster Large Language Models via Multi-token
 Prediction" (2024). Shapes: B rows, N tokens, K heads, H hidden size.

@@ -60,11 +60,8 @@ class MtpHead(VocabularyHead):
         self.norm, self.block.norm = self.block.norm, nn.Identity()
         self.enorm, self.hnorm = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.has_run = False
         copy_last(self.eh_proj)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [B, N, H] as `forward` takes them: unchanged."""
-        return features
 
     def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, attend: Attend = attend) -> Tensor:
         """States [B, N, H], as in `EagleHead.forward`."""
@@ -81,6 +78,8 @@ class MtpHead(VocabularyHead):
     def check_target(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Raise ValueError if it was trained for a target of other sizes, or if its layer cannot be run here."""
         super().check_target(hidden_size, vocab_size, layers)
+        if self.has_run:
+            return
         weight = self.eh_proj.weight  # without values once it is packed
         states = torch.zeros(1, 2, hidden_size, dtype=weight.dtype, device=weight.device)
         try:
@@ -90,6 +89,7 @@ class MtpHead(VocabularyHead):
             raise ValueError(
                 f"an MTP module of {self.config.block['model_type']} cannot be run here: {reason}"
             ) from error
+        self.has_run = True
 
 
 def describe_block(config: PreTrainedConfig, sparse: bool = True) -> dict[str, Any]:

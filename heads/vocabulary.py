@@ -100,6 +100,10 @@ class VocabularyHead(nn.Module):
         if self.features[-1] > layers:
             raise ValueError(f"this head reads layer {self.features[-1]}; this target has {layers} layers")
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [B, N, K x F] as the head's layers read them; most heads change nothing."""
+        return features
+
     @property
     def window(self) -> int | None:
         """How many tokens its layers attend to; None: all."""

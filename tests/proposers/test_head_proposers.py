@@ -85,7 +85,7 @@ class Written:
         if head.kind == "hydra":
             self.true = head.contextualize(features)
         else:
-            self.true = features if head.kind in ("medusa", "multi-token") else head.fuse(features)
+            self.true = head.fuse(features)
 
     def probabilities(self, path: Sequence[int]) -> Tensor:
         """The log-probabilities over the draft vocabulary after a path."""

@@ -39,6 +39,6 @@ def write_rows(file: str | Path, rows: Sequence[Any]) -> str:
 def run_module(module: str, *options: str) -> Any:
     """The JSON that a module prints last, which runs in a process of its own."""
     command, root = [sys.executable, "-m", module, *options], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done
     return json.loads(done.stdout.splitlines()[-1])

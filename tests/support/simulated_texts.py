@@ -1,6 +1,6 @@
 """Texts on the simulated GPU compared with the CPU's: prints the cases that differ, as JSON. Needs no GPU.
 
-python -m tests.support.simulated_texts [--graphs]
+python -m tests.support.simulated_texts [--graphs] [--model llama|gemma3_text]
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}]
+MODELS = "llama", "gemma3_text"
 GRAPH_CASES = {"plain", "ngram", "hydra", "eagle", "eagle3", "eagle3 adaptive", "garbage", "wrong root"}
 REUSING = {"plain", "ngram", "medusa", "eagle3"}
 LIMITS = {"max_new_tokens": 16, "stop_ids": range(0, VOCABULARY, 23)}  # rows finish at different times
@@ -105,9 +106,9 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
     }
 
 
-def list_differences(accelerate: str, names: Container[str] | None = None) -> Iterator[str]:
-    """The cases whose text is not the CPU's. names: of the proposers, None for all."""
-    for kind, settings in product(("llama", "gemma3_text"), SAMPLINGS):
+def list_differences(accelerate: str, kinds: Sequence[str], names: Container[str] | None = None) -> Iterator[str]:
+    """The cases whose text is not the CPU's. kinds: of models. names: of the proposers, None for all."""
+    for kind, settings in product(kinds, SAMPLINGS):
         target, cpu = make_target(kind, cuda=True, accelerate=accelerate), make_target(kind, cuda=False)
         sampling = Sampling(**settings)
         expected = decode(cpu, None, sampling)
@@ -195,15 +196,21 @@ def list_graph_faults(notices: Sequence[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--graphs", action="store_true", help="steps are graphs; fewer proposers")
+    parser.add_argument("--model", choices=MODELS, help="compare texts of this one only")
     options = parser.parse_args()
+    kinds = [options.model] if options.model else MODELS
     torch.set_num_threads(1)
     notices: list[str] = []
     with simulate(), recorded_graphs(), patch.object(graph, "print_notice", notices.append):
         if options.graphs:
-            faults = [*list_differences("graphs", GRAPH_CASES), *list_accepted_faults("graphs"), *list_recaptured()]
+            faults = [
+                *list_differences("graphs", kinds, GRAPH_CASES),
+                *list_accepted_faults("graphs"),
+                *list_recaptured(),
+            ]
             faults += list_graph_faults(notices)
         else:
-            faults = [*list_differences("off"), *list_accepted_faults("off")]
+            faults = [*list_differences("off", kinds), *list_accepted_faults("off")]
         print(json.dumps(faults))
 
 

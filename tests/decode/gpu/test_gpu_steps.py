@@ -39,6 +39,6 @@ def test_the_counter_counts() -> None:
     assert run_module("docs.measure.count_gpu_steps", "plain", "--json")["plain"]["target"] > 100
 
 
-@pytest.mark.parametrize("options", [[], ["--graphs"]])
+@pytest.mark.parametrize("options", [["--model", "llama"], ["--model", "gemma3_text"], ["--graphs"]])
 def test_texts_and_errors_are_the_cpus(options: list[str]) -> None:
     assert run_module("tests.support.simulated_texts", *options) == []
