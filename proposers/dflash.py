@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
@@ -26,10 +25,6 @@ class DFlashProposer(HeadProposer):
 
     usual_width = 8
     levelwise: ClassVar[bool] = False
-
-    @torch.no_grad()
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features.to(self.dtype))
 
     def read_step(self, step: Step) -> Inputs:
         self._history.read_all(self._read)

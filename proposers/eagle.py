@@ -38,10 +38,6 @@ class EagleProposer(HeadProposer):
     usual_width, usual_ranks = WIDTH, WIDTH
     has_graphs: ClassVar[bool] = True
 
-    @torch.no_grad()
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features.to(self.dtype))
-
     def read_step(self, step: Step) -> Inputs:
         """What a draft starts from: the head's last states, or on a GPU the features that its graph is to read.
 

@@ -120,9 +120,11 @@ class HeadProposer(TreeProposer):
         if self.head.reads_all_features:
             self._history.add(step)
 
+    @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
-        """The features [B, T, F] as the head attends to them. See `decode.Proposer`."""
-        return features
+        """The features [B, T, F] as the head's layers read them. See `decode.Proposer`."""
+        fused: Tensor = self.head.fuse(features.to(self.dtype))
+        return fused
 
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:
