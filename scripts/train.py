@@ -29,9 +29,9 @@ from scripts.head_training.options import DRAFT_LAYERS, SHAPE, TrainOptions, mak
 from scripts.shared.command import failing_clearly
 from scripts.shared.options import ModelOptions, load_model_only, load_target
 from training.checkpoint import load_checkpoint
-from training.data import Dataset, load_dataset
+from training.data import Dataset, find_rarest, load_dataset
 from training.draft_model import DraftModel, RolloutLoader
-from training.factory import make_draft_model, make_head, make_objective
+from training.factory import make_draft_model, make_head, make_objective, make_parallel
 from training.feature_cache import BatchLoader, FeatureCache
 from training.rendering import Renderer
 from training.teacher import Teacher
@@ -152,7 +152,7 @@ def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
         torch.manual_seed(options.seed)
         head = make_head(options.kind, target, dataset.examples, options.draft_vocab, options.prefix, **shape)
     else:
-        head = _load_head(options, target)
+        head = _load_head(options, target, dataset)
     head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
     return head
 
@@ -174,9 +174,12 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
     return head
 
 
-def _load_head(options: TrainOptions, target: Target) -> Any:
+def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     sizes = target.vocabulary, target.config.num_hidden_layers
     head: Any = load_head(options.init, torch.float32, *sizes)
+    if options.kind == "peagle" and head.kind == "eagle3":
+        torch.manual_seed(options.seed)
+        head = make_parallel(head, find_rarest(dataset.examples, target.vocabulary), options.heads)
     if head.kind != options.kind:
         raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
     own = {name: getattr(head.config, name, None) for name in SHAPE} | {"window": head.window}

@@ -15,6 +15,7 @@ from decode.models.cut_model import cut_model
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
+from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
@@ -78,6 +79,18 @@ def make_head(
         features = Teacher(target, head.features).compute(examples[:1])[0].features
         head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
     return head
+
+
+def make_parallel(head: Eagle3Head, mask_token: int, heads: int | None = None) -> PEagleHead:
+    """A P-EAGLE head that drafts its first token exactly as an EAGLE-3 head does, with that head's own weights.
+
+    mask_token, heads: of `PEagleConfig`; heads None is its default. What stands for unknown features is new.
+    """
+    shape = {each.name: getattr(head.config, each.name) for each in fields(head.config) if each.init}
+    given = {} if heads is None else {"heads": heads}
+    parallel = PEagleHead(PEagleConfig(**shape, mask_token=mask_token, **given))
+    parallel.load_state_dict(head.state_dict() | {"mask_hidden": parallel.mask_hidden.data})
+    return parallel
 
 
 def make_draft_model(
