@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 import scripts.train
 from decode import Target
-from heads import MedusaConfig, MedusaHead, load_head, save_head
+from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
 from tests.support.commands import Call, Run
+from tests.support.drafting import draw_head
 from tests.support.training_runs import OPTIONS, PLANNED, SHAPE, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
@@ -116,6 +117,21 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
     refuse(call(*SHORT, "--resume", out=tmp_path / "more"), f"init was '{trained}', now None")
+
+
+def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) -> None:
+    layer = LayerConfig(2, 1, 16, 24)
+    head = draw_head("eagle3", 32, 96, torch.float32, draft_size=60, layer=layer, features=(0, 1))
+    save_head(head, tmp_path / "head")
+    begun = "--kind", "peagle", "--init", str(tmp_path / "head"), "--heads", "4", "--max-steps", "1"
+    assert call(*begun, "--lr", "1e-9").status == 0
+    after = load_head(tmp_path / "out", torch.float32)
+    assert after.kind == "peagle" and after.depth == 4
+    own = after.state_dict()
+    assert own.pop("mask_hidden").shape == (1, 1, 64)
+    torch.testing.assert_close(own, head.state_dict(), rtol=1e-2, atol=1e-6)  # saved in bfloat16
+    refuse(call(*begun, "--heads", "1", out=tmp_path / "one"), "heads is 1; a P-EAGLE head of one draft token")
+    refuse(call(*begun, "--draft-vocab", "50", out=tmp_path / "other"), "--draft-vocab is 50, and the head of --init")
 
 
 @pytest.mark.parametrize(
