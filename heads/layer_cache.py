@@ -69,14 +69,21 @@ class LayerCache:
         """
         if mask is None:
             used = self.write(keys, values)
-            own = self.positions(keys.shape[2], keys.device)[..., None]
-            mask = hide(is_unseen(torch.arange(used, device=keys.device), own, own, self.window), queries.dtype)[
-                :, None
-            ]
-        else:
-            used = mask.shape[3]
-            self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
+            return self._look(queries, self.positions(keys.shape[2], keys.device), used)
+        used = mask.shape[3]
+        self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
         keys, values = (held[:, heads, :used] for held in self.allocated())
+        return self.attention(queries, keys, values, mask)
+
+    def look(self, queries: Tensor) -> Tensor:
+        """Attention [B, Q, 1, D] of each row's last kept token, by its queries [B, Q, 1, D]. Writes nothing."""
+        return self._look(queries, self.positions(1, queries.device) - 1, max(self.lengths))
+
+    def _look(self, queries: Tensor, positions: Tensor, used: int) -> Tensor:
+        """Attention of text tokens at positions [B, T]."""
+        slots, own = torch.arange(used, device=queries.device), positions[..., None]
+        mask = hide(is_unseen(slots, own, own, self.window), queries.dtype)[:, None]
+        keys, values = (held[:, :, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
     def write(self, keys: Tensor, values: Tensor) -> int:

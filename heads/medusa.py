@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.layer_cache import Attend, attend
-from heads.layers import DecoderLayer, LayerConfig, Positions, ResidualBlock
+from heads.layers import DecoderLayer, LayerConfig, ResidualBlock
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 
@@ -69,12 +69,20 @@ class MultiTokenHead(VocabularyHead):
         self.depth = config.heads
         self.blocks: Any = nn.ModuleList(DecoderLayer(config.hidden_size, config.layer) for _ in range(config.heads))
 
-    def forward(self, features: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
+    def read(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, K x G, N, D] of features [B, N, H] at positions [B, N], those of all heads."""
+        table = self.config.layer.rotary_table(positions, features.dtype)
+        parts = (block.self_attn.keys_and_values(block.input_layernorm(features), table) for block in self.blocks)
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+    def forward(self, features: Tensor, positions: Tensor, attend: Attend = attend) -> Tensor:
         """Features [B, N, H] at positions [B, N] or [1, N] -> each head's state [B, N, K, H].
 
         attend: called once, with the queries, keys and values of all heads.
         """
-        parts = (block.self_attn.project(block.input_layernorm(features), positions) for block in self.blocks)
+        table = self.config.layer.rotary_table(positions, features.dtype)
+        parts = (block.self_attn.project(block.input_layernorm(features), table) for block in self.blocks)
         mixed = attend(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
         results = zip(self.blocks, mixed.chunk(self.depth, dim=1), strict=True)
         return torch.stack([block.finish(features, part) for block, part in results], dim=2)

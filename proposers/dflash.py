@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from decode import Step, Target
 from heads.layer_cache import LayerCache, hide
-from proposers.feature_history import FeaturePart
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
 
@@ -27,14 +26,8 @@ class DFlashProposer(HeadProposer):
     levelwise: ClassVar[bool] = False
 
     def read_step(self, step: Step) -> Inputs:
-        self._history.read_all(self._read)
+        self._history.read_all(self.read_keys)
         return {}
-
-    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
-        features = part.features.to(self.dtype)
-        cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))
-        cache.keep(part.counts, part.counts_tensor)
-        return features
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return False

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from decode import Sampling, Step, Target
 from decode.sampling import group_rows
+from heads.layer_cache import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
-from proposers.feature_history import FeatureHistory
+from proposers.feature_history import FeatureHistory, FeaturePart
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS
@@ -125,6 +126,13 @@ class HeadProposer(TreeProposer):
         """The features [B, T, F] as the head's layers read them. See `decode.Proposer`."""
         fused: Tensor = self.head.fuse(features.to(self.dtype))
         return fused
+
+    def read_keys(self, cache: LayerCache, part: FeaturePart) -> Tensor:
+        """Let a head that attends to features read some: their keys and values are all that it needs. Returns them."""
+        features = part.features.to(self.dtype)
+        cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))
+        cache.keep(part.counts, part.counts_tensor)
+        return features
 
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:

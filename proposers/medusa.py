@@ -36,16 +36,12 @@ class MultiTokenProposer(MedusaProposer):
     """Drafts with a `MultiTokenHead`, whose layers have read all features of the text."""
 
     def read_step(self, step: Step) -> Inputs:
-        return {"states": self._history.read_all(self._read)}
-
-    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
-        features = part.features.to(self.dtype)
-        states = self.head(features, cache.positions(features.shape[1], features.device), cache.attend)
-        cache.keep(part.counts, part.counts_tensor)
-        return states.flatten(2)  # [B, T, K x H]
+        last, cache = self._history.read_all(self.read_keys)[:, None], self._history.cache
+        positions = cache.positions(1, last.device) - 1
+        return {"states": self.head(last, positions, lambda queries, keys, values: cache.look(queries))[:, 0]}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
-        return MedusaDrafter(self.head, inputs["states"].unflatten(1, (self.head.depth, -1)))
+        return MedusaDrafter(self.head, inputs["states"])
 
 
 class MedusaDrafter:
