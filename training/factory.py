@@ -87,7 +87,7 @@ def make_parallel(head: Eagle3Head, mask_token: int, heads: int | None = None) -
     mask_token, heads: of `PEagleConfig`; heads None is its default. What stands for unknown features is new.
     """
     shape = {each.name: getattr(head.config, each.name) for each in fields(head.config) if each.init}
-    given = {} if heads is None else {"heads": heads}
+    given: dict[str, Any] = {} if heads is None else {"heads": heads}
     parallel = PEagleHead(PEagleConfig(**shape, mask_token=mask_token, **given))
     parallel.load_state_dict(head.state_dict() | {"mask_hidden": parallel.mask_hidden.data})
     return parallel
