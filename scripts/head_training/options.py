@@ -92,8 +92,9 @@ class TrainOptions:
         type=parse_template_option,
     )
     init: Path | None = flag(
-        "start from the head in this folder; mtp: a folder with the model's checkpoint has its MTP module; draft: from "
-        "this model (a folder or hub id), which may be of any kind that has the model's tokenizer",
+        "start from the head in this folder; peagle: an EAGLE-3 head will do; mtp: a folder with the model's "
+        "checkpoint has its MTP module; draft: from this model (a folder or hub id), which may be of any kind that has "
+        "the model's tokenizer",
         type=Path,
         metavar="DIR",
     )
