@@ -1,7 +1,8 @@
-"""Quantized linear layers of transformers checkpoints, as blocks of 4 or 8 bits that the CPU's linear op takes.
+"""Quantized linear layers of transformers checkpoints, in forms that the CPU's linear op takes.
 
-A layer is not known by its package or class. Its values and scales are read, and the integers follow from both. It is
-packed if the op then computes what the layer computes, so a layer that also quantizes its inputs runs as it is.
+A layer is not known by its package or class. Its values and scales are read, and the integers follow from both: blocks
+of 4 or 8 bits hold them. Layers of GPTQ and AWQ round each product of integer and scale to 16 bits, so theirs are held
+in 16 bits. A layer is packed if the op then computes what it computes; one that also quantizes its inputs stays.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ from decode.cpu.native_ops import FLOAT_BLOCKS, Weight
 from decode.cpu.packed_linear import PackedLinear, StoredLayer, agree, make_linear
 
 GROUP = 32  # inputs of a block
+UNITS = 1024  # unit vectors that a layer takes at once
 ROUNDING = 2.0**-22  # of a value, as a share of the largest in its block
 
 
 @torch.no_grad()
 def store_quantized_layers(model: PreTrainedModel) -> None:
-    """Make quantized linear layers stored ones, in place, where blocks hold exactly their float32 values.
+    """Make quantized linear layers stored ones, in place, where that holds exactly the values that they compute with.
 
     A block is one of 32 inputs with a float32 scale: 5 or 9 bits for an input, and one more with a minimum. Larger
     groups repeat their scale. Other layers stay, among them those in bfloat16, for blocks take float32 inputs.
     """
     for parent in list(model.modules()) if model.dtype == torch.float32 else []:
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Linear) and not isinstance(parent, nn.ModuleDict):  # peft's adapters
+            is_linear = isinstance(layer, nn.Linear) or hasattr(layer, "qweight")
+            if is_linear and not isinstance(parent, nn.ModuleDict):  # peft's adapters
                 stored = find_stored(layer)
                 if stored is not None:
                     setattr(parent, name, stored)
 
 
-def find_stored(layer: nn.Linear) -> StoredLayer | None:
-    """A quantized layer in blocks; None for any other layer, and where blocks do not compute the same."""
+def find_stored(layer: Any) -> StoredLayer | None:
+    """A quantized layer as it is stored; None for any other layer, and where that does not compute the same."""
     if hasattr(layer, "_hf_hook"):
         return None
     if hasattr(layer, "weight_packed"):  # of compressed-tensors, which unpacks all layers in the model's first pass
@@ -44,6 +47,34 @@ def find_stored(layer: nn.Linear) -> StoredLayer | None:
 
         layer = copy.deepcopy(layer)
         decompress_module(layer)
+    weight = find_halves(layer) if hasattr(layer, "qweight") else find_blocks(layer)
+    if weight is None:
+        return None
+    stored = StoredLayer(weight, make_linear(torch.empty(len(weight.data), weight.inputs, device="meta"), layer.bias))
+    inputs = torch.randn(7, weight.inputs, generator=torch.Generator().manual_seed(0))
+    return stored if agree(PackedLinear(stored)(inputs), layer(inputs)) else None
+
+
+def find_halves(layer: Any) -> Weight | None:
+    """The weight of a layer that does not show it, from outputs for unit vectors; None if 16 bits do not hold it."""
+    if layer.qweight.device.type != "cpu":
+        return None
+    inputs, bias = layer.in_features, layer.bias
+    parts = []
+    try:
+        layer.bias = None
+        for begin in range(0, inputs, UNITS):
+            columns = torch.arange(begin, min(begin + UNITS, inputs))
+            parts.append(layer(nn.functional.one_hot(columns, inputs).float()))
+    finally:
+        layer.bias = bias
+    values = torch.cat(parts).T.contiguous()
+    halves = (values.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((Weight.dense(each) for each in halves if torch.equal(each.to(values.dtype), values)), None)
+
+
+def find_blocks(layer: Any) -> Weight | None:
+    """The weight of a layer in blocks, from its values and scales; None without scales or if blocks do not hold it."""
     weight: Any = getattr(layer, "weight", None)
     places = (layer, "weight_scale"), (weight, "scale"), (weight, "_scale")  # compressed-tensors, torchao, quanto
     scales = next((getattr(owner, name) for owner, name in places if hasattr(owner, name)), None)
@@ -51,12 +82,7 @@ def find_stored(layer: nn.Linear) -> StoredLayer | None:
         return None
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return None
-    blocks = make_blocks(weight.detach() if type(weight) is nn.Parameter else weight.dequantize(), scales.detach())
-    if blocks is None:
-        return None
-    stored = StoredLayer(blocks, make_linear(torch.empty(weight.shape, device="meta"), layer.bias))
-    inputs = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(0))
-    return stored if agree(PackedLinear(stored)(inputs), layer(inputs)) else None
+    return make_blocks(weight.detach() if type(weight) is nn.Parameter else weight.dequantize(), scales.detach())
 
 
 def make_blocks(values: Tensor, scales: Tensor) -> Weight | None:

@@ -54,3 +54,22 @@ def round_to(bits: int, values: Tensor, group: int, zero: float | None = None) -
     numbers = (grouped / scale).round().clamp(-half, half - 1)
     offset = 0.0 if zero is None else zero * 2 * half
     return ((numbers - offset) * scale).view_as(values), scale[..., 0]
+
+
+class HiddenLayer(nn.Module):
+    """A layer as gptqmodel makes it: no `nn.Linear`, without a weight to read. Computes with values [N, K].
+
+    rounds_inputs: to 8 bits, each token by its own scale.
+    """
+
+    def __init__(self, values: Tensor, bias: Tensor | None = None, rounds_inputs: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = values.shape
+        self.qweight, self.bias = nn.Buffer(torch.zeros(4, 4, dtype=torch.int32)), bias
+        self._values, self._rounds_inputs = values, rounds_inputs
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self._rounds_inputs:
+            scale = inputs.abs().amax(dim=-1, keepdim=True) / 127
+            inputs = (inputs / scale).round() * scale
+        return nn.functional.linear(inputs, self._values.to(inputs.dtype), self.bias)

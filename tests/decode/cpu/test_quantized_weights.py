@@ -16,7 +16,7 @@ from decode.cpu.native_ops import FLOAT_BLOCKS, pack, unpack
 from decode.cpu.packed_linear import MergedPart, PackedLinear
 from decode.cpu.quantized_weights import find_stored, make_blocks
 from tests.support.models import needs_compiler, tiny
-from tests.support.quantized import Quantized, round_to
+from tests.support.quantized import HiddenLayer, Quantized, round_to
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("ops")]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -122,6 +122,37 @@ def test_layers_of_compressed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(unpack(pack(stored.stored), torch.arange(8)), (values / scales).round() * scales)
     unpack_weight(layer)
     assert find_stored(layer) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_that_do_not_show_their_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTQ and AWQ: the values are those that the layer computes with, 16 bits each, whatever its integers are."""
+    monkeypatch.setattr("decode.cpu.quantized_weights.UNITS", 40)  # fewer than there are inputs
+    torch.manual_seed(0)
+    values, bias, inputs = torch.randn(8, 96).to(dtype), torch.randn(8), torch.randn(3, 96)
+    layer = HiddenLayer(values, bias)
+    stored = find_stored(layer)
+    assert stored is not None and layer.bias is bias
+    assert torch.equal(unpack(pack(stored.stored), torch.arange(8)), values.float())
+    assert torch.allclose(PackedLinear(stored)(inputs), layer(inputs), rtol=0, atol=1e-4)
+    assert find_stored(HiddenLayer(torch.randn(8, 96))) is None, "16 bits do not hold it"
+    assert find_stored(HiddenLayer(values, bias, rounds_inputs=True)) is None
+    assert find_stored(HiddenLayer(torch.full((8, 96), torch.nan))) is None
+
+
+def test_a_model_whose_layers_do_not_show_their_weight_is_packed() -> None:
+    model, prompt = tiny("llama", dtype=torch.float32, **SIZES), torch.tensor([[5, 6, 7, 5, 6]])
+    for parent in list(model.model.layers.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, HiddenLayer(layer.weight.detach().half()).eval())
+    target = Target(model, accelerate="packed")
+    assert not any(isinstance(layer, HiddenLayer) for layer in target.model.modules())
+    assert isinstance(target.model.model.layers[0].self_attn.q_proj, MergedPart)
+    assert isinstance(model.model.layers[0].mlp.up_proj, HiddenLayer)  # the given model stays
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    for proposer in (None, "ngram"):
+        assert generate(target, prompt.tolist(), proposer, max_new_tokens=12)[0].tokens == expected
 
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig"])
