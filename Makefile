@@ -7,7 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := -c constraints.txt
 REQUIREMENTS := -e ".[dev]"
-PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PINS)
+# Python compiles what is imported at its first import; pip would take most of a minute to compile everything.
+LAZY := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(LAZY) $(PINS)
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRANSFORMERS_PIN := $(shell sed -n 's/^transformers==//p' constraints.txt)

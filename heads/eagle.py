@@ -146,6 +146,11 @@ class PEagleConfig(Eagle3Config):
         check_block(self.mask_token, self.vocab_size, heads=self.heads)
         if self.heads == 1:
             raise ValueError("heads is 1; a P-EAGLE head of one draft token is an EAGLE-3 head: choose 2 or more")
+        if self.layer.window is not None and self.layer.window < self.heads:
+            raise ValueError(
+                f"window is {self.layer.window}, and a draft has {self.heads} tokens, which attend to each other: "
+                "choose a window of at least as many"
+            )
 
 
 class PEagleHead(Eagle3Head):

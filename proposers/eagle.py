@@ -7,6 +7,7 @@ hidden size, D draft vocabulary, R queries that share a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from decode import Step, Target
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
-from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
+from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last, read_part
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
 from proposers.tree_proposer import Inputs
@@ -100,30 +101,48 @@ class MtpProposer(EagleProposer):
 
 
 class PEagleProposer(EagleProposer):
-    """Drafts with a `PEagleHead`, one pass of it over the positions that are not drafted yet."""
+    """Drafts with a `PEagleHead`: one pass over new features and over the positions that are not drafted yet."""
 
     levels, levelwise, has_graphs = None, False, False
 
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> PEagleDrafter:
-        return PEagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target), self.depth)
+    def read_step(self, step: Step) -> Inputs:
+        read, cache = partial(self._read, step.target), self._history.cache
+        self._history.read_prompts(read)
+        unread = self._history.take()
+        if max(unread.counts) > CHUNK:  # a prompt
+            before = unread.without_last()
+            read_part(before, cache, read)
+            unread = unread.after(before.counts)
+        unread = replace(unread, features=unread.features.to(self.dtype))
+        return {"states": draft_ahead(self.head, self.embedding(step.target), cache, unread, self.depth)}
+
+    def is_fixed(self, inputs: Inputs) -> bool:
+        return False
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
+        return MedusaDrafter(self.head, inputs["states"])
 
 
-class PEagleDrafter(MedusaDrafter):
-    """Drafts one step after the texts in a cache, from their last states [B, H], all levels at once."""
+def draft_ahead(
+    head: Any, embed: Callable[[Tensor], Tensor], cache: LayerCache, part: FeaturePart, levels: int
+) -> Tensor:
+    """The states [B, levels, H] of a P-EAGLE draft after fused features, which the head reads in the same pass.
 
-    def __init__(
-        self, head: Any, states: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor], levels: int
-    ) -> None:
-        count = levels - 1
-        states = states[:, None]
-        if count:
-            tokens, fused = head.unknown(count)
-            mask = nn.functional.pad(cache.text_mask(states.device, states.dtype, count), (0, count))
-            mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
-            inputs = (part.expand(len(states), -1, -1) for part in (embed(tokens), fused))
-            attend = partial(cache.attend, mask=mask[:, None])
-            states = torch.cat([states, head(*inputs, cache.positions(count, states.device), attend)], dim=1)
-        super().__init__(head, states)
+    The unknown positions of each row follow its features directly. So attention to all that is before is right for
+    both, and the cache keeps the features alone.
+    """
+    unknown, device = levels - 1, part.features.device
+    rows = torch.arange(len(part.counts), device=device)[:, None]
+    columns = part.counts_tensor[:, None] + torch.arange(-1, unknown, device=device)  # [B, levels]: the last one known
+    token, fused = head.unknown(unknown)
+    tokens, features = (
+        nn.functional.pad(part.following, (0, unknown)),
+        nn.functional.pad(part.features, (0, 0, 0, unknown)),
+    )
+    tokens[rows, columns[:, 1:]], features[rows, columns[:, 1:]] = token, fused
+    states = head(embed(tokens), features, cache.positions(tokens.shape[1], device), cache.attend)
+    cache.keep(part.counts, part.counts_tensor)
+    return states[rows, columns]
 
 
 class EagleDrafter:

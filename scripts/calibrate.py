@@ -20,8 +20,8 @@ from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
 from proposers.dflash import DFlashDrafter, DFlashProposer
 from proposers.draft_models.proposer import has_other_tokens
-from proposers.eagle import EagleDrafter, PEagleDrafter, PEagleProposer
-from proposers.feature_history import attend_like_target
+from proposers.eagle import EagleDrafter, PEagleProposer, draft_ahead
+from proposers.feature_history import FeaturePart, attend_like_target
 from proposers.load import load_draft_head
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
 from proposers.trees.search import RANKS, Drafter
@@ -223,7 +223,10 @@ def _start_along_text(
     states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
     _repeat(cache, begin, end)
     if isinstance(proposer, PEagleProposer):
-        return PEagleDrafter(head, states, cache, embed, proposer.depth)
+        cache.crop(range(begin, end))
+        one = torch.ones_like(roots)
+        last = FeaturePart(fused[0, begin:end, None], roots[:, None], one, one.tolist())
+        return MedusaDrafter(head, draft_ahead(head, embed, cache, last, proposer.depth))
     return EagleDrafter(head, states, cache, embed)
 
 

@@ -14,7 +14,7 @@ from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 from scripts.shared.terminal import format_chunk, has_colour
 
-MAX_NEW_TOKENS, REPEATS = 64, 2
+MAX_NEW_TOKENS, REPEATS = 64, 1
 METHODS = "hf,ngram,merged,auto"
 PROMPTS = (
     "Summarize this in two sentences: The lighthouse on Gull Rock was built in 1871 after three ships were lost in one "

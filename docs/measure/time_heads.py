@@ -18,9 +18,9 @@ import torch
 from decode import Target, Tree
 from heads import LayerCache
 from proposers.dflash import DFlashDrafter
-from proposers.eagle import EagleDrafter, PEagleDrafter
+from proposers.eagle import EagleDrafter, draft_ahead
 from proposers.fast_heads import pack_head
-from proposers.feature_history import attend_like_target
+from proposers.feature_history import FeaturePart, attend_like_target
 from scripts.benchmark.rows import to_markdown
 from training.data import Example
 from training.factory import make_head
@@ -44,7 +44,14 @@ def make_pass(target: Target, kind: str, rows: int, context: int, shape: dict[st
     head(embed(torch.zeros(1, context, dtype=torch.long)), states, positions, cache.attend)
     cache.keep([context])
     if kind == "peagle":
-        return lambda: PEagleDrafter(head, states[:, 0], cache, embed, head.depth).logits(0)
+        one = torch.tensor([1])
+        part = FeaturePart(states[:, :1], one[:, None], one, [1])
+
+        def draft() -> object:
+            cache.crop([context])
+            return head.logits(draft_ahead(head, embed, cache, part, head.depth))
+
+        return draft
 
     def draft_level() -> object:
         drafter = EagleDrafter(head, states[:, 0], cache, embed)

@@ -15,7 +15,8 @@ from decode import Target
 from heads import HydraHead, LayerCache, MedusaHead, MultiTokenHead
 from heads.layer_cache import attend
 from proposers.dflash import DFlashDrafter
-from proposers.eagle import PEagleDrafter
+from proposers.eagle import draft_ahead
+from proposers.feature_history import FeaturePart
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses, objectives, trainer
@@ -243,7 +244,7 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
 def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
     monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    """Each draft is made by the proposer's drafter, which never sees a later feature."""
+    """Each draft is made as the proposer's, which never sees a later feature."""
     monkeypatch.setattr(objectives, "NESTED", 1.0)
     layer = replace(LAYER, window=window)
     head, batch = make_head("peagle", TARGET, draft_size=DRAFTED, layer=layer), make_batch("peagle")
@@ -254,14 +255,13 @@ def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
         cache, count = LayerCache(1, window=window), column + 1
         following = nn.functional.pad(batch.tokens[row], (0, 1))[None, 1 : count + 1]
         fused = head.fuse(batch.features[row : row + 1, :count])
-        states = head(EMBEDDING[following], fused, cache.positions(count, fused.device), cache.attend)
-        cache.keep([count])
-        drafter = PEagleDrafter(head, states[:, -1], cache, lambda tokens: EMBEDDING[tokens], head.depth)
+        part = FeaturePart(fused, following, torch.tensor([count]), [count])
+        states = draft_ahead(head, lambda tokens: EMBEDDING[tokens], cache, part, head.depth)
         for depth in range(head.depth):
             at = column + 1 + depth
             if at >= 13 or not batch.answers[row, column : at + 1].all():
                 break
-            log_q = drafter.logits(depth)[0, 0].log_softmax(dim=-1)
+            log_q = head.logits(states[0, depth]).log_softmax(dim=-1)
             wanted = zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True)
             value = sum(-p * log_q[draft_ids[token]] for token, p in wanted if token in draft_ids)
             expected, anchors[depth] = expected + 0.7**depth * value, anchors[depth] + 1
