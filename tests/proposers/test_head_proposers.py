@@ -15,7 +15,7 @@ from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import TEXT, row_keys
 from heads.layer_cache import attend
-from proposers import HEAD_PROPOSERS, HeadProposer, feature_history
+from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import Coupling
 from tests.decode.test_lossless import PROMPTS, texts
@@ -218,15 +218,34 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 5, len(paths)))
 
 
-@pytest.mark.parametrize("kind", ["hydra++", "eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize("kind", ["multi-token", "hydra++", "eagle3", "peagle", "dflash"])
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
-    monkeypatch.setattr(feature_history, "CHUNK", 8)
+    for module in (feature_history, eagle):
+        monkeypatch.setattr(module, "CHUNK", 8)
     prompts = [[(7 * place + row) % VOCABULARY for place in range(size)] for row, size in enumerate((30, 8, 17))]
     proposer = make(kind, target, depth=2, nodes=8)
     drafted = record(proposer, target, prompts, max_new_tokens=10).drafted
     for text in [*drafted][:3]:
         assert agree(drafted[text], Written(target, proposer.head, text).grow(proposer, 8))
+
+
+@pytest.mark.parametrize("kind", ["peagle", "multi-token"])
+def test_a_head_runs_once_a_draft(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
+    """Over new features and what is drafted; of a prompt, multi-token heads run on the last token only."""
+    proposer = make(kind, target, nodes=8)
+    head, sizes = type(proposer.head), list[int]()
+    forward = head.forward
+
+    def count(*args: Any) -> Tensor:
+        states: Tensor = forward(*args)
+        sizes.append(states.shape[1])
+        return states
+
+    monkeypatch.setattr(head, "forward", count)
+    steps = len(record(proposer, target, PROMPTS[:1]).trees)
+    assert len(sizes) == steps > 3
+    assert sizes[0] == (1 if kind == "multi-token" else len(PROMPTS[0]) + 2) and max(sizes[1:]) <= 6
 
 
 @pytest.mark.parametrize("kind", READ_ALL)
