@@ -145,7 +145,7 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
         (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
         (["--kind", "medusa", "--pair-rank", "0"], "--pair-rank is not for medusa heads; leave it out"),
         (["--kind", "peagle", "--heads", "1"], "heads is 1; a P-EAGLE head of one draft token is an EAGLE-3 head"),
-        (["--kind", "peagle", "--window", "3"], "window is 3, and a draft has 6 tokens, which attend to each other"),
+        (["--kind", "peagle", "--window", "2"], "window is 2, and a draft has 3 tokens, which attend to each other"),
         (["--kind", "dflash", "--fc-norm"], "--fc-norm is not for dflash heads; leave it out"),
         (["--kind", "dflash", "--ttt-steps", "2"], "--ttt-steps is not for dflash heads; leave it out"),
         (["--seed", "-1"], "'-1' is not a whole number from 0 on"),
