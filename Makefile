@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := -c constraints.txt
 REQUIREMENTS := -e ".[dev]"
-# Python compiles what is imported at its first import; pip would take most of a minute to compile everything.
+# Python compiles a file at its first import, if it may keep the result. pip would take most of a minute to compile all.
 LAZY := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(LAZY) $(PINS)
 STAMP := $(VENV)/.installed

@@ -149,7 +149,7 @@ class PEagleConfig(Eagle3Config):
         if self.layer.window is not None and self.layer.window < self.heads:
             raise ValueError(
                 f"window is {self.layer.window}, and a draft has {self.heads} tokens, which attend to each other: "
-                "choose a window of at least as many"
+                "choose a window of at least as many, or fewer heads"
             )
 
 

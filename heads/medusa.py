@@ -81,8 +81,7 @@ class MultiTokenHead(VocabularyHead):
 
         attend: called once, with the queries, keys and values of all heads.
         """
-        table = self.config.layer.rotary_table(positions, features.dtype)
-        parts = (block.self_attn.project(block.input_layernorm(features), table) for block in self.blocks)
+        parts = (block.self_attn.project(block.input_layernorm(features), positions) for block in self.blocks)
         mixed = attend(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
         results = zip(self.blocks, mixed.chunk(self.depth, dim=1), strict=True)
         return torch.stack([block.finish(features, part) for block, part in results], dim=2)

@@ -109,7 +109,7 @@ class PEagleProposer(EagleProposer):
         read, cache = partial(self._read, step.target), self._history.cache
         self._history.read_prompts(read)
         unread = self._history.take()
-        if max(unread.counts) > CHUNK:  # a prompt
+        if max(unread.counts) > CHUNK:  # as of a prompt
             before = unread.without_last()
             read_part(before, cache, read)
             unread = unread.after(before.counts)

@@ -223,7 +223,7 @@ def _start_along_text(
     states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
     _repeat(cache, begin, end)
     if isinstance(proposer, PEagleProposer):
-        cache.crop(range(begin, end))
+        cache.crop(range(begin, end))  # the last feature is read with what is unknown
         one = torch.ones_like(roots)
         last = FeaturePart(fused[0, begin:end, None], roots[:, None], one, one.tolist())
         return MedusaDrafter(head, draft_ahead(head, embed, cache, last, proposer.depth))

@@ -177,6 +177,7 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
 def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     sizes = target.vocabulary, target.config.num_hidden_layers
     head: Any = load_head(options.init, torch.float32, *sizes)
+    head.check_target(target.config.hidden_size, *sizes)
     if options.kind == "peagle" and head.kind == "eagle3":
         torch.manual_seed(options.seed)
         head = make_parallel(head, find_rarest(dataset.examples, target.vocabulary), options.heads)
@@ -188,7 +189,6 @@ def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
         if given is not None and given is not False and given != value:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
-    head.check_target(target.config.hidden_size, *sizes)
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     return head

@@ -31,7 +31,7 @@ def store_quantized_layers(model: PreTrainedModel) -> None:
     """
     for parent in list(model.modules()) if model.dtype == torch.float32 else []:
         for name, layer in list(parent.named_children()):
-            is_linear = isinstance(layer, nn.Linear) or hasattr(layer, "qweight")
+            is_linear = isinstance(layer, nn.Linear) or isinstance(getattr(layer, "qweight", None), Tensor)
             if is_linear and not isinstance(parent, nn.ModuleDict):  # peft's adapters
                 stored = find_stored(layer)
                 if stored is not None:
@@ -47,30 +47,38 @@ def find_stored(layer: Any) -> StoredLayer | None:
 
         layer = copy.deepcopy(layer)
         decompress_module(layer)
-    weight = find_halves(layer) if hasattr(layer, "qweight") else find_blocks(layer)
+    weight = find_blocks(layer) if isinstance(layer, nn.Linear) else find_halves(layer)
     if weight is None:
         return None
-    stored = StoredLayer(weight, make_linear(torch.empty(len(weight.data), weight.inputs, device="meta"), layer.bias))
+    bias = None if layer.bias is None else layer.bias.float()
+    stored = StoredLayer(weight, make_linear(torch.empty(len(weight.data), weight.inputs, device="meta"), bias))
     inputs = torch.randn(7, weight.inputs, generator=torch.Generator().manual_seed(0))
     return stored if agree(PackedLinear(stored)(inputs), layer(inputs)) else None
 
 
 def find_halves(layer: Any) -> Weight | None:
-    """The weight of a layer that does not show it, from outputs for unit vectors; None if 16 bits do not hold it."""
+    """The weight of a layer that does not show it, from outputs for unit vectors; None if 16 bits do not hold it.
+
+    Layers that cannot be asked like that have none either: those of another device, and those that raise.
+    """
     if layer.qweight.device.type != "cpu":
         return None
-    inputs, bias = layer.in_features, layer.bias
-    parts = []
+    dtypes, bias = [torch.float16, torch.bfloat16], None
     try:
-        layer.bias = None
-        for begin in range(0, inputs, UNITS):
-            columns = torch.arange(begin, min(begin + UNITS, inputs))
-            parts.append(layer(nn.functional.one_hot(columns, inputs).float()))
+        bias, layer.bias = layer.bias, None
+        values = torch.empty(layer.out_features, layer.in_features)
+        for columns in torch.arange(layer.in_features).split(UNITS):
+            outputs = layer(nn.functional.one_hot(columns, layer.in_features).float())
+            dtypes = [dtype for dtype in dtypes if torch.equal(outputs.to(dtype).float(), outputs)]
+            if not dtypes:
+                return None
+            values[:, columns] = outputs.T
+    except Exception:  # anything from the layer's package
+        return None
     finally:
-        layer.bias = bias
-    values = torch.cat(parts).T.contiguous()
-    halves = (values.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((Weight.dense(each) for each in halves if torch.equal(each.to(values.dtype), values)), None)
+        if bias is not None:
+            layer.bias = bias
+    return Weight.dense(values.to(dtypes[0]))
 
 
 def find_blocks(layer: Any) -> Weight | None:

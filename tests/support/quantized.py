@@ -59,11 +59,18 @@ def round_to(bits: int, values: Tensor, group: int, zero: float | None = None) -
 class HiddenLayer(nn.Module):
     """A layer as gptqmodel makes it: no `nn.Linear`, without a weight to read. Computes with values [N, K].
 
-    rounds_inputs: to 8 bits, each token by its own scale.
+    rounds_inputs: to 8 bits, each token by its own scale. dtype: of what it returns; None is its inputs'.
     """
 
-    def __init__(self, values: Tensor, bias: Tensor | None = None, rounds_inputs: bool = False) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        bias: Tensor | None = None,
+        rounds_inputs: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        self._dtype = dtype
         self.out_features, self.in_features = values.shape
         self.qweight, self.bias = nn.Buffer(torch.zeros(4, 4, dtype=torch.int32)), bias
         self._values, self._rounds_inputs = values, rounds_inputs
@@ -72,4 +79,5 @@ class HiddenLayer(nn.Module):
         if self._rounds_inputs:
             scale = inputs.abs().amax(dim=-1, keepdim=True) / 127
             inputs = (inputs / scale).round() * scale
-        return nn.functional.linear(inputs, self._values.to(inputs.dtype), self.bias)
+        outputs = inputs @ self._values.to(inputs.dtype).T
+        return (outputs if self.bias is None else outputs + self.bias).to(self._dtype or inputs.dtype)

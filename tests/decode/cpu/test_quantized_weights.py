@@ -129,7 +129,7 @@ def test_layers_that_do_not_show_their_weight(dtype: torch.dtype, monkeypatch: p
     """GPTQ and AWQ: the values are those that the layer computes with, 16 bits each, whatever its integers are."""
     monkeypatch.setattr("decode.cpu.quantized_weights.UNITS", 40)  # fewer than there are inputs
     torch.manual_seed(0)
-    values, bias, inputs = torch.randn(8, 96).to(dtype), torch.randn(8), torch.randn(3, 96)
+    values, bias, inputs = torch.randn(8, 96).to(dtype), torch.randn(8).half(), torch.randn(3, 96)
     layer = HiddenLayer(values, bias)
     stored = find_stored(layer)
     assert stored is not None and layer.bias is bias
@@ -138,6 +138,29 @@ def test_layers_that_do_not_show_their_weight(dtype: torch.dtype, monkeypatch: p
     assert find_stored(HiddenLayer(torch.randn(8, 96))) is None, "16 bits do not hold it"
     assert find_stored(HiddenLayer(values, bias, rounds_inputs=True)) is None
     assert find_stored(HiddenLayer(torch.full((8, 96), torch.nan))) is None
+    assert find_stored(HiddenLayer(values, dtype=torch.float16)) is None
+
+
+@pytest.mark.parametrize("missing", ["in_features", "bias", "_values"])
+def test_layers_that_cannot_be_asked_stay(missing: str) -> None:
+    """They have other names for their sizes, or raise."""
+    layer = HiddenLayer(torch.ones(8, 96))
+    delattr(layer, missing)
+    assert find_stored(layer) is None
+
+
+def test_linear_layers_with_a_quantized_weight_are_read_by_their_scales() -> None:
+    """Also where they call it as GPTQ's layers do: optimum-quanto has a property `qweight`."""
+
+    class QuantoLinear(nn.Linear):
+        @property
+        def qweight(self) -> Tensor:
+            return self.weight
+
+    layer = QuantoLinear(64, 8)
+    layer.weight = nn.Parameter(Quantized(*round_to(4, torch.randn(8, 64), 32)), requires_grad=False)
+    stored = find_stored(layer)
+    assert stored is not None and stored.stored.form == FLOAT_BLOCKS[4, False]
 
 
 def test_a_model_whose_layers_do_not_show_their_weight_is_packed() -> None:
