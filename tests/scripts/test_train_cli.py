@@ -132,6 +132,8 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
     torch.testing.assert_close(own, head.state_dict(), rtol=1e-2, atol=1e-6)  # saved in bfloat16
     refuse(call(*begun, "--heads", "1", out=tmp_path / "one"), "heads is 1; a P-EAGLE head of one draft token")
     refuse(call(*begun, "--draft-vocab", "50", out=tmp_path / "other"), "--draft-vocab is 50, and the head of --init")
+    save_head(draw_head("eagle3", 32, 95, torch.float32, layer=layer, features=(0, 1)), tmp_path / "head")
+    refuse(call(*begun, out=tmp_path / "small"), "vocabulary size is 95; this target's is 96")
 
 
 @pytest.mark.parametrize(
