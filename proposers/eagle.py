@@ -105,6 +105,12 @@ class PEagleProposer(EagleProposer):
 
     levels, levelwise, has_graphs = None, False, False
 
+    @torch.no_grad()
+    def observe(self, step: Step) -> None:
+        if step.is_first:  # the head may have been trained since the last batch
+            self._unknown = self.head.unknown(self.depth - 1)
+        super().observe(step)
+
     def read_step(self, step: Step) -> Inputs:
         read, cache = partial(self._read, step.target), self._history.cache
         self._history.read_prompts(read)
@@ -114,7 +120,7 @@ class PEagleProposer(EagleProposer):
             read_part(before, cache, read)
             unread = unread.after(before.counts)
         unread = replace(unread, features=unread.features.to(self.dtype))
-        return {"states": draft_ahead(self.head, self.embedding(step.target), cache, unread, self.depth)}
+        return {"states": draft_ahead(self.head, self.embedding(step.target), cache, unread, *self._unknown)}
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return False
@@ -124,22 +130,19 @@ class PEagleProposer(EagleProposer):
 
 
 def draft_ahead(
-    head: Any, embed: Callable[[Tensor], Tensor], cache: LayerCache, part: FeaturePart, levels: int
+    head: Any, embed: Callable[[Tensor], Tensor], cache: LayerCache, part: FeaturePart, unknown: Tensor, fused: Tensor
 ) -> Tensor:
-    """The states [B, levels, H] of a P-EAGLE draft after fused features, which the head reads in the same pass.
+    """The states [B, U + 1, H] of a P-EAGLE draft after fused features, which the head reads in the same pass.
 
-    The unknown positions of each row follow its features directly. So attention to all that is before is right for
-    both, and the cache keeps the features alone.
+    unknown [U], fused [U, H]: what stands for tokens and features that are not known (`PEagleHead.unknown`). These
+    positions follow each row's features directly. So attention to all that is before is right for both, and the cache
+    keeps the features alone.
     """
-    unknown, device = levels - 1, part.features.device
+    count, device = len(unknown), part.features.device
     rows = torch.arange(len(part.counts), device=device)[:, None]
-    columns = part.counts_tensor[:, None] + torch.arange(-1, unknown, device=device)  # [B, levels]: the last one known
-    token, fused = head.unknown(unknown)
-    tokens, features = (
-        nn.functional.pad(part.following, (0, unknown)),
-        nn.functional.pad(part.features, (0, 0, 0, unknown)),
-    )
-    tokens[rows, columns[:, 1:]], features[rows, columns[:, 1:]] = token, fused
+    columns = part.counts_tensor[:, None] + torch.arange(-1, count, device=device)  # [B, U + 1]: the last known first
+    tokens, features = nn.functional.pad(part.following, (0, count)), nn.functional.pad(part.features, (0, 0, 0, count))
+    tokens[rows, columns[:, 1:]], features[rows, columns[:, 1:]] = unknown, fused
     states = head(embed(tokens), features, cache.positions(tokens.shape[1], device), cache.attend)
     cache.keep(part.counts, part.counts_tensor)
     return states[rows, columns]

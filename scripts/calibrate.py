@@ -226,7 +226,7 @@ def _start_along_text(
         cache.crop(range(begin, end))  # the last feature is read with what is unknown
         one = torch.ones_like(roots)
         last = FeaturePart(fused[0, begin:end, None], roots[:, None], one, one.tolist())
-        return MedusaDrafter(head, draft_ahead(head, embed, cache, last, proposer.depth))
+        return MedusaDrafter(head, draft_ahead(head, embed, cache, last, *head.unknown(proposer.depth - 1)))
     return EagleDrafter(head, states, cache, embed)
 
 

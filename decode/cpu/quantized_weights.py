@@ -1,8 +1,8 @@
 """Quantized linear layers of transformers checkpoints, in forms that the CPU's linear op takes.
 
-A layer is not known by its package or class. Its values and scales are read, and the integers follow from both: blocks
-of 4 or 8 bits hold them. Layers of GPTQ and AWQ round each product of integer and scale to 16 bits, so theirs are held
-in 16 bits. A layer is packed if the op then computes what it computes; one that also quantizes its inputs stays.
+A layer is not known by its package or class. Its values and scales are read, and the integers follow from both. Blocks
+of 4 or 8 bits store them. GPTQ and AWQ layers round each weight to 16 bits before they use it, and are stored so. A
+layer is packed if the op then computes what the layer computes. A layer that also quantizes its inputs runs as it is.
 """
 
 from __future__ import annotations

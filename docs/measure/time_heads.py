@@ -45,11 +45,11 @@ def make_pass(target: Target, kind: str, rows: int, context: int, shape: dict[st
     cache.keep([context])
     if kind == "peagle":
         one = torch.tensor([1])
-        part = FeaturePart(states[:, :1], one[:, None], one, [1])
+        part, unknown = FeaturePart(states[:, :1], one[:, None], one, [1]), head.unknown(head.depth - 1)
 
         def draft() -> object:
             cache.crop([context])
-            return head.logits(draft_ahead(head, embed, cache, part, head.depth))
+            return head.logits(draft_ahead(head, embed, cache, part, *unknown))
 
         return draft
 

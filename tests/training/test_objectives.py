@@ -256,7 +256,7 @@ def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
         following = nn.functional.pad(batch.tokens[row], (0, 1))[None, 1 : count + 1]
         fused = head.fuse(batch.features[row : row + 1, :count])
         part = FeaturePart(fused, following, torch.tensor([count]), [count])
-        states = draft_ahead(head, lambda tokens: EMBEDDING[tokens], cache, part, head.depth)
+        states = draft_ahead(head, lambda tokens: EMBEDDING[tokens], cache, part, *head.unknown(head.depth - 1))
         for depth in range(head.depth):
             at = column + 1 + depth
             if at >= 13 or not batch.answers[row, column : at + 1].all():
