@@ -57,7 +57,7 @@ def load_head(
         own = section(config, OWN)
         tensors = read_token_map(tensors, own)
         if "kind" in own:
-            layout = read_own(own)
+            layout = read_own(own, tensors)
         elif found := read_mtp(tensors, config):
             layout, tensors = found
         else:

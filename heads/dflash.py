@@ -7,8 +7,8 @@ the head's hidden size, F the target's, K layers that are read, G key-value head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,22 +99,17 @@ class DFlashHead(VocabularyHead):
         keys, values = zip(*(layer.self_attn.keys_and_values(fused, table) for layer in self.layers), strict=True)
         return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
-    def part(self, layer: int) -> slice:
-        """The key-value heads of a layer among those that `read` returns."""
-        count = self.config.layer.num_key_value_heads
-        return slice(layer * count, (layer + 1) * count)
-
     def begin_block(self, anchors: Tensor) -> Tensor:
         """The tokens [..., R] of blocks that begin with the anchors [...]."""
         return nn.functional.pad(anchors[..., None], (0, self.rows - 1), value=self.config.mask_token)
 
-    def forward(self, states: Tensor, positions: Positions, attends: Sequence[Attend]) -> Tensor:
+    def forward(self, states: Tensor, positions: Positions, attend: Attend) -> Tensor:
         """Blocks [B, R, H] at positions [B, R] -> states [B, R, H]; the last L of each block are its draft tokens'.
 
-        attends: for each layer, attention to the features and the block.
+        attend: attention to the features and the block.
         """
-        for layer, attend in zip(self.layers, attends, strict=True):
-            states = layer(states, positions, attend)
+        for number, layer in enumerate(self.layers):
+            states = layer(states, positions, partial(attend, layer=number))
         return states
 
     def normalise(self, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""EAGLE heads: one decoder layer that predicts the target's next feature (EAGLE-1) or a state like it (EAGLE-3).
+"""EAGLE heads: a decoder layer that predicts the target's next feature (EAGLE-1), or some for a state like it (EAGLE-3).
 
 Sources: Li et al., "EAGLE" (2024), whose weights have the form of EAGLE-2's (Li et al., 2024; another tree) and HASS's
 (Zhang et al., 2024; another training); Li et al., "EAGLE-3" (2025), and the variants that speculators, SpecForge and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Eagle3Config(HeadConfig):
 
     layer: LayerConfig
     features: tuple[int, ...]
+    layers: int = 1  # decoder layers; only the first reads tokens
     output: Output = "shared"
     target_hidden_size: int | None = None  # None: the head's own
     embedding: bool = False  # its own token embeddings instead of the target's
@@ -74,6 +76,8 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         check_features(self.features)
+        if self.layers < 1:
+            raise ValueError(f"layers is {self.layers}; an EAGLE-3 head has at least one")
         if self.output == "own":
             raise ValueError("an EAGLE-3 head has one output matrix; choose shared or target")
         if self.output == "target" and (self.draft_size or self.vocab_size) < self.vocab_size:
@@ -89,7 +93,8 @@ class Eagle3Config(HeadConfig):
 class Eagle3Head(VocabularyHead):
     """Predicts a state from fused features and the token after them; drafting feeds states back as fused features.
 
-    Parameters are named as published. A new head repeats the deepest of its features.
+    Parameters are named as published, but that `midlayer` is always the first layer's. A new head repeats the deepest
+    of its features.
     """
 
     kind = "eagle3"
@@ -106,6 +111,10 @@ class Eagle3Head(VocabularyHead):
         self.fc = nn.Linear(count * target_size, size, bias=config.bias)
         self.midlayer = DecoderLayer(size, replace(config.layer, input_norm=True), inputs=2)
         self.midlayer.hidden_norm = Norm(size, eps)
+        further = (str(number) for number in range(1, config.layers))
+        self.layers = nn.ModuleDict(
+            {name: DecoderLayer(size, replace(config.layer, input_norm=True)) for name in further}
+        )
         self.norm = make_norm(size, eps, config.final_norm)
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.embedding else None
         copy_last(self.fc)
@@ -126,6 +135,8 @@ class Eagle3Head(VocabularyHead):
         normed = layer.hidden_norm(fused)
         joined = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         states = layer.add(normed if self.config.norm_before_residual else fused, joined, positions, attend)
+        for number, further in enumerate(self.layers.values(), start=1):
+            states = further(states, positions, partial(attend, layer=number))
         return self.norm(states) if self.config.normed_feedback else states
 
     def normalise(self, states: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 GROWTH = 256  # slots; allocation is rounded up to a multiple
 
 
-# Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D].
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D]. Heads of several
+# layers name the layer, from 0, unless it is the first: `layer=1`.
+Attend: TypeAlias = Callable[..., Tensor]
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Grouped-query attention without earlier tokens.
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, layer: int = 0) -> Tensor:
+    """Grouped-query attention without earlier tokens, the same in all layers.
 
     mask: what each token attends to, [B, 1, T, S] to add to the scores; None: all up to its own.
     """
@@ -32,7 +33,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = 
 
 
 class LayerCache:
-    """The keys and values of one layer for a batch; those of several layers are one after the other in G.
+    """The keys and values of a head's layers for a batch; those of several layers are one after the other in G.
 
     Text tokens stay only if `keep` counts them: the next call overwrites padding. Draft tokens come with a mask over
     all S slots in use and take its last T, in all rows. They stay until the next text.
@@ -61,44 +62,43 @@ class LayerCache:
                 held.zero_()
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, heads: slice = slice(None)
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, layer: int = 0
     ) -> Tensor:
-        """Attend to earlier tokens too, and write the new ones. No gradient flows through them.
-
-        heads: which key-value heads of the cache are this layer's; those of several layers come with a mask.
-        """
+        """Attend to earlier tokens of the layer too, and write the new ones. No gradient flows through them."""
+        heads = heads_of(layer, keys)
         if mask is None:
-            used = self.write(keys, values)
-            return self._look(queries, self.positions(keys.shape[2], keys.device), used)
+            used = self.write(keys, values, layer)
+            return self._look(queries, self.positions(keys.shape[2], keys.device), used, heads)
         used = mask.shape[3]
         self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
         keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
     def look(self, queries: Tensor) -> Tensor:
-        """Attention [B, Q, 1, D] of each row's last kept token, by its queries [B, Q, 1, D]. Writes nothing."""
-        return self._look(queries, self.positions(1, queries.device) - 1, max(self.lengths))
+        """Attention [B, Q, 1, D] of each row's last kept token, by its queries [B, Q, 1, D]. Writes nothing.
 
-    def _look(self, queries: Tensor, positions: Tensor, used: int) -> Tensor:
+        Queries, keys and values are those of all layers.
+        """
+        return self._look(queries, self.positions(1, queries.device) - 1, max(self.lengths), slice(None))
+
+    def _look(self, queries: Tensor, positions: Tensor, used: int, heads: slice) -> Tensor:
         """Attention of text tokens at positions [B, T]."""
         slots, own = torch.arange(used, device=queries.device), positions[..., None]
         mask = hide(is_unseen(slots, own, own, self.window), queries.dtype)[:, None]
-        keys, values = (held[:, :, :used] for held in self.allocated())
+        keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
-    def write(self, keys: Tensor, values: Tensor) -> int:
-        """Write those of the next text tokens. Returns how many slots are in use then."""
+    def write(self, keys: Tensor, values: Tensor, layer: int = 0) -> int:
+        """Write those of the next text tokens, of one layer or of all. Returns how many slots are in use then."""
         count, longest = keys.shape[2], max(self.lengths)
         is_even = min(self.lengths) == longest
         slots = slice(longest, longest + count) if is_even else self.positions(count, keys.device)
-        self._store(keys, values, slots, longest + count)
+        self._store(keys, values, slots, longest + count, heads_of(layer, keys))
         return longest + count
 
-    def _store(
-        self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice = slice(None)
-    ) -> None:
+    def _store(self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice) -> None:
         new = keys.detach(), values.detach()
-        self._hold(self.held or new, used, len(keys))
+        self._hold(self.held or new, used, len(keys), heads.stop)
         for held, each in zip(self.allocated(), new, strict=True):
             _put(held[:, heads], each, slots)
 
@@ -169,15 +169,15 @@ class LayerCache:
                     held[place, :, length:] = 0  # a NaN of the row before would be seen: 0 times it is NaN
         self._lengths, self.lengths = None, [self.lengths[row] for row in rows]
 
-    def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int) -> None:
-        """Have so many slots and rows of keys and values like these."""
+    def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int, heads: int = 0) -> None:
+        """Have at least so many slots, rows and key-value heads of keys and values like these."""
         held = self.held or (like[0].new_zeros(0, *like[0].shape[1:]), like[1].new_zeros(0, *like[1].shape[1:]))
-        have_rows, have_slots = held[0].shape[0], held[0].shape[2]
-        if rows > have_rows or slots > have_slots or self.held is None:
+        have_rows, have_heads, have_slots = held[0].shape[:3]
+        if rows > have_rows or slots > have_slots or heads > have_heads or self.held is None:
             rows = max(rows, 2 * have_rows) if rows > have_rows else have_rows
             if slots > have_slots:
                 slots = -(-max(slots, have_slots * 3 // 2) // GROWTH) * GROWTH
-            more = 0, 0, 0, max(slots - have_slots, 0), 0, 0, 0, rows - have_rows
+            more = 0, 0, 0, max(slots - have_slots, 0), 0, max(heads - have_heads, 0), 0, rows - have_rows
             self.held = nn.functional.pad(held[0], more), nn.functional.pad(held[1], more)
 
 
@@ -191,10 +191,18 @@ class FixedSlots:
     mask: Tensor  # [B, 1, T, S]: hides slots that are not in use
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        _put(self.keys, keys, self.slots)
-        _put(self.values, values, self.slots)
-        return self.attention(queries, self.keys, self.values, self.mask)
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int = 0) -> Tensor:
+        heads = heads_of(layer, keys)
+        held = self.keys[:, heads], self.values[:, heads]
+        for part, new in zip(held, (keys, values), strict=True):
+            _put(part, new, self.slots)
+        return self.attention(queries, *held, self.mask)
+
+
+def heads_of(layer: int, keys: Tensor) -> slice:
+    """Which key-value heads of a cache are a layer's, by its keys [B, G, T, D]."""
+    count = keys.shape[1]
+    return slice(layer * count, (layer + 1) * count)
 
 
 def is_unseen(slots: Tensor, last: Tensor, own: Tensor, window: int | None) -> Tensor:

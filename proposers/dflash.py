@@ -45,9 +45,8 @@ class DFlashDrafter:
         mask = nn.functional.pad(cache.text_mask(device, block.dtype, count), (0, count))
         if head.config.causal:
             mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
-        mask = mask[:, None]
-        attends = [partial(cache.attend, mask=mask, heads=head.part(layer)) for layer in range(len(head.layers))]
-        states = head(block, cache.positions(count, device), attends)[:, -head.depth :]
+        attend = partial(cache.attend, mask=mask[:, None])
+        states = head(block, cache.positions(count, device), attend)[:, -head.depth :]
         self._logits = head.logits(states)  # [B, L, D]
         self._pair_scores = head.markov_head if head.has_pairs else None
         self._tokens = roots[:, None]  # [B, W] the last one of each path

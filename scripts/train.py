@@ -180,7 +180,7 @@ def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     head.check_target(target.config.hidden_size, *sizes)
     if options.kind == "peagle" and head.kind == "eagle3":
         torch.manual_seed(options.seed)
-        head = make_parallel(head, find_rarest(dataset.examples, target.vocabulary), options.heads)
+        head = make_parallel(head, find_rarest(dataset.examples, target.vocabulary), options.heads, options.layers)
     if head.kind != options.kind:
         raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
     own = {name: getattr(head.config, name, None) for name in SHAPE} | {"window": head.window}

@@ -81,15 +81,20 @@ def make_head(
     return head
 
 
-def make_parallel(head: Eagle3Head, mask_token: int, heads: int | None = None) -> PEagleHead:
+def make_parallel(head: Eagle3Head, mask_token: int, heads: int | None = None, layers: int | None = None) -> PEagleHead:
     """A P-EAGLE head that drafts its first token exactly as an EAGLE-3 head does, with that head's own weights.
 
-    mask_token, heads: of `PEagleConfig`; heads None is its default. What stands for unknown features is new.
+    mask_token, heads, layers: of `PEagleConfig`; heads None is its default, layers None the head's. What stands for
+    unknown features is new, and so are layers after the head's. Raises ValueError for fewer layers.
     """
     shape = {each.name: getattr(head.config, each.name) for each in fields(head.config) if each.init}
     given: dict[str, Any] = {} if heads is None else {"heads": heads}
-    parallel = PEagleHead(PEagleConfig(**shape, mask_token=mask_token, **given))
-    parallel.load_state_dict(head.state_dict() | {"mask_hidden": parallel.mask_hidden.data})
+    if layers is not None:
+        if layers < head.config.layers:
+            raise ValueError(f"a P-EAGLE head of {layers} layers cannot begin with a head of {head.config.layers}")
+        given["layers"] = layers
+    parallel = PEagleHead(PEagleConfig(**shape | given, mask_token=mask_token))
+    parallel.load_state_dict(parallel.state_dict() | head.state_dict())
     return parallel
 
 

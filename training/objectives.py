@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, MultiTokenHead, PEagleHead
-from heads.layer_cache import attend, hide, is_unseen
+from heads.layer_cache import attend, heads_of, hide, is_unseen
 from training.losses import vocabulary_loss
 from training.teacher import Batch
 
@@ -240,13 +240,8 @@ class BlockObjective(Objective):
         keys, values = head.read(fused, torch.arange(width, device=columns.device)[None])
         blocks = self.embed(head.begin_block(tokens[rows, columns + 1]))  # [B, A, R, H]
         places = columns[..., None] + 1 + torch.arange(head.rows, device=columns.device)
-        attends = [
-            partial(
-                attend_to_block, columns, places, keys[:, head.part(layer)], values[:, head.part(layer)], head.config
-            )
-            for layer in range(head.config.layers)
-        ]
-        states = head(blocks.flatten(1, 2), places.flatten(1), attends).unflatten(1, blocks.shape[1:3])
+        attend = partial(attend_to_block, columns, places, keys, values, head.config)
+        states = head(blocks.flatten(1, 2), places.flatten(1), attend).unflatten(1, blocks.shape[1:3])
         for depth, each in enumerate(states[:, :, -head.depth :].unbind(2)):
             chosen = chosen & answers[rows, columns + 1 + depth]
             yield each[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + depth
@@ -278,12 +273,15 @@ def attend_to_block(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    layer: int,
 ) -> Tensor:
-    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, G, T, D] up to columns [B, A].
+    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, layers x G, T, D] up to columns
+    [B, A].
 
     places: the blocks' positions [B, A, R].
     """
-    anchors = columns.shape[1]
+    anchors, heads = columns.shape[1], heads_of(layer, keys)
+    text_keys, text_values = text_keys[:, heads], text_values[:, heads]
     count, size = queries.shape[2] // anchors, queries.shape[3]
     grouped = (queries * size**-0.5).unflatten(1, (keys.shape[1], -1))  # [B, G, Q/G, A R, D]
     wide = torch.promote_types(queries.dtype, torch.float32)
@@ -322,7 +320,7 @@ def attend_to_text(window: int | None, queries: Tensor, keys: Tensor, values: Te
 
 
 class UnrolledContext:
-    """The keys and values that a head's layer attends to when drafts from all anchors are unrolled at once.
+    """The keys and values that a head's layers attend to when drafts from all anchors are unrolled at once.
 
     The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A], which
     attends to the text up to its anchor and to its own draft: T + S scores per query, not T x S as with one mask.
@@ -331,31 +329,33 @@ class UnrolledContext:
 
     def __init__(self, columns: Tensor, window: int | None = None) -> None:
         self.columns, self.window = columns, window
-        self.text: tuple[Tensor, Tensor] | None = None
-        self.drafts: list[tuple[Tensor, Tensor]] = []
+        self.text: list[tuple[Tensor, Tensor]] = []  # of each layer
+        self.drafts: list[list[tuple[Tensor, Tensor]]] = []  # of each layer, by drafting step
 
     def select(self, places: Tensor) -> None:
         """Go on with some of the anchors, by their places [B, A]."""
         self.columns = self.columns.gather(1, places)
-        self.drafts = [(pick(keys, places), pick(values, places)) for keys, values in self.drafts]
+        self.drafts = [[(pick(keys, places), pick(values, places)) for keys, values in one] for one in self.drafts]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int = 0) -> Tensor:
         """See `heads.layer_cache.Attend`."""
-        if self.text is None:
-            self.text = keys, values
+        if layer == len(self.text):
+            self.text.append((keys, values))
+            self.drafts.append([])
             return attend_to_text(self.window, queries, keys, values)
-        self.drafts.append((keys, values))
+        text, drafts = self.text[layer], self.drafts[layer]
+        drafts.append((keys, values))
         count, size = queries.shape[2:]
         grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]
-        scores = (grouped.flatten(2, 3) @ self.text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
+        scores = (grouped.flatten(2, 3) @ text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
         last = self.columns[..., None]
         slots = torch.arange(scores.shape[-1], device=scores.device)
-        unseen = is_unseen(slots, last, last + len(self.drafts), self.window)  # [B, A, T]
-        own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in self.drafts]
+        unseen = is_unseen(slots, last, last + len(drafts), self.window)  # [B, A, T]
+        own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in drafts]
         scores = torch.cat([scores.masked_fill(unseen[:, None, None], float("-inf")), *own], dim=-1)  # [..., T + S]
         weights = scores.softmax(dim=-1).to(grouped.dtype).split([unseen.shape[-1], len(own)], dim=-1)
-        mixed = (weights[0].flatten(2, 3) @ self.text[1]).unflatten(2, (-1, count))
-        for (_, draft), weight in zip(self.drafts, weights[1].unbind(-1), strict=True):
+        mixed = (weights[0].flatten(2, 3) @ text[1]).unflatten(2, (-1, count))
+        for (_, draft), weight in zip(drafts, weights[1].unbind(-1), strict=True):
             mixed = mixed + weight[..., None] * draft[:, :, None]
         return mixed.flatten(1, 2)
 

@@ -105,13 +105,13 @@ def describe_proposal(kind: str, tokens: int, target: str | None) -> dict[str, A
 
 def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str, Any]:
     """What the configs of EAGLE and block heads have in common, for transformers 4 and 5."""
-    layer = config.layer
+    layer, layers = config.layer, getattr(config, "layers", 1)
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         **{name: getattr(layer, name) for name in (*sizes, "rms_norm_eps", "rope_theta")},
         "hidden_act": "silu",
         "attention_bias": layer.qkv_bias,
@@ -120,5 +120,5 @@ def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str,
         "rope_parameters": {"rope_type": "default", **(layer.rope_scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "tie_word_embeddings": False,
-        **({} if layer.window is None else {"layer_types": [WINDOWED], "sliding_window": layer.window}),
+        **({} if layer.window is None else {"layer_types": [WINDOWED] * layers, "sliding_window": layer.window}),
     }

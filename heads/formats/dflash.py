@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.formats.decoder_layer import WINDOWED, describe_proposal, export_layer, read_layer, read_window
+from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer, read_window
 from heads.formats.layout import (
     EMBEDDING,
     ConfigDict,
@@ -111,14 +111,13 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         states["lm_head.weight"] = head.borrowed
     pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
     pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
-    kind_of_layer = "full_attention" if config.layer.window is None else WINDOWED
-    layers = {"num_hidden_layers": config.layers, "layer_types": [kind_of_layer] * config.layers}
+    everything = {"layer_types": ["full_attention"] * config.layers}
     return states, {
         "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
-        NESTED: export_layer(config) | layers | {"model_type": "qwen3"},
+        NESTED: everything | export_layer(config) | {"model_type": "qwen3"},
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,
         READ: [*config.features],

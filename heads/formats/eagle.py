@@ -2,8 +2,8 @@
 
 An EAGLE-1 folder (of EAGLE-2 and HASS too) has a copy of the target's embeddings and a copy of its config with a few
 changes. Its `num_hidden_layers` and `num_key_value_heads` are often wrong, and a missing `bias` means true. EAGLE-3
-heads are published by the authors, SpecForge, ModelOpt and speculators. Their layer is named `midlayer` or `layers.0`;
-speculators' config keeps its sizes in a nested object.
+heads are published by the authors, SpecForge, ModelOpt and speculators. Their first layer is named `midlayer` or
+`layers.0`; speculators' config keeps its sizes in a nested object.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from heads.formats.decoder_layer import describe_proposal, export_layer, read_la
 from heads.formats.layout import (
     EMBEDDING,
     MAP,
+    MIDLAYER,
     OWN,
     ConfigDict,
     Layout,
@@ -34,14 +35,15 @@ from heads.formats.layout import (
     count,
     export_token_map,
     extent,
+    find_first_layer,
     number,
     read_common,
     rename,
+    replace_prefix,
     section,
 )
 
 LAYER = "layers.0."
-MIDLAYER = "midlayer."
 READ = "eagle_aux_hidden_state_layer_ids"
 NESTED = "transformer_layer_config"  # speculators' sizes of the layer
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
@@ -84,7 +86,7 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout | None:
     """The layout of an EAGLE-3 head; None if the file has no such layer."""
     _refuse_unknown(config)
-    prefix = MIDLAYER if any(name.startswith(MIDLAYER) for name in shapes) else LAYER
+    prefix = find_first_layer(shapes)
     fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in shapes
     if not fuses or not any(name.startswith(f"{prefix}self_attn.") for name in shapes):
         return None
@@ -99,8 +101,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     if target_size * len(features) != width:
         read = f"{len(features)} layers of {target_size}"
         raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
-    if (layers_read := count("layers.{}.input_layernorm.weight", shapes)) and layers_read[0] > 1:
-        raise ValueError(f"it has {layers_read[0]} layers; heads of one layer are supported")
+    depth = max((1, *count("layers.{}.self_attn.o_proj.weight", shapes)))
     # A file's embeddings are a copy of the target's, unless they were trained.
     is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
     settings: dict[str, Any] = {
@@ -110,6 +111,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
             window=read_window(layer_config) if NESTED in config else None,  # flat configs copy the target's
         ),
         "features": features,
+        "layers": depth,
         "output": "shared" if "lm_head.weight" in shapes else "target",
         "target_hidden_size": None if target_size == hidden_size else int(target_size),
         "embedding": is_embedding,
@@ -120,7 +122,8 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
         head_config: Eagle3Config = PEagleConfig(**settings, **_read_block(config))
     else:
         head_config = Eagle3Config(**settings)
-    ignored = {EMBEDDING, "t2d", *([] if head_config.final_norm else ["norm.weight"])}
+    unused = [f"layers.{number}.hidden_norm.weight" for number in range(1, depth)]  # vLLM has them in all layers
+    ignored = {EMBEDDING, "t2d", *unused, *([] if head_config.final_norm else ["norm.weight"])}
     return Layout(head_config, renamed, ignored)
 
 
@@ -185,10 +188,12 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
 def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a folder for vLLM and SGLang, with the layers to read in both numberings.
 
-    SGLang ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
+    SGLang has one layer, and ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
     norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
     """
     states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
+    if config.layers > 1 or head.kind == "peagle":  # SGLang's class, of one layer, has `midlayer`
+        states = {replace_prefix(name, {MIDLAYER: LAYER}): state for name, state in states.items()}
     export_token_map(states, config.vocab_size)
     return states, export_layer(config) | {
         "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],

@@ -38,6 +38,7 @@ HEADS = {
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"
 EMBEDDING = "embed_tokens.weight"
+MIDLAYER = "midlayer."  # an EAGLE-3 head's first layer
 PAIRS = "markov_head.markov_w2"  # rows of draft tokens, as those of an output matrix
 EXTRA = {
     "medusa": {"lm_head.weight"},
@@ -134,7 +135,12 @@ def read_common(
     }
 
 
-def read_own(own: ConfigDict) -> Layout:
+def find_first_layer(names: Iterable[str]) -> str:
+    """What `MIDLAYER` is in a file with these names of tensors."""
+    return MIDLAYER if any(name.startswith(MIDLAYER) for name in names) else "layers.0."
+
+
+def read_own(own: ConfigDict, names: Iterable[str]) -> Layout:
     """The layout of a folder of `save_head`, whose config has all settings. Raises ValueError if they are damaged."""
     settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
     try:
@@ -143,7 +149,8 @@ def read_own(own: ConfigDict) -> Layout:
                 settings[name] = LayerConfig(**settings[name])
         if "features" in settings:
             settings["features"] = tuple(settings["features"])
-        return Layout(HEADS[own["kind"]][1](**settings), ignored=EXTRA.get(own["kind"], set()))
+        renamed = {MIDLAYER: find_first_layer(names)}
+        return Layout(HEADS[own["kind"]][1](**settings), renamed, EXTRA.get(own["kind"], set()))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its config's section {OWN} is damaged: {error}") from error
 

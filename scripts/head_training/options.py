@@ -30,8 +30,8 @@ NOT_FOR = {
     "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
     "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
     "eagle": (*MODEL, *NORMS, "heads", "layers", "output", "pair_rank"),
-    "eagle3": (*MODEL, "heads", "layers", "output", "pair_rank", "regression"),
-    "peagle": (*UNROLLING, *MODEL, "layers", "output", "pair_rank", "normed_feedback"),
+    "eagle3": (*MODEL, "heads", "output", "pair_rank", "regression"),
+    "peagle": (*UNROLLING, *MODEL, "output", "pair_rank", "normed_feedback"),
     "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
     "mtp": (*MODEL, *SHAPE, "regression"),
     "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank", "window"),
@@ -111,8 +111,8 @@ class TrainOptions:
         "medusa, multi-token, hydra, peagle and dflash: draft tokens (default: 4; peagle and dflash: 6)"
     )
     layers: int | None = number(
-        "medusa and hydra: blocks of each head (default: 1); dflash: decoder layers (default: 2); draft: layers of the "
-        f"model (default: {DRAFT_LAYERS})"
+        "medusa and hydra: blocks of each head (default: 1); eagle3, peagle and dflash: decoder layers (default: 1, "
+        f"dflash: 2); draft: layers of the model (default: {DRAFT_LAYERS})"
     )
     pair_rank: int | None = number(
         "dflash: rank of the score of a draft token after the one before it; 0: none, so that all paths have the same "

@@ -100,9 +100,9 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("eagle3", {"mask_hidden": drawn(1, 1, 24)}, {}, "mask_token_id: None; it must be a token"),
         (
             "eagle3",
-            {f"layers.{n}.input_layernorm.weight": drawn(8) for n in (0, 1)},
+            {"layers.1.self_attn.o_proj.weight": drawn(8, 8)},
             {},
-            "it has 2 layers; heads of one",
+            "missing: layers.1.input_layernorm.weight, layers.1.self_attn.q_proj.weight, ",
         ),
         (
             "dflash",

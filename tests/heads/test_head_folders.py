@@ -46,6 +46,8 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"norm_before_fc": True, "final_norm": False}),
     ("peagle", {**ORIGIN, "draft_size": 5}),
     ("peagle", {"output": "target", "heads": 5}),
+    ("peagle", {"layers": 3, "layer": {"window": 7}}),
+    ("eagle3", {"layers": 2}),
     ("multi-token", {**ORIGIN, "draft_size": 5, "output": "own"}),
     ("mtp", {**ORIGIN, "draft_size": 5, "normed_feedback": True}),
     ("dflash", {**ORIGIN, "draft_size": 5}),

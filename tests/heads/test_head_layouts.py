@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from heads import DFlashHead, HydraHead, LayerConfig, MedusaHead, load_head
 from heads.formats.decoder_layer import WINDOWED
+from heads.layer_cache import heads_of
 from tests.support.models import tiny
 from tests.support.published_heads import (
     BLOCK_SPECULATORS,
@@ -64,6 +65,11 @@ def name_unused_norm(head: Any) -> Tensors:
     return name_eagle3(head) | {"norm.weight": drawn(HIDDEN)}
 
 
+def name_all_norms(head: Any) -> Tensors:
+    """As a class of vLLM has them, which uses the first alone."""
+    return name_speculators(head) | {f"layers.{number}.hidden_norm.weight": drawn(HIDDEN) for number in (1, 2)}
+
+
 def name_vllm(head: Any, prefix: str = "medusa_heads.") -> Tensors:
     return {prefix + name: state for name, state in head.state_dict().items()}
 
@@ -94,11 +100,8 @@ def outputs(head: Any) -> list[Any]:
         states = [head(features, embedded[:, :, None].repeat(1, 1, i + 1, 1), i) for i in range(head.depth)]
     elif isinstance(head, DFlashHead):
         keys, values = head.read(head.fuse(features), torch.arange(6)[None])
-        attends = [
-            partial(see_all, keys[:, head.part(layer)], values[:, head.part(layer)])
-            for layer in range(head.config.layers)
-        ]
-        last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attends)[:, -head.depth :]
+        attend = partial(see_all, keys, values)
+        last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attend)[:, -head.depth :]
         pairs = head.markov_head(torch.arange(VOCABULARY)) if head.config.pair_rank else torch.zeros(1)
         return [head.logits(last), pairs, head.begin_block(torch.tensor(5)), head.tokens(torch.arange(head.draft_size))]
     else:
@@ -108,9 +111,10 @@ def outputs(head: Any) -> list[Any]:
     return [*logits, head.tokens(torch.arange(head.draft_size))]
 
 
-def see_all(text_keys: Any, text_values: Any, queries: Any, keys: Any, values: Any) -> Any:
+def see_all(text_keys: Any, text_values: Any, queries: Any, keys: Any, values: Any, layer: int) -> Any:
     """Attention to a text and all of a block."""
-    both = torch.cat([text_keys, keys], dim=2), torch.cat([text_values, values], dim=2)
+    pairs = (text_keys, keys), (text_values, values)
+    both = (torch.cat([text[:, heads_of(layer, own)], own], dim=2) for text, own in pairs)
     return torch.nn.functional.scaled_dot_product_attention(queries, *both, enable_gqa=True)
 
 
@@ -136,6 +140,7 @@ INNER_SIZE = {name: value for name, value in ZLAB.items() if name != "block_size
 INNER_SIZE |= {"dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}
 DSPARK_FLAT = {name: value for name, value in ZLAB.items() if name != "dflash_config"}
 DSPARK_FLAT |= {"markov_rank": 5, "mask_token_id": 3, "target_layer_ids": [1, 4, 8]}
+THREE_LAYERS = {"layers": 3}
 WINDOW, CAUSAL, LITTLE = {"layer": {"window": 6}}, {"causal": True}, {"target_name": "little"}
 NESTED = "transformer_layer_config"
 SLIDING = {"layer_types": [WINDOWED] * 2, "sliding_window": 6}
@@ -185,6 +190,10 @@ LAYOUTS = [
     ("eagle3", SMALL | PARTS | FEEDBACK, name_eagle3, FLAT | PARTS | {"norm_output": True}),
     ("eagle3", SMALL | PARTS, name_eagle3, FLAT | PARTS | {"norm_output": False}),
     ("eagle3", SMALL | RESIDUAL, name_eagle3, FLAT | RESIDUAL),
+    # several layers: all numbered, or after `midlayer`
+    ("eagle3", SPECULATED | RESIDUAL | THREE_LAYERS, name_speculators, SPECULATORS),
+    ("eagle3", SPECULATED | RESIDUAL | THREE_LAYERS, name_all_norms, SPECULATORS),
+    ("eagle3", SMALL | THREE_LAYERS, name_eagle3, FLAT),
     # trained embeddings, a target of another hidden size, and a head_dim that was ignored in training
     ("eagle3", TRAINED, name_speculators, SPECULATORS | {"embed_requires_grad": True}),
     ("eagle3", WIDE, name_eagle3, WIDE_CONFIG),

@@ -22,13 +22,14 @@ from tests.support.models import VOCABULARY, tiny
 ROWS, WIDTH, LEVELS = 3, 4, 3
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "layers"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
+def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -> None:
     target = Target(tiny("llama"))
-    head, embed = make_head(kind, target), target.model.get_input_embeddings()
+    shape = {} if kind == "eagle" else {"layers": layers}
+    head, embed = make_head(kind, target, **shape), target.model.get_input_embeddings()
     merged = copy.deepcopy(head)
     merge_layers(merged, lambda layer: type(layer) is nn.Linear)
-    assert sum(isinstance(module, MergedPart) for module in merged.modules()) == 5  # q, k, v, gate, up
+    assert sum(isinstance(module, MergedPart) for module in merged.modules()) == 5 * layers  # q, k, v, gate, up
     size = head.target_hidden_size * len(head.features)
     caches = [LayerCache(ROWS, attend_like_target)]
 

@@ -46,6 +46,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3 with a window": ("eagle3", {"layer": replace(LAYER, window=6)}),
     "peagle with a window": ("peagle", {"layer": replace(LAYER, window=6)}),
     "dflash with a window": ("dflash", {"layer": replace(LAYER, qk_norm=True, window=6), "causal": True}),
+    "eagle3 of 2 layers": ("eagle3", {"layers": 2}),
+    "peagle of 3 layers": ("peagle", {"layers": 3, "norm_before_residual": True}),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
     "mtp": ("mtp", {}),
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
@@ -119,7 +121,7 @@ class Written:
             mask[:, count:] = 0
         block = self.embed(torch.tensor([[self.text[-1], *[head.config.mask_token] * (head.rows - 1)]]))
 
-        def see_all(layer: int, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+        def see_all(queries: Tensor, own_keys: Tensor, own_values: Tensor, layer: int) -> Tensor:
             parts = (
                 torch.cat([text[:, 2 * layer : 2 * layer + 2], own], dim=2).repeat_interleave(2, dim=1)
                 for text, own in ((keys, own_keys), (values, own_values))
@@ -127,8 +129,7 @@ class Written:
             seen, weighed = parts
             return (queries @ seen.transpose(2, 3) / 8**0.5 + mask).softmax(dim=-1) @ weighed
 
-        attends = [partial(see_all, layer) for layer in range(head.config.layers)]
-        states = head(block, count + torch.arange(block.shape[1])[None], attends)
+        states = head(block, count + torch.arange(block.shape[1])[None], see_all)
         return head.logits(states[0, -3:])
 
     def mask(self, count: int) -> Tensor:
@@ -136,7 +137,7 @@ class Written:
         before = torch.arange(count)[:, None] - torch.arange(count)
         return torch.full((count, count), -1e30).masked_fill_((before >= 0) & (before < (self.head.window or count)), 0)
 
-    def attend(self, *parts: Tensor) -> Tensor:
+    def attend(self, *parts: Tensor, layer: int = 0) -> Tensor:
         return attend(*parts, self.mask(parts[0].shape[2]).double()[None, None])
 
     def _pair(self, token: int) -> Any:

@@ -130,6 +130,13 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
     own = after.state_dict()
     assert own.pop("mask_hidden").shape == (1, 1, 64)
     torch.testing.assert_close(own, head.state_dict(), rtol=1e-2, atol=1e-6)  # saved in bfloat16
+    assert call(*begun, "--lr", "1e-9", "--layers", "2", out=tmp_path / "deep").status == 0
+    deep = load_head(tmp_path / "deep", torch.float32)
+    new = {name: weight for name, weight in deep.state_dict().items() if name.startswith("layers.1.")}
+    assert deep.config.layers == 2 and float(new["layers.1.mlp.down_proj.weight"].abs().max()) < 1e-6
+    torch.testing.assert_close(deep.midlayer.state_dict(), head.midlayer.state_dict(), rtol=1e-2, atol=1e-6)
+    begin_again = *begun, "--init", str(tmp_path / "deep")
+    refuse(call(*begin_again, "--layers", "1", out=tmp_path / "less"), "--layers is 1, and the head of --init")
     refuse(call(*begun, "--heads", "1", out=tmp_path / "one"), "heads is 1; a P-EAGLE head of one draft token")
     refuse(call(*begun, "--draft-vocab", "50", out=tmp_path / "other"), "--draft-vocab is 50, and the head of --init")
     save_head(draw_head("eagle3", 32, 95, torch.float32, layer=layer, features=(0, 1)), tmp_path / "head")

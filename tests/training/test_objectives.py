@@ -157,6 +157,7 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
         *((kind, {}, "kl", steps) for kind in ("eagle", "eagle3") for steps in (1, 2, 4)),
         *((kind, {"normed_feedback": True}, "kl", steps) for kind in ("eagle3", "mtp") for steps in (1, 2, 4)),
         ("eagle3", {"layer": replace(LAYER, window=5)}, "kl", 4),
+        ("eagle3", {"layers": 2}, "kl", 3),
         *(("multi-token", {"layer": replace(LAYER, window=window)}, "kl", HEADS) for window in (None, 5)),
     ],
 )
@@ -240,14 +241,15 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "layers"), [(None, 1), (None, 3), (5, 1), (5, 2)])
 def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
+    monkeypatch: pytest.MonkeyPatch, window: int | None, layers: int
 ) -> None:
     """Each draft is made as the proposer's, which never sees a later feature."""
     monkeypatch.setattr(objectives, "NESTED", 1.0)
     layer = replace(LAYER, window=window)
-    head, batch = make_head("peagle", TARGET, draft_size=DRAFTED, layer=layer), make_batch("peagle")
+    head = make_head("peagle", TARGET, draft_size=DRAFTED, layer=layer, layers=layers)
+    batch = make_batch("peagle")
     result = PEagleObjective(head, "kl", EMBEDDING, head.depth, decay=0.7)(batch)
     draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
     expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
