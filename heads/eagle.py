@@ -1,4 +1,4 @@
-"""EAGLE heads: a decoder layer that predicts the target's next feature (EAGLE-1), or some for a state like it (EAGLE-3).
+"""EAGLE heads: decoder layers that predict the target's next feature (EAGLE-1) or a state like it (EAGLE-3).
 
 Sources: Li et al., "EAGLE" (2024), whose weights have the form of EAGLE-2's (Li et al., 2024; another tree) and HASS's
 (Zhang et al., 2024; another training); Li et al., "EAGLE-3" (2025), and the variants that speculators, SpecForge and

@@ -19,7 +19,7 @@ from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import BlockObjective, EagleObjective, MedusaObjective, Objective, PEagleObjective
+from training.objectives import BlockObjective, Decay, EagleObjective, MedusaObjective, Objective, PEagleObjective
 from training.teacher import Teacher
 
 # By kind of head that drafts level by level from a state; only EAGLE-1's states are features.
@@ -144,7 +144,7 @@ def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def make_objective(
-    head: Any, target: Target, loss: str, decay: float, temperature: float = 1.0, **eagle: Any
+    head: Any, target: Target, loss: str, decay: Decay, temperature: float = 1.0, **eagle: Any
 ) -> Objective:
     """The objective that trains a head or draft model. eagle: `EagleObjective`'s steps, regression and noise."""
     if head.kind == "draft":

@@ -6,7 +6,7 @@ its S most likely tokens. alpha = sum min(p, q): the probability that a token dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,17 +92,61 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], ValueAndGradient]] = {
 
 
 def vocabulary_loss(
-    name: str, states: Tensor, weights: Sequence[Tensor], bias: Tensor | None, labels: Tensor, p: Tensor
+    name: str,
+    states: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    labels: Tensor,
+    p: Tensor,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sum over rows of a loss of q = softmax(states weight^T + bias), and [R] bool: whether q's most likely token
     is label 0.
 
     states [R, H]; weights: matrices [D, *] that are side by side the weight [D, H]; bias [D]; labels [R, S] are draft
-    ids, -1 outside the draft vocabulary; p [R, S].
+    ids, -1 outside the draft vocabulary; p [R, S]; factors [R]: of the rows in the sum, 1 if None.
     """
-    autocast = torch.is_autocast_enabled(states.device.type)
-    dtype = torch.get_autocast_dtype(states.device.type) if autocast else states.dtype
-    return _VocabularyLoss.apply(LOSSES[name], dtype, states, bias, labels, p, *weights)
+    return _VocabularyLoss.apply(LOSSES[name], find_dtype(states), states, bias, labels, p, factors, *weights)
+
+
+@torch.no_grad()
+def find_acceptance(
+    states: Tensor, weights: Sequence[Tensor], bias: Tensor | None, labels: Tensor, p: Tensor
+) -> Tensor:
+    """alpha [R] of q = softmax(states weight^T + bias), with the arguments of `vocabulary_loss`."""
+    dtype = find_dtype(states)
+    matrices = [weight.to(dtype) for weight in weights]
+    parts = states.to(dtype).split([weight.shape[1] for weight in weights], dim=1)
+    found = []
+    for part, index, drafted in split_rows(labels, len(matrices[0])):
+        q = compute_q(parts, matrices, bias, part)
+        found.append(torch.minimum(p[part].to(q) * drafted, q.gather(1, index)).sum(dim=-1))
+    return torch.cat(found) if found else states.new_zeros(0)
+
+
+def find_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with these states."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def split_rows(labels: Tensor, drafted: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Parts of the rows of labels [R, S], of at most `CHUNK` logits: the rows, valid draft ids, and which labels are."""
+    rows = max(1, CHUNK // drafted)
+    for begin in range(0, len(labels), rows):
+        part = slice(begin, begin + rows)
+        yield part, labels[part].clamp_min(0), labels[part] >= 0
+
+
+def compute_q(parts: Sequence[Tensor], matrices: Sequence[Tensor], bias: Tensor | None, rows: slice) -> Tensor:
+    """q [*, D] of some rows, in float32 or wider, from parts of the states and of the output matrix."""
+    logits = parts[0][rows] @ matrices[0].T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    for inputs, matrix in zip(parts[1:], matrices[1:], strict=True):
+        logits += inputs[rows] @ matrix.T
+    if bias is not None:
+        logits += bias
+    return logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -111,13 +155,21 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Any, dtype: torch.dtype, states: Tensor, bias: Any, labels: Tensor, p: Tensor, *weights: Tensor
+        ctx: Any,
+        loss: Any,
+        dtype: torch.dtype,
+        states: Tensor,
+        bias: Any,
+        labels: Tensor,
+        p: Tensor,
+        factors: Any,
+        *weights: Tensor,
     ):
         exact = torch.promote_types(dtype, torch.float32)
         narrow, matrices = states.to(dtype), [weight.to(dtype) for weight in weights]
         grad_states = torch.empty_like(narrow)
         # A borrowed matrix is not trained; its gradient would be a third of the work.
-        needed = ctx.needs_input_grad[6:]
+        needed = ctx.needs_input_grad[7:]
         grads = [
             torch.zeros_like(each, dtype=exact) if wanted else None
             for each, wanted in zip(weights, needed, strict=True)
@@ -127,21 +179,15 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
         total = torch.zeros((), dtype=exact, device=states.device)
         right = torch.empty(len(states), dtype=torch.bool, device=states.device)
-        rows = max(1, CHUNK // len(matrices[0]))
-        for begin in range(0, len(states), rows):
-            part = slice(begin, begin + rows)
-            logits = (parts[0][part] @ matrices[0].T).to(exact)
-            for inputs, matrix in zip(parts[1:], matrices[1:], strict=True):
-                logits += inputs[part] @ matrix.T
-            if bias is not None:
-                logits += bias
-            drafted = labels[part] >= 0
-            index = labels[part].clamp_min(0)
-            right[part] = logits.argmax(dim=-1) == labels[part, 0]
-            q = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
+        for part, index, drafted in split_rows(labels, len(matrices[0])):
+            q = compute_q(parts, matrices, bias, part)
+            right[part] = q.argmax(dim=-1) == labels[part, 0]
             labelled = p[part].to(exact)
             tail = (1 - labelled.sum(dim=-1)).clamp_min(0)
             value, a, b = loss(labelled * drafted, q.gather(1, index) * drafted, tail)
+            if factors is not None:
+                factor = factors[part]
+                value, a, b = value * factor, a * factor[:, None], b * factor[:, None]
             total += value.sum()
             gradient = q.mul_(a).scatter_add_(1, index, -b)
             if grad_bias is not None:
@@ -162,4 +208,4 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_states, *grads = ctx.saved_tensors
         states, weight = ctx.dtypes
         bias, *matrices = (None if part is None else (part * scale).to(weight) for part in grads)
-        return None, None, (grad_states * scale).to(states), bias, None, None, *matrices
+        return None, None, (grad_states * scale).to(states), bias, None, None, None, *matrices

@@ -10,20 +10,23 @@ t + 2 + i; its training targets are at position t + 1 + i.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate, repeat
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, MultiTokenHead, PEagleHead
 from heads.layer_cache import attend, heads_of, hide, is_unseen
-from training.losses import vocabulary_loss
+from training.losses import find_acceptance, vocabulary_loss
 from training.teacher import Batch
 
 DECAY = 0.8  # Medusa, section 2.2.1
+Decay: TypeAlias = float | Literal["pace"]
+TRUST = 0.5  # the share of drafts that D-PACE takes to go on whatever a head's probabilities are
 NESTED = 0.7  # the share of a draft's positions that have a further one, in training in one pass
 ANCHORS = 0.25  # the share of anchors that a block is drafted after, in each step
 
@@ -42,14 +45,20 @@ class Objective(nn.Module, ABC):
     """The loss over all draft depths. A module, so that it can be wrapped for several processes.
 
     embedding: the target's [V, H], for heads that read draft tokens. decay: the weight of each depth relative to the
-    one before. temperature: of both distributions, at most 1: the labels hold nearly all of the probability then.
+    one before, or "pace" (see `_pace`). temperature: of both distributions, at most 1: the labels hold nearly all of the
+    probability then.
     """
 
     embedding: Tensor  # None for Medusa
     draft_ids: Tensor
 
     def __init__(
-        self, head: Any, loss: str, embedding: Tensor | None, decay: float = DECAY, temperature: float = 1.0
+        self,
+        head: Any,
+        loss: str,
+        embedding: Tensor | None,
+        decay: Decay = DECAY,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__()
         self.head, self.loss, self.decay, self.temperature = head, loss, decay, temperature
@@ -63,10 +72,15 @@ class Objective(nn.Module, ABC):
         batch = batch._replace(features=batch.features.to(next(self.head.parameters()).dtype))
         total = batch.features.new_zeros((), dtype=torch.float32)
         anchors, agreed = [], []
-        for depth, (states, row, column) in enumerate(self.draft(batch)):
-            loss, right = self._token_loss(batch, depth, states, row, column)
+        drafts: Iterable[tuple[Tensor, Tensor, Tensor]] = self.draft(batch)
+        weights: Iterable[Tensor | None] = repeat(None)
+        if self.decay == "pace":
+            drafts = [*drafts]
+            weights = self._pace(batch, drafts)
+        for depth, ((states, row, column), weight) in enumerate(zip(drafts, weights, strict=False)):
+            loss, right = vocabulary_loss(self.loss, *self._compare(batch, depth, states, row, column), weight)
             loss = loss + self.feature_loss(batch, states, row, column)
-            total = total + self.decay**depth / self.find_share(depth) * loss
+            total = total + (1 if self.decay == "pace" else self.decay**depth / self.find_share(depth)) * loss
             anchors.append(len(row))
             agreed.append(right.sum())
         return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
@@ -92,8 +106,28 @@ class Objective(nn.Module, ABC):
         """The target's embeddings [..., H] of tokens [...]."""
         return nn.functional.embedding(tokens, self.embedding)
 
-    def _token_loss(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
-        """The loss of the draft tokens of a depth, summed, and [R] bool: which most likely tokens were right."""
+    def _pace(self, batch: Batch, drafts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """D-PACE's weights of the draft tokens, [R] for each depth: by how much the expected number of accepted tokens
+        grows with the logarithm of this one's probability, `TRUST` aside.
+
+        A draft reaches a depth with the product of the probabilities above. With soft labels, a token's probability is
+        that of its acceptance. A depth that is drafted from some of the anchors counts for all.
+        """
+        reached = torch.ones_like(batch.answers, dtype=torch.float32)  # by the anchor's place
+        places, products = [], []
+        for depth, (states, row, column) in enumerate(drafts):
+            alpha = find_acceptance(*self._compare(batch, depth, states, row, column)).float()
+            place = row, column - 1 - depth
+            product = torch.zeros_like(reached)
+            product[place] = reached[place] * (TRUST + (1 - TRUST) * alpha)
+            places.append(place)
+            products.append(product / self.find_share(depth))
+            reached = product
+        sums = [*accumulate(reversed(products))]
+        return [total[place] for total, place in zip(reversed(sums), places, strict=True)]
+
+    def _compare(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
+        """The states [R, H] of a depth and what they are compared with, as `vocabulary_loss` takes them."""
         labels, p = batch.labels[row, column], batch.probabilities[row, column]
         if self.loss == "ce":
             labels = batch.tokens[row, column + 1][:, None]
@@ -102,7 +136,7 @@ class Objective(nn.Module, ABC):
         if self.temperature != 1:
             p = (p.log() / self.temperature).softmax(dim=-1)
             states, bias = states / self.temperature, None if bias is None else bias / self.temperature
-        return vocabulary_loss(self.loss, states, weights, bias, self.draft_ids[labels], p)
+        return states, weights, bias, self.draft_ids[labels], p
 
 
 class MedusaObjective(Objective):
@@ -152,7 +186,7 @@ class EagleObjective(Objective):
         steps: int,
         regression: float = 0.0,
         noise: float = 0.0,
-        decay: float = DECAY,
+        decay: Decay = DECAY,
         temperature: float = 1.0,
     ) -> None:
         super().__init__(head, loss, embedding, decay, temperature)

@@ -188,8 +188,9 @@ def _read_norms(shapes: Shapes, config: ConfigDict, prefix: str) -> dict[str, An
 def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a folder for vLLM and SGLang, with the layers to read in both numberings.
 
-    SGLang has one layer, and ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server can omit the last
-    norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config need none of these.
+    SGLang has one layer, and ignores `norm_before_residual`, the head's own embeddings and all biases. Neither server
+    can omit the last norm. Only vLLM has norms of queries and keys, in its Qwen3 class. Heads of the default config
+    need none of these.
     """
     states, config, qwen3 = head.state_dict(), head.config, head.config.layer.qk_norm
     if config.layers > 1 or head.kind == "peagle":  # SGLang's class, of one layer, has `midlayer`

@@ -136,7 +136,13 @@ class TrainOptions:
 
     loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
     temperature: float = number("train at this temperature, at most 1, at which the head is to draft", 1.0)
-    decay: float = number("weight of each draft token relative to the one before", DECAY)
+    decay: float | str = flag(
+        "weight of each draft token relative to the one before; or pace: the weights of D-PACE, from how likely a draft "
+        "is to get there (default: %(default)s)",
+        DECAY,
+        type=lambda text: text if text == "pace" else float(text),
+        metavar="X",
+    )
     epochs: int = number("passes over the data", Schedule.epochs)
     max_steps: int | None = number("stop after N steps")
     batch_tokens: int = number("tokens in a batch, padding included", Schedule.batch_tokens)
@@ -185,8 +191,9 @@ class TrainOptions:
         if not 0 <= self.max_bad <= 1:
             raise ValueError(f"--max-bad is {self.max_bad}; it must be a share from 0 to 1")
         for name in ("lr", "decay"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be a positive number")
+            value = getattr(self, name)
+            if value != "pace" and not 0 < value < math.inf:
+                raise ValueError(f"--{name} is {value}; it must be a positive number")
         for name in ("regression", "noise", "cache_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:

@@ -199,6 +199,49 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # sums are made in float32
 
 
+def test_pace_weighs_a_token_by_the_expected_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D-PACE's gradient is that of the expected number of accepted tokens, if a token is accepted with probability
+    (1 + q) / 2 and the logarithm of q stands for that of this probability."""
+    head, batch = make_head("eagle3", TARGET, draft_size=DRAFTED), make_batch("eagle3")
+    objective = EagleObjective(head, "ce", EMBEDDING, 3, decay="pace")
+    objective(batch).total.backward()
+    found = [parameter.grad.clone() for parameter in head.parameters()]
+    head.zero_grad()
+    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
+    length = torch.zeros((), dtype=torch.float64)
+    for row, column in batch.answers.nonzero().tolist():
+        tokens, reached = batch.tokens[row].tolist(), torch.ones((), dtype=torch.float64)
+        states = draft(head, batch.features[row, : column + 1], tokens[1:] + [0] * 3, 3)
+        for depth, state in enumerate(states):
+            at = column + 1 + depth
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
+                break
+            q = torch.zeros((), dtype=torch.float64)
+            if tokens[at + 1] in draft_ids:
+                q = head.logits(state, depth).softmax(dim=-1)[draft_ids[tokens[at + 1]]]
+            share = ((1 + q) / 2).detach()
+            reached = reached * (share * q / q.detach() if q > 0 else share)
+            length = length + reached
+    (-length).backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in head.parameters()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["peagle", "dflash"])
+def test_pace_counts_the_drafts_that_are_not_made(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """On average the loss is that of all drafts."""
+    head, batch = make_head(kind, TARGET, draft_size=DRAFTED), make_batch(kind)
+    network: Any = PEagleObjective if kind == "peagle" else BlockObjective
+    objective = network(head, "kl", EMBEDDING, *([head.depth] if kind == "peagle" else []), decay="pace")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        drawn = torch.stack([objective(batch).total for _ in range(400)])
+        for share in ("NESTED", "ANCHORS"):
+            monkeypatch.setattr(objectives, share, 1.0)
+        whole = objective(batch).total
+    # Few anchors are rounded up to whole ones, so there are a few more than the share.
+    assert abs(float(drawn.mean() / whole) - 1) < 0.35 and float(drawn.std()) > 0
+
+
 WINDOW = {"layer": replace(LAYER, qk_norm=True, window=5)}
 BLOCKS: list[dict[str, Any]] = [
     *({}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}, WINDOW, {"causal": True}, {**WINDOW, "causal": True}),
