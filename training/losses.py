@@ -131,7 +131,7 @@ def find_dtype(states: Tensor) -> torch.dtype:
 
 
 def split_rows(labels: Tensor, drafted: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the rows of labels [R, S], of at most `CHUNK` logits: the rows, valid draft ids, and which labels are."""
+    """Parts of the rows of labels [R, S], of at most `CHUNK` logits: the rows, valid draft ids, and which are so."""
     rows = max(1, CHUNK // drafted)
     for begin in range(0, len(labels), rows):
         part = slice(begin, begin + rows)

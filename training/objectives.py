@@ -45,8 +45,8 @@ class Objective(nn.Module, ABC):
     """The loss over all draft depths. A module, so that it can be wrapped for several processes.
 
     embedding: the target's [V, H], for heads that read draft tokens. decay: the weight of each depth relative to the
-    one before, or "pace" (see `_pace`). temperature: of both distributions, at most 1: the labels hold nearly all of the
-    probability then.
+    one before, or "pace" (see `_pace`). temperature: of both distributions, at most 1: the labels hold nearly all of
+    the probability then.
     """
 
     embedding: Tensor  # None for Medusa
@@ -126,7 +126,9 @@ class Objective(nn.Module, ABC):
         sums = [*accumulate(reversed(products))]
         return [total[place] for total, place in zip(reversed(sums), places, strict=True)]
 
-    def _compare(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
+    def _compare(
+        self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor, Tensor]:
         """The states [R, H] of a depth and what they are compared with, as `vocabulary_loss` takes them."""
         labels, p = batch.labels[row, column], batch.probabilities[row, column]
         if self.loss == "ce":

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
+from decode.cpu.packed_linear import expecting_many_rows
 from decode.models.grouped_attention import choosing_kernels
 from decode.models.stock_model import capture_features
 from heads.vocabulary import top_tokens
@@ -60,7 +61,8 @@ class Teacher:
         output = model.get_output_embeddings()
         hook = output.register_forward_pre_hook(lambda _, args: (args[0][answers][None], *args[1:]))
         try:
-            with capture_features(model, self.layers) as captured, choosing_kernels(self.target.device):
+            kernels = choosing_kernels(self.target.device)
+            with capture_features(model, self.layers) as captured, kernels, expecting_many_rows():
                 logits = model(input_ids=tokens, use_cache=False).logits[0]  # [A, V] of all examples
         finally:
             hook.remove()

@@ -8,7 +8,9 @@ compiler, oneDNN's packed layers take its place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any, TypeGuard, cast
 
@@ -25,6 +27,8 @@ MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one t
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
 SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
+
+_unpacks = ContextVar("_unpacks", default=False)
 
 
 def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -81,6 +85,17 @@ class PackedLayer(nn.Module, ABC):
         """The weight [N, K]."""
 
 
+@contextmanager
+def expecting_many_rows() -> Iterator[None]:
+    """Packed float32 layers unpack their weights for each call. For thousands of rows this takes two thirds of the time
+    on a CPU without AVX-512: the op unpacks them anew for every few rows."""
+    token = _unpacks.set(True)
+    try:
+        yield
+    finally:
+        _unpacks.reset(token)
+
+
 class PackedLinear(PackedLayer):
     """`nn.Linear`, or several as one, on packed weights. What the op does not take goes through the unpacked weight.
 
@@ -102,7 +117,8 @@ class PackedLinear(PackedLayer):
         self._check(linears)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
+        dense = _unpacks.get() and self.dtype == torch.float32
+        if dense or inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs

@@ -1,8 +1,9 @@
-"""Block heads in speculators' own model classes: the same logits from a folder of ours, and from a folder of theirs.
+"""Heads that draft in one pass, in speculators' own model classes: the same logits from a folder of ours and of theirs.
 
     python -m docs.measure.speculators_folders    (needs speculators 0.9)
 
-Tiny heads in float32: with and without a pair score, a draft vocabulary, and a draft from the anchor's row.
+Tiny heads in float32: with and without a pair score, a draft vocabulary, and a draft from the anchor's row; P-EAGLE of
+one and of several layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import speculators.models.dflash.core as dflash
+import speculators.models.peagle.core as peagle
 import torch
 from speculators.models.dspark.core import DSparkDraftModel
 from torch import Tensor
@@ -21,13 +23,19 @@ from decode import Target
 from heads import LayerCache, load_head, save_head
 from heads.formats.layout import OWN
 from proposers.dflash import DFlashDrafter
+from proposers.eagle import draft_ahead
+from proposers.feature_history import FeaturePart
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 
 LENGTH, ANCHOR = 16, 9
-CASES: list[dict[str, Any]] = [
-    *({"draft_size": 40}, {}),
-    *({"pair_rank": 0, "from_anchor": False}, {"pair_rank": 0, "from_anchor": False, "draft_size": 40}),
+NETWORKS: dict[str, Any] = {
+    **{"dflash": dflash.DFlashDraftModel, "dspark": DSparkDraftModel, "peagle": peagle.PEagleDraftModel}
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *(("dflash", {"draft_size": 40}), ("dflash", {}), ("dflash", {"pair_rank": 0, "from_anchor": False})),
+    ("dflash", {"pair_rank": 0, "from_anchor": False, "draft_size": 40}),
+    *(("peagle", {"draft_size": 40}), ("peagle", {"layers": 3, "fc_norm": True})),
 ]
 
 
@@ -37,6 +45,10 @@ def draft(folder: Path, target: Target, features: Tensor, tokens: Tensor) -> Ten
     if head.output == "target":
         head.borrow(target.output_matrix)
     cache, before = LayerCache(1), features[:, :ANCHOR]
+    if head.kind == "peagle":
+        embed = head.embed_tokens or target.model.get_input_embeddings()
+        part = FeaturePart(head.fuse(before), tokens[:, 1 : ANCHOR + 1], torch.tensor([ANCHOR]), [ANCHOR])
+        return head.logits(draft_ahead(head, embed, cache, part, *head.unknown(head.depth - 1)))[0]
     cache.write(*head.read(head.fuse(before), torch.arange(ANCHOR)[None]))
     cache.keep([ANCHOR])
     drafter = DFlashDrafter(head, tokens[:, ANCHOR], cache, target.model.get_input_embeddings())
@@ -61,6 +73,16 @@ def compute(model: Any, features: Tensor, tokens: Tensor, levels: int) -> Tensor
     return logits.view(rows)[0, -levels:]
 
 
+def compute_parallel(model: Any, features: Tensor, tokens: Tensor, levels: int) -> Tensor:
+    """The same by speculators' P-EAGLE, whose token at a place is the one after its feature."""
+    places = torch.arange(ANCHOR), torch.full((levels - 1,), ANCHOR - 1)
+    depths = torch.zeros(ANCHOR, dtype=torch.long), torch.arange(1, levels)
+    peagle.generate_cod_sample_indices = lambda **_: (torch.cat(places), torch.cat(depths))
+    peagle.compute_metrics = lambda logits, **_: (logits, {})
+    last, same = features[..., : features.shape[2] // 3], torch.zeros(1, LENGTH).long()
+    return model(features, tokens.roll(-1, dims=1), same, verifier_last_hidden_states=last)[1][0, -levels:]
+
+
 @torch.no_grad()
 def main() -> None:
     place = Path(tempfile.mkdtemp())
@@ -68,16 +90,19 @@ def main() -> None:
     source.save_pretrained(place / "model")
     target = Target(source)
     features, tokens = torch.randn(1, LENGTH, 3 * 32), torch.randint(VOCABULARY, (1, LENGTH))
-    for number, settings in enumerate(CASES):
+    for number, (kind, settings) in enumerate(CASES):
         ours, theirs = place / f"ours-{number}", place / f"theirs-{number}"
-        save_head(make_head("dflash", target, target_name=str(place / "model"), **settings), ours)
+        save_head(make_head(kind, target, target_name=str(place / "model"), **settings), ours)
         config = json.loads((ours / "config.json").read_text())
-        network = DSparkDraftModel if config["speculators_model_type"] == "dspark" else dflash.DFlashDraftModel
+        network = NETWORKS[config["speculators_model_type"]]
         loaded = network.config_class.from_pretrained(ours)
         loaded.transformer_layer_config._attn_implementation = "eager"
         model = network.from_pretrained(ours, config=loaded).float().eval()
+        # Their P-EAGLE class does not fetch the target's embeddings, which our folder lacks.
+        model.embed_tokens.load_state_dict(source.get_input_embeddings().state_dict())
         found = draft(ours, target, features, tokens)
-        expected = compute(model, features, tokens, len(found))
+        run = compute_parallel if kind == "peagle" else compute
+        expected = run(model, features, tokens, len(found))
         model.save_pretrained(theirs)
         config = json.loads((theirs / "config.json").read_text())
         config.pop(OWN, None)  # so that it is read as theirs

@@ -137,8 +137,8 @@ class TrainOptions:
     loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
     temperature: float = number("train at this temperature, at most 1, at which the head is to draft", 1.0)
     decay: float | str = flag(
-        "weight of each draft token relative to the one before; or pace: the weights of D-PACE, from how likely a draft "
-        "is to get there (default: %(default)s)",
+        "weight of each draft token relative to the one before; or pace: D-PACE's weights, by how likely a draft gets "
+        "there (default: %(default)s)",
         DECAY,
         type=lambda text: text if text == "pace" else float(text),
         metavar="X",

@@ -66,6 +66,18 @@ def test_a_packed_layer_computes_the_same_as_the_dense_one(
         assert ((packed(inputs).double() - exact).abs() <= allowed.amax(-1, keepdim=True)).all()
 
 
+def test_weights_are_unpacked_for_many_rows() -> None:
+    """The bits are those of a product with the dense weight, and the op's again afterwards."""
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 96)
+    packed, inputs = PackedLinear(linear), torch.randn(300, 512)
+    before = packed(inputs)
+    with packed_linear.expecting_many_rows():
+        found = packed(inputs)
+    assert torch.equal(found, nn.functional.linear(inputs, packed.dense_weight(), linear.bias))
+    assert torch.equal(packed(inputs), before) and not torch.equal(found, before)
+
+
 def test_merged_layers_compute_the_same_as_separate_ones() -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(32, size, bias=bias) for size, bias in [(24, True), (8, False), (40, True)]]
