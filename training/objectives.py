@@ -28,7 +28,7 @@ DECAY = 0.8  # Medusa, section 2.2.1
 Decay: TypeAlias = float | Literal["pace"]
 TRUST = 0.5  # the share of drafts that D-PACE takes to go on whatever a head's probabilities are
 NESTED = 0.7  # the share of a draft's positions that have a further one, in training in one pass
-ANCHORS = 0.25  # the share of anchors that a block is drafted after, in each step
+ANCHORS = 0.5  # the share of anchors that a block is drafted after, in each step
 
 
 @dataclass(frozen=True)
