@@ -88,7 +88,7 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "eagle small": lambda target: EagleProposer(make_head("eagle", target, draft_size=40), nodes=9),
     "eagle": lambda target: EagleProposer(make_head("eagle", target), depth=3, width=4, nodes=12),
     "eagle3 chain": lambda target: EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=1, nodes=4),
-    "eagle3 large": lambda target: EagleProposer(make_head("eagle3", target), depth=3, nodes=20),
+    "eagle3 large": lambda target: EagleProposer(make_head("eagle3", target, layers=2), depth=3, nodes=20),
     "eagle3": lambda target: EagleProposer(make_head("eagle3", target), depth=3),
     "peagle": lambda target: PEagleProposer(make_head("peagle", target), nodes=12),
     "multi-token": lambda target: MultiTokenProposer(make_head("multi-token", target), nodes=12),
@@ -98,7 +98,7 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "dflash chain": lambda target: DFlashProposer(make_head("dflash", target), width=1, nodes=4),
     "dflash of marginals": lambda target: DFlashProposer(make_head("dflash", target, pair_rank=0), nodes=20),
     "merged dflash": lambda target: merge(DFlashProposer(make_head("dflash", target)), nodes=16),
-    "merged peagle": lambda target: merge(PEagleProposer(make_head("peagle", target, draft_size=40)), nodes=12),
+    "merged peagle": lambda target: merge(PEagleProposer(make_head("peagle", target, layers=3)), nodes=12),
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {
     "draft": lambda target: DraftProposer(make_draft(), sampled=True),

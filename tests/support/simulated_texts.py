@@ -97,7 +97,7 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "hydra": HydraProposer(head("hydra", prefix=True), nodes=9),
         "eagle": EagleProposer(head("eagle"), depth=3, nodes=9),
         "eagle3": EagleProposer(head("eagle3"), depth=3, nodes=12),
-        "eagle3 adaptive": EagleProposer(head("eagle3"), depth=4),
+        "eagle3 adaptive": EagleProposer(head("eagle3", layers=2), depth=4),
         "peagle": PEagleProposer(head("peagle"), nodes=9),
         "dflash": DFlashProposer(head("dflash"), nodes=9),
         "dflash adaptive": DFlashProposer(head("dflash")),
