@@ -63,7 +63,6 @@ class Eagle3Config(HeadConfig):
 
     layer: LayerConfig
     features: tuple[int, ...]
-    layers: int = 1  # decoder layers; only the first reads tokens
     output: Output = "shared"
     target_hidden_size: int | None = None  # None: the head's own
     embedding: bool = False  # its own token embeddings instead of the target's
@@ -73,6 +72,7 @@ class Eagle3Config(HeadConfig):
     norm_before_residual: bool = False  # the residual is the normed state; not in SGLang
     normed_feedback: bool = False  # feed normed states back: `norm_output` of speculators and vLLM
     final_norm: bool = True  # before the output matrix: `norm_output` of SpecForge; servers always have it
+    layers: int = 1  # decoder layers; only the first reads tokens
 
     def __post_init__(self) -> None:
         check_features(self.features)
@@ -93,8 +93,8 @@ class Eagle3Config(HeadConfig):
 class Eagle3Head(VocabularyHead):
     """Predicts a state from fused features and the token after them; drafting feeds states back as fused features.
 
-    Parameters are named as published, but that `midlayer` is always the first layer's. A new head repeats the deepest
-    of its features.
+    Parameters are named as published: `midlayer` is the first layer, which some files name `layers.0`; `layers.1` is
+    the next. A new head repeats the deepest of its features.
     """
 
     kind = "eagle3"

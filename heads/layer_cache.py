@@ -17,8 +17,8 @@ from torch import Tensor, nn
 GROWTH = 256  # slots; allocation is rounded up to a multiple
 
 
-# Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D]. Heads of several
-# layers name the layer, from 0, unless it is the first: `layer=1`.
+# Queries [B, Q, T, D] and new keys and values [B, G, T, D] -> the attention output [B, Q, T, D]. A keyword, `layer`, is
+# the number of the layer that calls, 0 by default.
 Attend: TypeAlias = Callable[..., Tensor]
 
 
@@ -77,7 +77,7 @@ class LayerCache:
     def look(self, queries: Tensor) -> Tensor:
         """Attention [B, Q, 1, D] of each row's last kept token, by its queries [B, Q, 1, D]. Writes nothing.
 
-        Queries, keys and values are those of all layers.
+        For layers that all read the same input: queries, keys and values are those of all layers.
         """
         return self._look(queries, self.positions(1, queries.device) - 1, max(self.lengths), slice(None))
 
@@ -89,7 +89,7 @@ class LayerCache:
         return self.attention(queries, keys, values, mask)
 
     def write(self, keys: Tensor, values: Tensor, layer: int = 0) -> int:
-        """Write those of the next text tokens, of one layer or of all. Returns how many slots are in use then."""
+        """Write those of the next text tokens: of one layer, or as layer 0 those of all. Returns the slots in use."""
         count, longest = keys.shape[2], max(self.lengths)
         is_even = min(self.lengths) == longest
         slots = slice(longest, longest + count) if is_even else self.positions(count, keys.device)
@@ -170,7 +170,7 @@ class LayerCache:
         self._lengths, self.lengths = None, [self.lengths[row] for row in rows]
 
     def _hold(self, like: tuple[Tensor, Tensor], slots: int, rows: int, heads: int = 0) -> None:
-        """Have at least so many slots, rows and key-value heads of keys and values like these."""
+        """Make room for so many slots, rows and key-value heads of keys and values like these."""
         held = self.held or (like[0].new_zeros(0, *like[0].shape[1:]), like[1].new_zeros(0, *like[1].shape[1:]))
         have_rows, have_heads, have_slots = held[0].shape[:3]
         if rows > have_rows or slots > have_slots or heads > have_heads or self.held is None:

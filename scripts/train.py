@@ -33,6 +33,7 @@ from training.data import Dataset, find_rarest, load_dataset
 from training.draft_model import DraftModel, RolloutLoader
 from training.factory import make_draft_model, make_head, make_objective, make_parallel
 from training.feature_cache import BatchLoader, FeatureCache
+from training.objectives import ANCHORS
 from training.rendering import Renderer
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -211,6 +212,7 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
         "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
         "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
         **options.objective,
+        **({"anchors": ANCHORS} if options.kind == "dflash" else {}),
     }
 
 

@@ -19,7 +19,7 @@ from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import BlockObjective, Decay, EagleObjective, MedusaObjective, Objective, PEagleObjective
+from training.objectives import PACE, BlockObjective, Decay, EagleObjective, MedusaObjective, Objective, PEagleObjective
 from training.teacher import Teacher
 
 # By kind of head that drafts level by level from a state; only EAGLE-1's states are features.
@@ -91,7 +91,7 @@ def make_parallel(head: Eagle3Head, mask_token: int, heads: int | None = None, l
     given: dict[str, Any] = {} if heads is None else {"heads": heads}
     if layers is not None:
         if layers < head.config.layers:
-            raise ValueError(f"a P-EAGLE head of {layers} layers cannot begin with a head of {head.config.layers}")
+            raise ValueError(f"--layers is {layers}; this P-EAGLE head begins with one of {head.config.layers} layers")
         given["layers"] = layers
     parallel = PEagleHead(PEagleConfig(**shape | given, mask_token=mask_token))
     parallel.load_state_dict(parallel.state_dict() | head.state_dict())
@@ -148,6 +148,8 @@ def make_objective(
 ) -> Objective:
     """The objective that trains a head or draft model. eagle: `EagleObjective`'s steps, regression and noise."""
     if head.kind == "draft":
+        if decay == PACE:
+            raise ValueError("a draft model has one depth, and D-PACE weighs several; leave out decay")
         return DraftModelObjective(head, loss, None, decay, temperature)
     if head.kind in ("medusa", "multi-token"):
         return MedusaObjective(head, loss, None, decay, temperature)

@@ -130,9 +130,10 @@ def find_dtype(states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
-def split_rows(labels: Tensor, drafted: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the rows of labels [R, S], of at most `CHUNK` logits: the rows, valid draft ids, and which are so."""
-    rows = max(1, CHUNK // drafted)
+def split_rows(labels: Tensor, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Parts of the rows of labels [R, S], of at most `CHUNK` logits: the rows, their labels as valid draft ids, and
+    which of these are in the draft vocabulary."""
+    rows = max(1, CHUNK // width)
     for begin in range(0, len(labels), rows):
         part = slice(begin, begin + rows)
         yield part, labels[part].clamp_min(0), labels[part] >= 0

@@ -26,7 +26,8 @@ from training.teacher import Batch
 
 DECAY = 0.8  # Medusa, section 2.2.1
 Decay: TypeAlias = float | Literal["pace"]
-TRUST = 0.5  # the share of drafts that D-PACE takes to go on whatever a head's probabilities are
+PACE: Literal["pace"] = "pace"
+TRUST = 0.5  # D-PACE takes a draft token to be accepted with probability TRUST + (1 - TRUST) alpha
 NESTED = 0.7  # the share of a draft's positions that have a further one, in training in one pass
 ANCHORS = 0.5  # the share of anchors that a block is drafted after, in each step
 
@@ -74,13 +75,13 @@ class Objective(nn.Module, ABC):
         anchors, agreed = [], []
         drafts: Iterable[tuple[Tensor, Tensor, Tensor]] = self.draft(batch)
         weights: Iterable[Tensor | None] = repeat(None)
-        if self.decay == "pace":
+        if self.decay == PACE:
             drafts = [*drafts]
             weights = self._pace(batch, drafts)
         for depth, ((states, row, column), weight) in enumerate(zip(drafts, weights, strict=False)):
-            loss, right = vocabulary_loss(self.loss, *self._compare(batch, depth, states, row, column), weight)
+            loss, right = vocabulary_loss(self.loss, *self._prepare(batch, depth, states, row, column), weight)
             loss = loss + self.feature_loss(batch, states, row, column)
-            total = total + (1 if self.decay == "pace" else self.decay**depth / self.find_share(depth)) * loss
+            total = total + (1 if self.decay == PACE else self.decay**depth / self.find_share(depth)) * loss
             anchors.append(len(row))
             agreed.append(right.sum())
         return Loss(total, torch.tensor(anchors, device=total.device), torch.stack(agreed))
@@ -106,17 +107,18 @@ class Objective(nn.Module, ABC):
         """The target's embeddings [..., H] of tokens [...]."""
         return nn.functional.embedding(tokens, self.embedding)
 
+    @torch.no_grad()
     def _pace(self, batch: Batch, drafts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """D-PACE's weights of the draft tokens, [R] for each depth: by how much the expected number of accepted tokens
-        grows with the logarithm of this one's probability, `TRUST` aside.
+        """D-PACE's weights of the draft tokens, [R] for each depth: how many tokens of the draft are expected to be
+        accepted from this one on.
 
-        A draft reaches a depth with the product of the probabilities above. With soft labels, a token's probability is
-        that of its acceptance. A depth that is drafted from some of the anchors counts for all.
+        That is the derivative of all that are expected by the logarithm of its probability. A draft reaches a depth
+        with the product of the probabilities above. A depth that is drafted from some of the anchors counts for all.
         """
         reached = torch.ones_like(batch.answers, dtype=torch.float32)  # by the anchor's place
         places, products = [], []
         for depth, (states, row, column) in enumerate(drafts):
-            alpha = find_acceptance(*self._compare(batch, depth, states, row, column)).float()
+            alpha = find_acceptance(*self._prepare(batch, depth, states, row, column)).float()
             place = row, column - 1 - depth
             product = torch.zeros_like(reached)
             product[place] = reached[place] * (TRUST + (1 - TRUST) * alpha)
@@ -126,10 +128,10 @@ class Objective(nn.Module, ABC):
         sums = [*accumulate(reversed(products))]
         return [total[place] for total, place in zip(reversed(sums), places, strict=True)]
 
-    def _compare(
+    def _prepare(
         self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor
     ) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor, Tensor]:
-        """The states [R, H] of a depth and what they are compared with, as `vocabulary_loss` takes them."""
+        """The arguments of `vocabulary_loss` for the states [R, H] of a depth."""
         labels, p = batch.labels[row, column], batch.probabilities[row, column]
         if self.loss == "ce":
             labels = batch.tokens[row, column + 1][:, None]

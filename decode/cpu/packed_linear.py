@@ -25,6 +25,8 @@ MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
+MANY_ROWS = 256
+UNPACKED = 1 << 24  # weights that are unpacked at a time
 SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
 
@@ -87,8 +89,11 @@ class PackedLayer(nn.Module, ABC):
 
 @contextmanager
 def expecting_many_rows() -> Iterator[None]:
-    """Packed float32 layers unpack their weights for each call. For thousands of rows this takes two thirds of the time
-    on a CPU without AVX-512: the op unpacks them anew for every few rows."""
+    """`PackedLinear` multiplies `MANY_ROWS` float32 rows or more with unpacked weights.
+
+    A pass over 4,096 tokens was a third faster on a CPU without AVX-512, since the op unpacks blocks anew for every few
+    rows; with AVX-512 it was not tried. It is not for decoding, whose rows must not depend on those beside them.
+    """
     token = _unpacks.set(True)
     try:
         yield
@@ -117,8 +122,15 @@ class PackedLinear(PackedLayer):
         self._check(linears)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        dense = _unpacks.get() and self.dtype == torch.float32
-        if dense or inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
+        if (
+            _unpacks.get()
+            and inputs.dtype == self.dtype == torch.float32
+            and inputs.numel() >= MANY_ROWS * self.in_features
+        ):
+            parts = torch.arange(self.out_features).split(max(1, UNPACKED // self.in_features))
+            found = torch.cat([nn.functional.linear(inputs, self.rows(part)) for part in parts], dim=-1)
+            return found if self.bias is None else found.add_(self.bias)
+        if inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs

@@ -111,13 +111,13 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         states["lm_head.weight"] = head.borrowed
     pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
     pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
-    everything = {"layer_types": ["full_attention"] * config.layers}
+    full = {"layer_types": ["full_attention"] * config.layers}
     return states, {
         "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
-        NESTED: everything | export_layer(config) | {"model_type": "qwen3"},
+        NESTED: full | export_layer(config) | {"model_type": "qwen3"},
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,
         READ: [*config.features],

@@ -110,8 +110,6 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
         read["draft_vocab_size"] = number(config, "draft_vocab_size") or (
             None if head.kind != "dflash" else read["vocab_size"]
         )
-    if head.kind == "eagle3" and layers > 1:
-        yield error("sglang", "sizes", "SGLang refuses EAGLE-3 heads of several layers: train one of one layer")
     try:
         trained["sliding_window"], read["sliding_window"] = head.window, read_window(config)
     except ValueError as fault:

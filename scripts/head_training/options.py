@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from training.checkpoint import METRICS
 from training.data import MAX_BAD
 from training.factory import REGRESSION
 from training.losses import LOSSES
-from training.objectives import DECAY
+from training.objectives import DECAY, PACE, Decay
 from training.schedule import Schedule
 
 TTT_STEPS = 3
@@ -63,6 +64,14 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
     shown = "" if default is None else " (default: %(default)s)"
     kind = float if isinstance(default, float) else at_least(low)
     return flag(text + shown, default, type=kind, metavar="X" if kind is float else "N")
+
+
+def parse_decay(text: str) -> Decay:
+    """The value of --decay."""
+    try:
+        return PACE if text == PACE else float(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor {PACE}") from error
 
 
 @dataclass(frozen=True)
@@ -136,11 +145,11 @@ class TrainOptions:
 
     loss: str = flag("see docs/training.md (default: %(default)s)", "kl", choices=[*LOSSES])
     temperature: float = number("train at this temperature, at most 1, at which the head is to draft", 1.0)
-    decay: float | str = flag(
+    decay: Decay = flag(
         "weight of each draft token relative to the one before; or pace: D-PACE's weights, by how likely a draft gets "
-        "there (default: %(default)s)",
+        "there, which cost a second product with the output matrix (default: %(default)s)",
         DECAY,
-        type=lambda text: text if text == "pace" else float(text),
+        type=parse_decay,
         metavar="X",
     )
     epochs: int = number("passes over the data", Schedule.epochs)
@@ -180,6 +189,8 @@ class TrainOptions:
             raise ValueError("--layers and --cut are for a draft that is cut out of the model; leave out --init")
         if self.kind == "draft" and self.decay != DECAY:
             raise ValueError("--decay is for heads, which have several depths; leave it out")
+        if self.decay == PACE and self.objective.get("regression"):
+            raise ValueError("--decay pace weighs draft tokens, and no distance from features; give --regression 0 too")
         if self.rollout and self.loss == "ce":
             raise ValueError("--loss ce takes the text's tokens for right, which --rollout draws from the draft itself")
         if self.rollout and self.cache is not None:
@@ -192,7 +203,7 @@ class TrainOptions:
             raise ValueError(f"--max-bad is {self.max_bad}; it must be a share from 0 to 1")
         for name in ("lr", "decay"):
             value = getattr(self, name)
-            if value != "pace" and not 0 < value < math.inf:
+            if value != PACE and not 0 < value < math.inf:
                 raise ValueError(f"--{name} is {value}; it must be a positive number")
         for name in ("regression", "noise", "cache_gib"):
             value = getattr(self, name)

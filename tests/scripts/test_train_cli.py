@@ -161,6 +161,8 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
         (["--seed", str(1 << 32)], "--seed is 4294967296; it must be at most 4294967295"),
         (["--epochs", "0"], "'0' is not a whole number from 1 on"),
         (["--decay", "0"], "--decay is 0.0; it must be a positive number"),
+        (["--decay", "much"], "'much' is neither a number nor pace"),
+        (["--kind", "eagle", "--decay", "pace"], "no distance from features; give --regression 0 too"),
         (["--kind", "draft", "--decay", "pace"], "--decay is for heads, which have several depths; leave it out"),
         (["--kind", "eagle", "--regression", "-1"], "--regression is -1.0; it must be a number from 0 on"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),

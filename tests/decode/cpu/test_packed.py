@@ -66,16 +66,20 @@ def test_a_packed_layer_computes_the_same_as_the_dense_one(
         assert ((packed(inputs).double() - exact).abs() <= allowed.amax(-1, keepdim=True)).all()
 
 
-def test_weights_are_unpacked_for_many_rows() -> None:
-    """The bits are those of a product with the dense weight, and the op's again afterwards."""
+@pytest.mark.parametrize("bias", [False, True])
+@needs_compiler
+def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """In parts. Few rows, and all of them afterwards, have the op's bits."""
+    monkeypatch.setattr(packed_linear, "UNPACKED", 512 * 40)
     torch.manual_seed(0)
-    linear = nn.Linear(512, 96)
-    packed, inputs = PackedLinear(linear), torch.randn(300, 512)
+    linear = nn.Linear(512, 96, bias=bias)
+    packed, inputs = PackedLinear(linear), torch.randn(2, 200, 512)
     before = packed(inputs)
     with packed_linear.expecting_many_rows():
         found = packed(inputs)
-    assert torch.equal(found, nn.functional.linear(inputs, packed.dense_weight(), linear.bias))
+        assert torch.equal(packed(inputs[:1]), before[:1])
     assert torch.equal(packed(inputs), before) and not torch.equal(found, before)
+    torch.testing.assert_close(found, linear(inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_merged_layers_compute_the_same_as_separate_ones() -> None:

@@ -89,7 +89,7 @@ def test_text_does_not_depend_on_company(kind: str, accelerate: str, notices: li
 
 
 def make_eagle3(target: Target) -> Proposer:
-    return HEAD_PROPOSERS["eagle3"](make_head("eagle3", target), nodes=12)
+    return HEAD_PROPOSERS["eagle3"](make_head("eagle3", target, layers=2), nodes=12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
