@@ -28,7 +28,7 @@ class DFlashConfig(HeadConfig):
     draft tokens of a block. pair_rank: of the score of a token after the one before it; 0: none, so all paths have the
     same next tokens. from_anchor: whether the row of the last known token drafts too, as in DSpark; DFlash's first
     draft token comes from the row after it. causal: rows of a block attend to no later ones, as in JetSpec and in most
-    published heads with a window.
+    published heads with a window. full_layers: those that attend to everything, whatever the window and `causal` are.
     """
 
     layer: LayerConfig
@@ -40,12 +40,22 @@ class DFlashConfig(HeadConfig):
     pair_rank: int = 64
     from_anchor: bool = True
     causal: bool = False
+    full_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_features(self.features)
         check_block(self.mask_token, self.vocab_size, heads=self.heads, layers=self.layers)
         if self.output == "own":
             raise ValueError("a block head has one output matrix; choose shared or target")
+        if self.full_layers and (self.layer.window is None or not {*self.full_layers} < {*range(self.layers)}):
+            raise ValueError(
+                f"full_layers is {list(self.full_layers)}; it is for heads with a window in some of their layers, of "
+                f"which this one has {self.layers}"
+            )
+
+    def find_sight(self, layer: int) -> tuple[int | None, bool]:
+        """The window of a layer, and whether rows of a block attend to no later ones in it."""
+        return (None, False) if layer in self.full_layers else (self.layer.window, self.causal)
 
 
 class PairScores(nn.Module):

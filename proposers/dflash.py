@@ -8,7 +8,6 @@ draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -42,10 +41,12 @@ class DFlashDrafter:
     def __init__(self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
         block = embed(head.begin_block(roots))  # [B, R, H]
         count, device = block.shape[1], block.device
-        mask = nn.functional.pad(cache.text_mask(device, block.dtype, count), (0, count))
-        if head.config.causal:
-            mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), mask.dtype)
-        attend = partial(cache.attend, mask=mask[:, None])
+        find_sight = head.config.find_sight
+        masks = {sight: make_mask(cache, block, *sight) for sight in map(find_sight, range(head.config.layers))}
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+            return cache.attend(queries, keys, values, masks[find_sight(layer)], layer)
+
         states = head(block, cache.positions(count, device), attend)[:, -head.depth :]
         self._logits = head.logits(states)  # [B, L, D]
         self._pair_scores = head.markov_head if head.has_pairs else None
@@ -57,3 +58,13 @@ class DFlashDrafter:
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
         self._tokens = tokens
+
+
+def make_mask(cache: LayerCache, block: Tensor, window: int | None, causal: bool) -> Tensor:
+    """What the rows of blocks [B, R, H] attend to in the text and in the block: [B, 1, R, S] to add to the scores."""
+    count, dtype = block.shape[1], block.dtype
+    text = cache.text_mask(block.device, dtype, count, windowed=window is not None)
+    mask = nn.functional.pad(text, (0, count))
+    if causal:
+        mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), dtype)
+    return mask[:, None]

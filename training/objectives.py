@@ -320,18 +320,19 @@ def attend_to_block(
     """
     anchors, heads = columns.shape[1], heads_of(layer, keys)
     text_keys, text_values = text_keys[:, heads], text_values[:, heads]
+    window, causal = config.find_sight(layer)
     count, size = queries.shape[2] // anchors, queries.shape[3]
     grouped = (queries * size**-0.5).unflatten(1, (keys.shape[1], -1))  # [B, G, Q/G, A R, D]
     wide = torch.promote_types(queries.dtype, torch.float32)
     scores = (grouped.flatten(2, 3) @ text_keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).to(wide)
     slots = torch.arange(scores.shape[-1], device=columns.device)
-    hidden = is_unseen(slots, columns[..., None, None], places[..., None], config.layer.window)  # [B, A, 1 or R, T]
+    hidden = is_unseen(slots, columns[..., None, None], places[..., None], window)  # [B, A, 1 or R, T]
     hidden = hidden.expand(-1, -1, count, -1).flatten(1, 2)
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     blocks = grouped.unflatten(3, (anchors, count))  # [B, G, Q/G, A, R, D]
     own_keys, own_values = (part.unflatten(2, (anchors, count))[:, :, None] for part in (keys, values))
     own = (blocks @ own_keys.transpose(-1, -2)).to(wide)  # [B, G, Q/G, A, R, R]
-    if config.causal:
+    if causal:
         own = own.masked_fill(torch.ones(count, count, device=own.device).triu(1).bool(), float("-inf"))
     own = own.flatten(3, 4)
     weights = torch.cat([scores, own], dim=-1).softmax(dim=-1).to(values.dtype)

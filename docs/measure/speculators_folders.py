@@ -2,14 +2,15 @@
 
     python -m docs.measure.speculators_folders    (needs speculators 0.9)
 
-Tiny heads in float32: with and without a pair score, a draft vocabulary, and a draft from the anchor's row; P-EAGLE of
-one and of several layers.
+Tiny heads in float32: with and without a pair score, a draft vocabulary, a draft from the anchor's row, and a window in
+some layers, which is longer than the text; P-EAGLE of one and of several layers.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from heads.formats.layout import OWN
 from proposers.dflash import DFlashDrafter
 from proposers.eagle import draft_ahead
 from proposers.feature_history import FeaturePart
-from tests.support.drafting import make_head
+from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 
 LENGTH, ANCHOR = 16, 9
@@ -40,6 +41,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"draft_size": 40}),
     ("dflash", MARGINAL),
     ("dflash", MARGINAL | {"draft_size": 40}),
+    ("dflash", {"layer": replace(LAYER, qk_norm=True, window=LENGTH), "causal": True, "full_layers": (1,)}),
     ("peagle", {"draft_size": 40}),
     ("peagle", {"layers": 3, "fc_norm": True}),
 ]

@@ -14,7 +14,7 @@ from heads.rope import NEEDED, OPTIONAL, Scaling
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
 # What rotary positions can have in addition to a scaling's parameters.
 OTHER_ROPE_KEYS = {"rope_type", "rope_theta", "type", "truncate", "partial_rotary_factor"}
-WINDOWED = "sliding_attention"  # transformers' name of a layer that attends to a window
+FULL, WINDOWED = "full_attention", "sliding_attention"  # transformers' names of layers, by what they attend to
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 
@@ -48,17 +48,27 @@ def read_window(config: ConfigDict) -> int | None:
 
     Raises ValueError if its layers differ.
     """
-    kinds = {*(config.get("layer_types") or ())}
-    if unknown := kinds - {"full_attention", WINDOWED}:
-        raise ValueError(f"its layers have {', '.join(sorted(unknown))}; only full attention and windows are supported")
-    if len(kinds) > 1:
+    window, full_layers = read_windows(config)
+    if full_layers:
         raise ValueError("some of its layers attend to a window and others to everything; all must be alike")
+    return window
+
+
+def read_windows(config: ConfigDict) -> tuple[int | None, tuple[int, ...]]:
+    """The window of the layers, and which of them attend to everything nevertheless.
+
+    `use_swa` (of MiMo) is a window in all layers, whatever their types are.
+    """
+    kinds = config.get("layer_types") or ()
+    if unknown := {*kinds} - {FULL, WINDOWED}:
+        raise ValueError(f"its layers have {', '.join(sorted(unknown))}; only full attention and windows are supported")
     if WINDOWED not in kinds and not config.get("use_swa"):
-        return None
+        return None, ()
     window = number(config, "swa_window_size") or number(config, "sliding_window")
     if window is None:
         raise ValueError("its config has windows, but no size; add sliding_window")
-    return int(window)
+    full_layers = [number for number, kind in enumerate(kinds) if kind == FULL] if WINDOWED in kinds else []
+    return int(window), tuple(full_layers)
 
 
 def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: int, key_size: int) -> int:

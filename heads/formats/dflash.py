@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer, read_window
+from heads.formats.decoder_layer import FULL, WINDOWED, describe_proposal, export_layer, read_layer, read_windows
 from heads.formats.layout import (
     EMBEDDING,
     ConfigDict,
@@ -44,7 +44,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     nested, inner = section(config, NESTED), section(config, INNER)
     layer_config, settings = {**config, **nested}, {**config, **inner}
     _refuse_unknown(settings)
-    window = read_window({**layer_config, **inner})
+    window, full_layers = read_windows({**layer_config, **inner})
     hidden_size = extent(shapes, ["hidden_norm.weight"], 0)
     is_speculators = READ in config
     listed = settings.get(READ if is_speculators else READ_FROM_0)
@@ -66,19 +66,22 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         layers=count("layers.{}.self_attn.q_proj.weight", shapes)[0],
         pair_rank=rank,
         from_anchor=from_anchor,
-        causal=_read_causal(settings, window),
+        causal=_read_causal(settings, window, full_layers),
+        full_layers=full_layers,
     )
     ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
     return Layout(head_config, ignored=ignored)
 
 
-def _read_causal(settings: ConfigDict, window: int | None) -> bool:
+def _read_causal(settings: ConfigDict, window: int | None, full_layers: tuple[int, ...]) -> bool:
     """Whether rows of a block see no later ones. Those of windows do not, unless the config says so.
 
     `use_swa` (of MiMo) means windows whose rows do.
     """
     for name in ("is_causal", "causal"):
         if settings.get(name) is not None:
+            if settings[name] and full_layers:
+                raise ValueError(f"its config has {name}: true, which is not supported where some layers have a window")
             return bool(settings[name])
     return window is not None and not settings.get("sliding_window_non_causal") and not settings.get("use_swa")
 
@@ -111,18 +114,19 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         states["lm_head.weight"] = head.borrowed
     pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
     pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
-    full = {"layer_types": ["full_attention"] * config.layers}
+    sights = map(config.find_sight, range(config.layers))
+    kinds = {"model_type": "qwen3", "layer_types": [FULL if window is None else WINDOWED for window, _ in sights]}
     return states, {
         "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
-        NESTED: full | export_layer(config) | {"model_type": "qwen3"},
+        NESTED: export_layer(config) | kinds,
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,
         READ: [*config.features],
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
         **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
-        **({"is_causal": True} if config.causal else {}),
+        **({"is_causal": True} if config.causal and not config.full_layers else {}),
     } | (pairs if head.has_pairs else {})

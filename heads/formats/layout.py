@@ -147,8 +147,9 @@ def read_own(own: ConfigDict, names: Iterable[str]) -> Layout:
         for name in ("layer", "prefix"):
             if settings.get(name):
                 settings[name] = LayerConfig(**settings[name])
-        if "features" in settings:
-            settings["features"] = tuple(settings["features"])
+        for name in ("features", "full_layers"):
+            if name in settings:
+                settings[name] = tuple(settings[name])
         renamed = {MIDLAYER: find_first_layer(names)}
         return Layout(HEADS[own["kind"]][1](**settings), renamed, EXTRA.get(own["kind"], set()))
     except (AttributeError, KeyError, TypeError) as error:

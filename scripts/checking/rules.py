@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
-from heads.formats.decoder_layer import read_window
+from heads.formats.decoder_layer import read_windows
 from heads.formats.eagle import NESTED, READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
@@ -111,7 +111,8 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
             None if head.kind != "dflash" else read["vocab_size"]
         )
     try:
-        trained["sliding_window"], read["sliding_window"] = head.window, read_window(config)
+        trained["sliding_window"], trained["layers without it"] = head.window, getattr(head.config, "full_layers", ())
+        read["sliding_window"], read["layers without it"] = read_windows(config)
     except ValueError as fault:
         yield error("both", "sizes", f"config.json is not understood: {fault}")
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]

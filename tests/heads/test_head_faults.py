@@ -116,8 +116,8 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         (
             "dflash",
             {},
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "some of its layers attend to a",
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": True},
+            "is_causal: true, which is not supported where some layers have a window",
         ),
         ("dflash", {}, {"logit_scale": 0.5}, "its config has logit_scale: 0.5; only 1 is supported"),
         ("dflash", {"layers.0.input_layernorm.weight": None}, {}, "missing: layers.0.input_layernorm.weight$"),

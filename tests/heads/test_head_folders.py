@@ -53,6 +53,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {**ORIGIN, "draft_size": 5}),
     ("dflash", {"layers": 1, "heads": 5, "layer": {"qk_norm": False, "rope_scaling": YARN}}),
     ("dflash", {"layer": {"window": 7}, "causal": True}),
+    ("dflash", {"layer": {"window": 7}, "full_layers": (1,)}),
     ("eagle3", {"layer": {"window": 7}}),
     ("dflash", {"output": "shared", "draft_size": 5, "pair_rank": 0, "from_anchor": False, "features": (1, 2)}),
 ]
@@ -71,14 +72,14 @@ def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
         save_head(loaded, folder)
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_block_head_means_the_same_without_our_settings(tmp_path, window):
-    head = made("dflash", layer={"window": window}, causal=True, draft_size=5)
+@pytest.mark.parametrize(("window", "full"), [(None, ()), (7, ()), (7, (0,))])
+def test_a_block_head_means_the_same_without_our_settings(tmp_path, window, full):
+    head = made("dflash", layer={"window": window}, causal=True, draft_size=5, full_layers=full)
     save_head(head, tmp_path)
     config, tensors = read(tmp_path)
     config.pop("draftless")
     loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
-    assert loaded.config.causal and loaded.window == window
+    assert loaded.config.causal and loaded.window == window and loaded.config.full_layers == full
 
 
 # ---- what servers read ----

@@ -144,6 +144,7 @@ THREE_LAYERS = {"layers": 3}
 WINDOW, CAUSAL, LITTLE = {"layer": {"window": 6}}, {"causal": True}, {"target_name": "little"}
 NESTED = "transformer_layer_config"
 SLIDING = {"layer_types": [WINDOWED] * 2, "sliding_window": 6}
+MIXED = SLIDING | {"layer_types": [WINDOWED, "full_attention"]}
 SLIDING_SIZES = BLOCK_SPECULATORS[NESTED] | SLIDING
 LAYOUTS = [
     ("medusa", {**FIVE, "target_name": VICUNA}, name_medusa, MEDUSA),
@@ -217,6 +218,9 @@ LAYOUTS = [
         BLOCK_SPECULATORS | {NESTED: SLIDING_SIZES, "sliding_window_non_causal": True},
     ),
     ("eagle3", SPECULATED | RESIDUAL | WINDOW, name_speculators, SPECULATORS | {NESTED: SLIDING_SIZES}),
+    # z-lab's newest: a window in all layers but the last, which alone sees the whole block
+    ("dflash", PUBLISHED | CAUSAL | WINDOW | {"full_layers": (1,)}, name_eagle3, ZLAB | MIXED),
+    ("dflash", PUBLISHED | WINDOW | {"full_layers": (1,)}, name_eagle3, ZLAB | MIXED | {"is_causal": False}),
     ("dflash", {"heads": 4}, name_eagle3, DSPARK_FLAT),
 ]
 

@@ -47,6 +47,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash with a window": ("dflash", {"layer": replace(LAYER, qk_norm=True, window=6), "causal": True}),
     "eagle3 of 2 layers": ("eagle3", {"layers": 2}),
     "peagle of 3 layers": ("peagle", {"layers": 3, "norm_before_residual": True}),
+    "dflash with a window in some layers": (
+        "dflash",
+        {"layer": replace(LAYER, qk_norm=True, window=6), "causal": True, "layers": 3, "full_layers": (0, 2)},
+    ),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
     "mtp": ("mtp", {}),
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
@@ -115,9 +119,9 @@ class Written:
         """A block head's logits [L, D], from whole texts."""
         head, count = self.head, self.true.shape[1]
         keys, values = head.read(self.true, torch.arange(count)[None])
-        mask = self.mask(count + head.rows)[count:]
+        windowed = self.mask(count + head.rows)[count:]
         if not head.config.causal:
-            mask[:, count:] = 0
+            windowed[:, count:] = 0
         block = self.embed(torch.tensor([[self.text[-1], *[head.config.mask_token] * (head.rows - 1)]]))
 
         def see_all(queries: Tensor, own_keys: Tensor, own_values: Tensor, layer: int) -> Tensor:
@@ -126,6 +130,7 @@ class Written:
                 for text, own in ((keys, own_keys), (values, own_values))
             )
             seen, weighed = parts
+            mask = torch.zeros(()) if layer in head.config.full_layers else windowed
             return (queries @ seen.transpose(2, 3) / 8**0.5 + mask).softmax(dim=-1) @ weighed
 
         states = head(block, count + torch.arange(block.shape[1])[None], see_all)

@@ -39,10 +39,18 @@ HEADS: dict[str, dict[str, Any]] = {
     "marginal": {"pair_rank": 0, "from_anchor": False},  # DFlash without a pair score
     "windowed": {"draft_size": 40, "layer": replace(LAYER, window=9)},
     "causal": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40},
+    "mixed": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40, "full_layers": (1,)},
     "multi-token": {},
     "mtp": {},
 }
-KINDS = {"whole": "eagle3", "borrowing": "eagle3", "windowed": "eagle3", "marginal": "dflash", "causal": "dflash"}
+KINDS = {
+    "mixed": "dflash",
+    "whole": "eagle3",
+    "borrowing": "eagle3",
+    "windowed": "eagle3",
+    "marginal": "dflash",
+    "causal": "dflash",
+}
 GONE = object()  # in place of a value: the key or tensor is removed
 Spoil = Callable[..., Path]
 
@@ -229,6 +237,14 @@ def test_windows_must_be_in_the_config(saved: Path, tmp_path: Path, target: Targ
     for change in ({"layer_types": ["full_attention"]}, {"sliding_window": 8}, {"sliding_window": None}):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         assert find(tmp_path, target) == {"error both sizes"}
+
+
+def test_layers_without_a_window_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
+    config = json.loads((saved / "mixed" / "config.json").read_text())
+    (tmp_path / WEIGHTS).write_bytes((saved / "mixed" / WEIGHTS).read_bytes())
+    config["transformer_layer_config"]["layer_types"].reverse()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find(tmp_path, target) == {"error both sizes"}
 
 
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:

@@ -247,6 +247,7 @@ def test_pace_counts_the_drafts_that_are_not_made(monkeypatch: pytest.MonkeyPatc
 WINDOW = {"layer": replace(LAYER, qk_norm=True, window=5)}
 BLOCKS: list[dict[str, Any]] = [
     *({}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}, WINDOW, {"causal": True}, {**WINDOW, "causal": True}),
+    {**WINDOW, "causal": True, "full_layers": (1,)},
 ]
 
 
