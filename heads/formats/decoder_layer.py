@@ -130,5 +130,10 @@ def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str,
         "rope_parameters": {"rope_type": "default", **(layer.rope_scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "tie_word_embeddings": False,
-        **({} if layer.window is None else {"layer_types": [WINDOWED] * layers, "sliding_window": layer.window}),
+        **({} if layer.window is None else _describe_window(layer.window, layers)),
     }
+
+
+def _describe_window(window: int, layers: int) -> dict[str, Any]:
+    """A window in all layers. Without the last entry, transformers' config of Qwen3 drops it."""
+    return {"layer_types": [WINDOWED] * layers, "sliding_window": window, "use_sliding_window": True}

@@ -111,8 +111,11 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
             None if head.kind != "dflash" else read["vocab_size"]
         )
     try:
-        trained["sliding_window"], trained["layers without it"] = head.window, getattr(head.config, "full_layers", ())
-        read["sliding_window"], read["layers without it"] = read_windows(config)
+        window, full_layers = read_windows(config)
+        if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
+            window, full_layers = None, ()  # transformers' class drops it
+        read |= {"sliding_window": window, "layers without it": full_layers}
+        trained |= {"sliding_window": head.window, "layers without it": getattr(head.config, "full_layers", ())}
     except ValueError as fault:
         yield error("both", "sizes", f"config.json is not understood: {fault}")
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]

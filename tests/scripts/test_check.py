@@ -242,9 +242,10 @@ def test_windows_must_be_in_the_config(saved: Path, tmp_path: Path, target: Targ
 def test_layers_without_a_window_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
     config = json.loads((saved / "mixed" / "config.json").read_text())
     (tmp_path / WEIGHTS).write_bytes((saved / "mixed" / WEIGHTS).read_bytes())
-    config["transformer_layer_config"]["layer_types"].reverse()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find(tmp_path, target) == {"error both sizes"}
+    for name, change in (("layer_types", ["full_attention", "sliding_attention"]), ("use_sliding_window", False)):
+        changed = {**config, "transformer_layer_config": config["transformer_layer_config"] | {name: change}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        assert find(tmp_path, target) == {"error both sizes"}
 
 
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:
