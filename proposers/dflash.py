@@ -17,6 +17,8 @@ from heads.layer_cache import LayerCache, hide
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
 
+NEVER = -1e4  # the logit of a token that is not to be drafted
+
 
 class DFlashProposer(HeadProposer):
     """Drafts with a `DFlashHead`. Slot i of its cache is for the target's feature i, in all layers."""
@@ -47,14 +49,21 @@ class DFlashDrafter:
         def attend(queries: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
             return cache.attend(queries, keys, values, masks[find_sight(layer)], layer)
 
-        states = head(block, cache.positions(count, device), attend)[:, -head.depth :]
-        self._logits = head.logits(states)  # [B, L, D]
-        self._pair_scores = head.markov_head if head.has_pairs else None
+        self._head, self._states = head, head(block, cache.positions(count, device), attend)[:, -head.depth :]
+        self._logits = head.logits(self._states)  # [B, L, D]
         self._tokens = roots[:, None]  # [B, W] the last one of each path
 
     def logits(self, level: int) -> Tensor:
-        logits = self._logits[:, level, None]
-        return logits if self._pair_scores is None else logits + self._pair_scores(self._tokens)
+        head, logits = self._head, self._logits[:, level, None]
+        if not head.has_pairs:
+            return logits
+        read = head.pairs.read(head.normalise(self._states[:, level, None]), self._tokens)
+        if not head.config.candidates:
+            return logits + head.pairs.score(read)
+        likely, chosen = logits.topk(min(head.config.candidates, logits.shape[-1]))
+        scores = likely + head.pairs.score(read, chosen)  # [B, W, C]
+        others = logits.new_full((*scores.shape[:2], logits.shape[-1]), NEVER)
+        return others.scatter(-1, chosen.expand_as(scores), scores)
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
         self._tokens = tokens

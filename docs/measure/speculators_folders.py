@@ -3,7 +3,7 @@
     python -m docs.measure.speculators_folders    (needs speculators 0.9)
 
 Tiny heads in float32: with and without a pair score, a draft vocabulary, a draft from the anchor's row, and a window in
-some layers, which is longer than the text; P-EAGLE of one and of several layers.
+some layers, which is longer than the text; DFlash2; P-EAGLE of one and of several layers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 import speculators.models.dflash.core as dflash
 import speculators.models.peagle.core as peagle
 import torch
+from speculators.models.dflash2.core import DFlash2DraftModel
 from speculators.models.dspark.core import DSparkDraftModel
 from torch import Tensor
 
 from decode import Target
 from heads import LayerCache, load_head, save_head
 from heads.formats.layout import OWN
-from proposers.dflash import DFlashDrafter
+from proposers.dflash import NEVER, DFlashDrafter
 from proposers.eagle import draft_ahead
 from proposers.feature_history import FeaturePart
 from tests.support.drafting import LAYER, make_head
@@ -33,6 +34,7 @@ LENGTH, ANCHOR = 16, 9
 NETWORKS: dict[str, Any] = {
     "dflash": dflash.DFlashDraftModel,
     "dspark": DSparkDraftModel,
+    "dflash2": DFlash2DraftModel,
     "peagle": peagle.PEagleDraftModel,
 }
 MARGINAL = {"pair_rank": 0, "from_anchor": False}
@@ -42,6 +44,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", MARGINAL),
     ("dflash", MARGINAL | {"draft_size": 40}),
     ("dflash", {"layer": replace(LAYER, qk_norm=True, window=LENGTH), "causal": True, "full_layers": (1,)}),
+    ("dflash", {"candidates": 7, "taps": 2, "group": 4, "from_anchor": False}),
     ("peagle", {"draft_size": 40}),
     ("peagle", {"layers": 3, "fc_norm": True}),
 ]
@@ -78,6 +81,10 @@ def compute(model: Any, features: Tensor, tokens: Tensor, levels: int) -> Tensor
         logits = logits.view(rows) + model.markov_head.block_bias(
             prev_token_ids=before, hidden_states=states.view(rows)
         )
+    if isinstance(model, DFlash2DraftModel):
+        before = model._predecessor_ids(tokens, places)
+        chosen, scores = model.candidate_selector.select(logits.view(rows), states.view(rows), before)
+        logits = torch.full_like(logits.view(rows), NEVER).scatter(-1, chosen, scores)
     return logits.view(rows)[0, -levels:]
 
 

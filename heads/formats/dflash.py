@@ -2,8 +2,8 @@
 
 z-lab's config (SpecForge's too) is flat: a Qwen3 config with an object `dflash_config`; layers are numbered from 0 by
 the one that outputs them. speculators nests the layers' config and numbers hidden states as transformers does. DSpark
-is DFlash with a Markov head, our pair score. None has embeddings of its own, and an output matrix only where a part of
-the vocabulary is drafted.
+is DFlash with a Markov head, our pair score; DFlash2 has a selector in its place, and convolutions. None has embeddings
+of its own, and an output matrix only where a part of the vocabulary is drafted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from heads.formats.layout import (
 
 LAYER = "layers.0."
 INNER, NESTED = "dflash_config", "transformer_layer_config"  # z-lab's settings; speculators' sizes of the layers
-PREDECESSORS = "markov_head.markov_w1.weight"
-OTHERS = {"candidate_selector.": "DFlash2", "prefix_gru.": "Domino"}  # their tensors
+PREDECESSORS = "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook"
+SELECTOR, CONVOLUTION = "candidate_selector.", f"{LAYER}attention_conv."  # of DFlash2
+DOMINO = "prefix_gru."
+OUTPUT = {"output_multiplier": 1, "final_logit_softcapping": None}  # what z-lab does to logits, and how it is off
+ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}
 READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
 
 
@@ -38,9 +41,8 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     """The layout of a block head; None if the file has none."""
     if not {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= shapes.keys():
         return None
-    for prefix, name in OTHERS.items():
-        if any(tensor.startswith(prefix) for tensor in shapes):
-            raise ValueError(f"it is a {name} head; DFlash and DSpark are supported")
+    if any(tensor.startswith(DOMINO) for tensor in shapes):
+        raise ValueError("it is a Domino head; DFlash, DFlash2 and DSpark are supported")
     nested, inner = section(config, NESTED), section(config, INNER)
     layer_config, settings = {**config, **nested}, {**config, **inner}
     _refuse_unknown(settings)
@@ -53,8 +55,8 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     if len(listed) * hidden_size != extent(shapes, ["fc.weight"], 1):
         read = f"{len(listed)} layers of {hidden_size}"
         raise ValueError(f"wrong: fc.weight has {extent(shapes, ['fc.weight'], 1)} columns, but it reads {read}")
-    rank = extent(shapes, [PREDECESSORS], 1, 0)
-    kind = settings.get("speculators_model_type", "dspark" if rank else "dflash")
+    rank, is_selector = extent(shapes, PREDECESSORS, 1, 0), any(name.startswith(SELECTOR) for name in shapes)
+    kind = settings.get("speculators_model_type", "dspark" if rank and not is_selector else "dflash")
     from_anchor, size = bool(settings.get("sample_from_anchor", kind == "dspark")), _read_whole(settings, "block_size")
     head_config = DFlashConfig(
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
@@ -66,11 +68,23 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         layers=count("layers.{}.self_attn.q_proj.weight", shapes)[0],
         pair_rank=rank,
         from_anchor=from_anchor,
-        causal=_read_causal(settings, window, full_layers),
+        causal=_read_causal({"sliding_window_non_causal": kind == "dflash2", **settings}, window, full_layers),
         full_layers=full_layers,
+        **(_read_dflash2(shapes, settings, hidden_size) if is_selector else {}),
     )
     ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
     return Layout(head_config, ignored=ignored)
+
+
+def _read_dflash2(shapes: Shapes, settings: ConfigDict, hidden_size: int) -> dict[str, Any]:
+    """The sizes of DFlash2's selector and convolutions."""
+    for name, off in OUTPUT.items():
+        if settings.get(name, off) != off:
+            raise ValueError(f"its config has {name}: {settings[name]!r}, which is not supported in DFlash2")
+    taps = extent(shapes, [f"{CONVOLUTION}base_kernel"], 1)
+    groups = extent(shapes, [f"{CONVOLUTION}kernel_projection.weight"], 0, 2 * taps) // (2 * taps)
+    group = hidden_size // max(1, groups)
+    return {"candidates": _read_whole(settings, "selector_top_k"), "taps": taps, "group": group}
 
 
 def _read_causal(settings: ConfigDict, window: int | None, full_layers: tuple[int, ...]) -> bool:
@@ -108,16 +122,19 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     copy of them. They have norms of queries and keys.
     """
     states, config = head.state_dict(), head.config
-    kind = "dspark" if head.has_pairs else "dflash"
+    kind = "dflash2" if config.candidates else "dspark" if head.has_pairs else "dflash"
     export_token_map(states, config.vocab_size)
     if head.token_map is not None and head.borrowed is not None:
         states["lm_head.weight"] = head.borrowed
-    pairs = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
-    pairs |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
+    markov = {"markov_rank": config.pair_rank, "markov_head_type": "vanilla"}
+    markov |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), False)
+    selector = {"selector_rank": config.pair_rank, "selector_top_k": config.candidates}
+    selector |= {"conv_kernel_size": config.taps, "conv_group_size": config.group}
+    more: dict[str, dict[str, Any]] = {"dspark": markov, "dflash2": selector, "dflash": {}}
     sights = map(config.find_sight, range(config.layers))
     kinds = {"model_type": "qwen3", "layer_types": [FULL if window is None else WINDOWED for window, _ in sights]}
     return states, {
-        "architectures": ["DSparkSpeculator" if head.has_pairs else "DFlashSpeculator"],
+        "architectures": [ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
@@ -129,4 +146,4 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "sample_from_anchor": config.from_anchor,
         **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
         **({"is_causal": True} if config.causal and not config.full_layers else {}),
-    } | (pairs if head.has_pairs else {})
+    } | more[kind]

@@ -62,6 +62,7 @@ def llama() -> Target:
     return make_target()
 
 
+DFLASH2 = {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False}
 # All ways to draft deterministically. With the target as its own draft model everything is accepted.
 UNTRAINED = [name for name, options in OPTIONS.items() if not {"head", "draft_model"} & {*options}]
 DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
@@ -97,6 +98,7 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "dflash": lambda target: DFlashProposer(make_head("dflash", target, draft_size=40)),
     "dflash chain": lambda target: DFlashProposer(make_head("dflash", target), width=1, nodes=4),
     "dflash of marginals": lambda target: DFlashProposer(make_head("dflash", target, pair_rank=0), nodes=20),
+    "dflash2": lambda target: DFlashProposer(make_head("dflash", target, **DFLASH2), nodes=12),
     "merged dflash": lambda target: merge(DFlashProposer(make_head("dflash", target)), nodes=16),
     "merged peagle": lambda target: merge(PEagleProposer(make_head("peagle", target, layers=3)), nodes=12),
 }

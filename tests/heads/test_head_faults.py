@@ -106,11 +106,17 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ),
         (
             "dflash",
-            {"candidate_selector.hidden_projection.weight": drawn(2, 8)},
-            {},
-            "it is a DFlash2 head; DFlash and",
+            {"candidate_selector.predecessor_codebook": drawn(9, 2)},
+            {"output_multiplier": 0.2},
+            "its config has output_multiplier: 0.2, which is not supported in DFlash2",
         ),
-        ("dflash", {"prefix_gru.weight_ih_l0": drawn(2, 8)}, {}, "it is a Domino head; DFlash and"),
+        (
+            "dflash",
+            {"candidate_selector.predecessor_codebook": drawn(9, 2)},
+            {},
+            "its config has selector_top_k: None; it must be a whole number",
+        ),
+        ("dflash", {"prefix_gru.weight_ih_l0": drawn(2, 8)}, {}, "it is a Domino head; DFlash, DFlash2"),
         ("dflash", {}, {"layer_types": ["chunked_attention"] * 2}, "layers have chunked_attention; only full"),
         ("dflash", {}, {"layer_types": ["sliding_attention"] * 2}, "its config has windows, but no size"),
         (

@@ -54,6 +54,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"layers": 1, "heads": 5, "layer": {"qk_norm": False, "rope_scaling": YARN}}),
     ("dflash", {"layer": {"window": 7}, "causal": True}),
     ("dflash", {"layer": {"window": 7}, "full_layers": (1,)}),
+    ("dflash", {"candidates": 4, "taps": 3, "group": 4, "from_anchor": False}),
     ("eagle3", {"layer": {"window": 7}}),
     ("dflash", {"output": "shared", "draft_size": 5, "pair_rank": 0, "from_anchor": False, "features": (1, 2)}),
 ]
@@ -72,14 +73,21 @@ def test_a_saved_head_loads_bit_exact(tmp_path, kind, settings, dtype):
         save_head(loaded, folder)
 
 
+DFLASH2 = {"candidates": 4, "taps": 2, "group": 2, "from_anchor": False}
+
+
 @pytest.mark.parametrize(("window", "full"), [(None, ()), (7, ()), (7, (0,))])
-def test_a_block_head_means_the_same_without_our_settings(tmp_path, window, full):
-    head = made("dflash", layer={"window": window}, causal=True, draft_size=5, full_layers=full)
+@pytest.mark.parametrize("more", [{"draft_size": 5}, DFLASH2])
+def test_a_block_head_means_the_same_without_our_settings(tmp_path, window, full, more):
+    head = made("dflash", layer={"window": window}, causal=True, full_layers=full, **more)
     save_head(head, tmp_path)
     config, tensors = read(tmp_path)
     config.pop("draftless")
     loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
     assert loaded.config.causal and loaded.window == window and loaded.config.full_layers == full
+    assert [(each.candidates, each.taps, each.group) for each in (loaded.config, head.config)] == [
+        tuple(more.get(name, 0) for name in ("candidates", "taps", "group"))
+    ] * 2
 
 
 # ---- what servers read ----

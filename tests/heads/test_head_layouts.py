@@ -102,7 +102,9 @@ def outputs(head: Any) -> list[Any]:
         keys, values = head.read(head.fuse(features), torch.arange(6)[None])
         attend = partial(see_all, keys, values)
         last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attend)[:, -head.depth :]
-        pairs = head.markov_head(torch.arange(VOCABULARY)) if head.config.pair_rank else torch.zeros(1)
+        pairs = torch.zeros(1)
+        if head.has_pairs:
+            pairs = head.pairs.read(last[0, :1], torch.arange(VOCABULARY)) @ head.pairs.matrix.T
         return [head.logits(last), pairs, head.begin_block(torch.tensor(5)), head.tokens(torch.arange(head.draft_size))]
     else:
         first = head(embedded, head.fuse(features), torch.arange(6)[None])
@@ -144,6 +146,8 @@ THREE_LAYERS = {"layers": 3}
 WINDOW, CAUSAL, LITTLE = {"layer": {"window": 6}}, {"causal": True}, {"target_name": "little"}
 NESTED = "transformer_layer_config"
 SLIDING = {"layer_types": [WINDOWED] * 2, "sliding_window": 6}
+WITHOUT_CAUSAL = {name: BLOCK_SPECULATORS[name] for name in BLOCK_SPECULATORS if name != "sliding_window_non_causal"}
+DFLASH2 = {"pair_rank": 5, "candidates": 4, "taps": 2, "group": 4}
 MIXED = SLIDING | {"layer_types": [WINDOWED, "full_attention"]}
 SLIDING_SIZES = BLOCK_SPECULATORS[NESTED] | SLIDING
 LAYOUTS = [
@@ -206,6 +210,17 @@ LAYOUTS = [
     ("dflash", PUBLISHED | LITTLE, name_eagle3, BLOCK_SPECULATORS),
     ("dflash", PUBLISHED | SPECULATED | {"output": "shared"}, name_eagle3, BLOCK_SPECULATORS),
     ("dflash", SPECULATED | {"output": "shared", "heads": 4}, name_dspark, DSPARK),
+    # DFlash2: z-lab's, and speculators'
+    (
+        "dflash",
+        PUBLISHED | DFLASH2,
+        name_eagle3,
+        ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"selector_top_k": 4}},
+    ),
+    (
+        *("dflash", PUBLISHED | DFLASH2 | LITTLE | WINDOW, name_eagle3),
+        WITHOUT_CAUSAL | {"speculators_model_type": "dflash2", "selector_top_k": 4, NESTED: SLIDING_SIZES},
+    ),
     # windows, whose rows see no later ones unless the config says so, and blocks that are causal without
     ("dflash", PUBLISHED | CAUSAL | WINDOW, name_eagle3, ZLAB | SLIDING),
     ("dflash", PUBLISHED | WINDOW, name_eagle3, ZLAB | SLIDING | {"is_causal": False}),

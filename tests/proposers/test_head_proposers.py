@@ -51,6 +51,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash",
         {"layer": replace(LAYER, qk_norm=True, window=6), "causal": True, "layers": 3, "full_layers": (0, 2)},
     ),
+    "dflash2": (
+        "dflash",
+        {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False, "layer": replace(LAYER, qk_norm=True)},
+    ),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
     "mtp": ("mtp", {}),
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
@@ -96,7 +100,7 @@ class Written:
         """The log-probabilities over the draft vocabulary after a path."""
         level, features = len(path), self.true
         if self.head.kind == "dflash":
-            return self._adjust(self.read_block()[level] + self._pair([self.text[-1], *path][-1]), level)
+            return self._adjust(self._score_pairs(self.read_block()[level], [self.text[-1], *path][-1]), level)
         if self.head.kind == "medusa":
             states = self.head(features[0, -1])[level]
         elif self.head.kind == "multi-token":
@@ -116,7 +120,7 @@ class Written:
         return self._adjust(self.head.logits(states, level), level)
 
     def read_block(self) -> Tensor:
-        """A block head's logits [L, D], from whole texts."""
+        """A block head's last states [L, H], from whole texts."""
         head, count = self.head, self.true.shape[1]
         keys, values = head.read(self.true, torch.arange(count)[None])
         windowed = self.mask(count + head.rows)[count:]
@@ -134,7 +138,7 @@ class Written:
             return (queries @ seen.transpose(2, 3) / 8**0.5 + mask).softmax(dim=-1) @ weighed
 
         states = head(block, count + torch.arange(block.shape[1])[None], see_all)
-        return head.logits(states[0, -3:])
+        return states[0, -3:]
 
     def mask(self, count: int) -> Tensor:
         """What each of so many tokens attends to, [T, T] to add to the scores."""
@@ -144,8 +148,17 @@ class Written:
     def attend(self, *parts: Tensor, layer: int = 0) -> Tensor:
         return attend(*parts, self.mask(parts[0].shape[2]).double()[None, None])
 
-    def _pair(self, token: int) -> Any:
-        return self.head.markov_head(torch.tensor(token)) if self.head.config.pair_rank else 0
+    def _score_pairs(self, states: Tensor, token: int) -> Tensor:
+        """A block head's logits [D] by the state [H] of a row, after a token. DFlash2 drafts the likeliest few only."""
+        head, logits = self.head, self.head.logits(states)
+        if not head.config.pair_rank:
+            return logits
+        if not head.config.candidates:
+            return logits + head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[token]
+        others = logits < logits.sort(descending=True).values[head.config.candidates - 1]
+        selector = head.candidate_selector
+        before = selector.predecessor_codebook[token] * (selector.hidden_projection.weight @ head.norm(states))
+        return (logits + selector.successor_codebook @ before).masked_fill(others, -torch.inf)
 
     def _adjust(self, logits: Tensor, level: int) -> Tensor:
         if self.coupling is not None:

@@ -40,11 +40,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "windowed": {"draft_size": 40, "layer": replace(LAYER, window=9)},
     "causal": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40},
     "mixed": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40, "full_layers": (1,)},
+    "dflash2": {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False},
     "multi-token": {},
     "mtp": {},
 }
 KINDS = {
     "mixed": "dflash",
+    "dflash2": "dflash",
     "whole": "eagle3",
     "borrowing": "eagle3",
     "windowed": "eagle3",
