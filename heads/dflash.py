@@ -1,14 +1,13 @@
 """Block heads: a few decoder layers that draft a whole block of tokens in one pass.
 
 Sources: Chen et al., "DFlash" (2026, arXiv 2602.06036), whose layers attend to the target's features and to the block;
-the pair score is the Markov head of "DSpark" (2026), or the selector of DFlash2, whose layers have convolutions too
-(z-lab/dflash, dflash/model.py). Shapes: B rows, N tokens, L draft tokens, R rows of a block, H the head's hidden size,
-F the target's, K layers that are read, G key-value heads of a layer, D draft vocabulary, P rank of the pair score.
+the pair score is the Markov head of "DSpark" (2026) or, in DFlash2, the selector. Shapes: B rows, N tokens, L draft
+tokens, R rows of a block, H the head's hidden size, F the target's, K layers that are read, G key-value heads of a
+layer, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.dflash2 import LocalLayer, Selector
 from heads.eagle import check_block, check_features, copy_last
-from heads.layer_cache import Attend, attend
+from heads.layer_cache import Attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
@@ -30,11 +30,13 @@ class DFlashConfig(HeadConfig):
     draft tokens of a block. pair_rank: of the score of a token after the one before it; 0: none, so all paths have the
     same next tokens. from_anchor: whether the row of the last known token drafts too, as in DSpark; DFlash's first
     draft token comes from the row after it. causal: rows of a block attend to no later ones, as in JetSpec and in most
-    published heads with a window. full_layers: those that attend to everything, whatever the window and `causal` are.
+    published heads with a window. full_layers: layers without the window, whose rows see the whole block.
 
-    DFlash2 has two more. candidates: tokens of each row that the pair score, which depends on the row's state then,
-    chooses among; 0: all, as in DSpark. taps, group: rows that a layer's convolutions see, and channels that share a
-    dynamic kernel; 0: no convolutions.
+    Only for DFlash2: candidates: the pair score chooses among so many of a row's most likely tokens. taps, group: of
+    `LocalConvolution`.
+
+    Only of published heads: embedding_scale: of the target's raw embeddings. logit_factor, logit_cap: a logit l of the
+    output layer becomes cap * tanh(factor * l / cap), without a cap factor * l.
     """
 
     layer: LayerConfig
@@ -50,6 +52,9 @@ class DFlashConfig(HeadConfig):
     candidates: int = 0
     taps: int = 0
     group: int = 0
+    embedding_scale: float = 1.0
+    logit_factor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         check_features(self.features)
@@ -58,16 +63,23 @@ class DFlashConfig(HeadConfig):
             raise ValueError("a block head has one output matrix; choose shared or target")
         if self.full_layers and (self.layer.window is None or not {*self.full_layers} < {*range(self.layers)}):
             raise ValueError(
-                f"full_layers is {list(self.full_layers)}; it is for heads with a window in some of their layers, of "
-                f"which this one has {self.layers}"
+                f"full_layers is {list(self.full_layers)}; the head has {self.layers} layers, and one of them at least "
+                "must have a window"
             )
+        self._check_dflash2()
 
-        if bool(self.candidates) != bool(self.taps) or (self.candidates and not (self.pair_rank and self.group)):
-            raise ValueError(
-                "DFlash2 has candidates, a pair_rank, taps and a group; set all of them, or none but the rank"
-            )
-        if self.taps and self.hidden_size % self.group:
+    def _check_dflash2(self) -> None:
+        sizes = self.candidates, self.taps, self.group
+        if not any(sizes):
+            return
+        if min(*sizes, self.pair_rank) < 1:
+            raise ValueError("a DFlash2 head has candidates, pair_rank, taps and group, each of 1 at least")
+        if self.taps > self.heads + (not self.from_anchor):
+            raise ValueError(f"taps is {self.taps}; a block has fewer rows")
+        if self.hidden_size % self.group:
             raise ValueError(f"group is {self.group}; it must divide the hidden size, {self.hidden_size}")
+        if (self.draft_size or self.vocab_size) < self.vocab_size:
+            raise ValueError("a DFlash2 head drafts from the whole vocabulary")
 
     def find_sight(self, layer: int) -> tuple[int | None, bool]:
         """The window of a layer, and whether rows of a block attend to no later ones in it."""
@@ -86,88 +98,9 @@ class PairScores(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
 
-    def read(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Tokens [...] -> [..., P]: the input of `score`. states: not read."""
-        return self.markov_w1(tokens)
-
-    def score(self, read: Tensor) -> Tensor:
-        """The scores [..., D] of all tokens after those that were read [..., P]."""
-        return self.markov_w2(read)
-
-    @property
-    def matrix(self) -> Tensor:
-        """What `score` multiplies with, [D, P]."""
-        return self.markov_w2.weight
-
-
-class Selector(nn.Module):
-    """DFlash2's pair score, which depends on the row's state. It chooses among the row's most likely tokens only.
-
-    A new one is zero.
-    """
-
-    def __init__(self, vocab_size: int, draft_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(draft_size, rank))
-        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
-
-    def read(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Normed states [..., H] of rows and the tokens [...] before theirs -> [..., P]."""
-        return self.predecessor_codebook[tokens] * self.hidden_projection(states)
-
-    def score(self, read: Tensor, candidates: Tensor) -> Tensor:
-        """The scores [..., C] of some tokens, by their draft ids [..., C]."""
-        return (read[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
-
-    @property
-    def matrix(self) -> Tensor:
-        """As of `PairScores`."""
-        return self.successor_codebook
-
-
-class LocalConvolution(nn.Module):
-    """A convolution of a sublayer's input along a block's rows, and one of its output. A new one is the identity.
-
-    The kernels of a row, which see it and the rows before it, are the sum of learned ones and of dynamic ones, which
-    are computed from the row's input.
-    """
-
-    def __init__(self, size: int, rows: int, taps: int, group: int) -> None:
-        super().__init__()
-        self.rows, self.group = rows, group
-        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * taps * size // group, bias=False)
-        nn.init.ones_(self.base_kernel.data[:, 0])
-        nn.init.zeros_(self.kernel_projection.weight)
-
-    def forward(self, states: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The convolved input [B, blocks x R, H] of a sublayer, and the function that convolves its output."""
-        dynamic = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
-        before, after = (self.base_kernel + dynamic.repeat_interleave(self.group, dim=-1)).unbind(-3)
-        return self._convolve(before, states), partial(self._convolve, after)
-
-    def _convolve(self, kernels: Tensor, states: Tensor) -> Tensor:
-        """kernels [..., taps, H] of states [..., H]; a block's first row has none before it."""
-        blocks = states.unflatten(-2, (-1, self.rows))
-        taps = range(kernels.shape[-2])
-        seen = [nn.functional.pad(blocks, (0, 0, back, 0))[..., : self.rows, :] for back in taps]
-        return (kernels * torch.stack(seen, dim=-2).flatten(-4, -3)).sum(dim=-2)
-
-
-class LocalLayer(DecoderLayer):
-    """A decoder layer with convolutions around attention and around the feed-forward network."""
-
-    def __init__(self, size: int, config: LayerConfig, rows: int, taps: int, group: int) -> None:
-        super().__init__(size, config)
-        self.attention_conv, self.mlp_conv = (LocalConvolution(size, rows, taps, group) for _ in range(2))
-
-    def forward(self, states: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
-        inputs, convolve = self.attention_conv(self.input_layernorm(states))
-        mixed = attend(*self.self_attn.project(inputs, positions))
-        states = states + convolve(self.self_attn.o_proj(mixed.transpose(1, 2).flatten(-2)))
-        inputs, convolve = self.mlp_conv(self.post_attention_layernorm(states))
-        return states + convolve(self.mlp(inputs))
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] -> the scores [..., D] of those after them."""
+        return self.markov_w2(self.markov_w1(tokens))
 
 
 class DFlashHead(VocabularyHead):
@@ -202,10 +135,10 @@ class DFlashHead(VocabularyHead):
             self.markov_head = PairScores(vocab, self.draft_size, config.pair_rank)
         copy_last(self.fc)
 
-    @property
-    def pairs(self) -> Any:
-        """The pair score, for heads that have one."""
-        return self.candidate_selector if self.config.candidates else self.markov_head
+    def cap(self, logits: Tensor) -> Tensor:
+        """The logits as the head means them, by those of its output layer."""
+        limit, logits = self.config.logit_cap, self.config.logit_factor * logits
+        return logits if limit is None else limit * (logits / limit).tanh()
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [B, N, K x F], lowest layer first -> fused features [B, N, H]."""

@@ -123,14 +123,12 @@ class LayerCache:
         return self.lengths_on(device)[:, None] + torch.arange(count, device=device)
 
     def text_mask(
-        self, device: torch.device, dtype: torch.dtype, count: int = 1, begin: int = 0, windowed: bool = True
+        self, device: torch.device, dtype: torch.dtype, window: int | None, count: int = 1, begin: int = 0
     ) -> Tensor:
         """What `count` draft tokens attend to before drafted ones: the row's text, or what their windows have of it.
 
-        begin: how many tokens after the text the first one is. windowed: False for layers without the window. Returns
-        [B, T, S] to add to the scores.
+        begin: how many tokens after the text the first one is. Returns [B, T, S] to add to the scores.
         """
-        window = self.window if windowed else None
         slots, own = torch.arange(max(self.lengths), device=device), self.positions(begin + count, device)[..., None]
         return hide(is_unseen(slots, own[:, :1] - 1, own[:, begin:], window), dtype).expand(-1, count, -1)
 

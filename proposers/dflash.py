@@ -30,6 +30,11 @@ class DFlashProposer(HeadProposer):
         self._history.read_all(self.read_keys)
         return {}
 
+    def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """As z-lab's code: the raw embeddings, with the head's own scale."""
+        embed, scale = super().embedding(target), self.head.config.embedding_scale / target.embedding_scale
+        return embed if scale == 1 else lambda tokens: scale * embed(tokens)
+
     def is_fixed(self, inputs: Inputs) -> bool:
         return False
 
@@ -50,18 +55,18 @@ class DFlashDrafter:
             return cache.attend(queries, keys, values, masks[find_sight(layer)], layer)
 
         self._head, self._states = head, head(block, cache.positions(count, device), attend)[:, -head.depth :]
-        self._logits = head.logits(self._states)  # [B, L, D]
+        self._logits = head.cap(head.logits(self._states))  # [B, L, D]
         self._tokens = roots[:, None]  # [B, W] the last one of each path
 
     def logits(self, level: int) -> Tensor:
         head, logits = self._head, self._logits[:, level, None]
         if not head.has_pairs:
             return logits
-        read = head.pairs.read(head.normalise(self._states[:, level, None]), self._tokens)
         if not head.config.candidates:
-            return logits + head.pairs.score(read)
+            return logits + head.markov_head(self._tokens)
         likely, chosen = logits.topk(min(head.config.candidates, logits.shape[-1]))
-        scores = likely + head.pairs.score(read, chosen)  # [B, W, C]
+        states = head.normalise(self._states[:, level, None])
+        scores = likely + head.candidate_selector(states, self._tokens, chosen)  # [B, W, C]
         others = logits.new_full((*scores.shape[:2], logits.shape[-1]), NEVER)
         return others.scatter(-1, chosen.expand_as(scores), scores)
 
@@ -72,8 +77,7 @@ class DFlashDrafter:
 def make_mask(cache: LayerCache, block: Tensor, window: int | None, causal: bool) -> Tensor:
     """What the rows of blocks [B, R, H] attend to in the text and in the block: [B, 1, R, S] to add to the scores."""
     count, dtype = block.shape[1], block.dtype
-    text = cache.text_mask(block.device, dtype, count, windowed=window is not None)
-    mask = nn.functional.pad(text, (0, count))
+    mask = nn.functional.pad(cache.text_mask(block.device, dtype, window, count), (0, count))
     if causal:
         mask[:, :, -count:] += hide(mask.new_ones(count, count).triu(1).bool(), dtype)
     return mask[:, None]

@@ -155,7 +155,8 @@ class EagleDrafter:
         self.head, self.cache, self.embed = head, cache, embed
         self.states = states[:, None]  # [B, W, H]: the last one of each path
         self.positions = cache.positions(1, states.device)  # [B, 1] of the next level, which all paths share
-        self.mask = cache.text_mask(states.device, states.dtype)  # [B, W, S]: what each path's last node attends to
+        # [B, W, S]: what each path's last node attends to
+        self.mask = cache.text_mask(states.device, states.dtype, cache.window)
         self.level = 0
 
     def logits(self, level: int) -> Tensor:
@@ -166,7 +167,7 @@ class EagleDrafter:
         others = above.new_full([tokens.shape[1]] * 2, torch.finfo(above.dtype).min).fill_diagonal_(0)
         self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
         if self.cache.window is not None:
-            text = self.cache.text_mask(above.device, above.dtype, begin=self.level)
+            text = self.cache.text_mask(above.device, above.dtype, self.cache.window, begin=self.level)
             self.mask[:, :, : text.shape[2]] = text
         attend = partial(self.cache.attend, mask=self.mask[:, None])
         self.states = self.head(self.embed(tokens), states, self.positions, attend)

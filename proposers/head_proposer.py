@@ -53,10 +53,11 @@ class HeadProposer(TreeProposer):
     ) -> None:
         self.head: Any = head
         heads = self.levels or self.head.config.heads
+        self.most_ranks = getattr(head.config, "candidates", 0) or head.vocab_size  # next tokens that a path has
         super().__init__(
             depth=heads if depth is None else depth,
             width=self.usual_width if width is None else width,
-            ranks=self.usual_ranks if width is None else width,
+            ranks=min(self.usual_ranks if width is None else width, self.most_ranks),
             nodes=nodes,
             calibration=calibration,
         )

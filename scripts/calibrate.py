@@ -189,7 +189,7 @@ def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Te
     log_q, right, known = [], [], []
     for level in range(proposer.depth):
         truth = padded[begin + 2 + level : end + 2 + level, None]  # [P, 1]
-        ids, likely = top_tokens(drafter.logits(level), RANKS)  # [P, 1, R]
+        ids, likely = top_tokens(drafter.logits(level), min(RANKS, proposer.most_ranks))  # [P, 1, R]
         log_q.append(likely[:, 0])
         right.append(proposer.head.tokens(ids[:, 0]) == truth)
         known.append(truth[:, 0] >= 0)

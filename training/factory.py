@@ -158,6 +158,9 @@ def make_objective(
     if head.kind == "hydra":
         return MedusaObjective(head, loss, table, decay, temperature)
     if head.kind == "dflash":
+        if head.config.candidates or head.config.logit_factor != 1 or head.config.logit_cap is not None:
+            raise ValueError("DFlash2 heads, and those with scaled or capped logits, cannot be trained here")
+        table = table * (head.config.embedding_scale / target.embedding_scale)
         return BlockObjective(head, loss, table, decay, temperature)
     if head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight

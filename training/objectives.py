@@ -287,8 +287,9 @@ class BlockObjective(Objective):
     def output(self, batch: Batch, depth: int, states: Tensor, row: Tensor, column: Tensor) -> tuple[Any, ...]:
         states, weights, bias = super().output(batch, depth, states, row, column)
         if self.head.has_pairs:  # W h + V u is one output layer, whose matrix is [W V]
-            read = self.head.pairs.read(states, batch.tokens[row, column])
-            states, weights = torch.cat([states, read], dim=-1), [*weights, self.head.pairs.matrix]
+            pairs = self.head.markov_head
+            before = pairs.markov_w1(batch.tokens[row, column])
+            states, weights = torch.cat([states, before], dim=-1), [*weights, pairs.markov_w2.weight]
         return states, weights, bias
 
 

@@ -39,10 +39,7 @@ WEIGHT_DECAY = 0.01
 MUON_SCALE = 5.0
 MUON_MODULE = sys.modules[Muon.__init__.__module__]  # that of its code; torch names the class as its own
 ITERATION = "_zeropower_via_newtonschulz"  # torch's, in its module of Muon
-VOCABULARIES = {
-    *("lm_head", "lm_heads", "embed_tokens", "markov_head"),
-    *("predecessor_codebook", "successor_codebook"),
-}
+VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "markov_head"}
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean loss so far
 STOPPED = 128 + signal.SIGTERM

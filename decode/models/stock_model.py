@@ -111,6 +111,12 @@ class StockModel:
         return matrix
 
     @property
+    def embedding_scale(self) -> float:
+        """What the embedding layer multiplies rows of `embedding_matrix` with, as in Gemma; 1 in most models."""
+        embeddings = self.model.get_input_embeddings()
+        return float(getattr(getattr(embeddings, "module", embeddings), "embed_scale", 1.0))
+
+    @property
     def output_bias(self) -> Tensor | None:
         """The output layer's bias [V]; None in most models."""
         bias = getattr(self.model.get_output_embeddings(), "bias", None)

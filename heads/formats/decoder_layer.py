@@ -50,14 +50,14 @@ def read_window(config: ConfigDict) -> int | None:
     """
     window, full_layers = read_windows(config)
     if full_layers:
-        raise ValueError("some of its layers attend to a window and others to everything; all must be alike")
+        raise ValueError("some of its layers attend to a window and others to everything; EAGLE heads have one kind")
     return window
 
 
 def read_windows(config: ConfigDict) -> tuple[int | None, tuple[int, ...]]:
     """The window of the layers, and which of them attend to everything nevertheless.
 
-    `use_swa` (of MiMo) is a window in all layers, whatever their types are.
+    `use_swa` (of MiMo) is a window in all layers, if no type of layer tells otherwise.
     """
     kinds = config.get("layer_types") or ()
     if unknown := {*kinds} - {FULL, WINDOWED}:
@@ -67,8 +67,10 @@ def read_windows(config: ConfigDict) -> tuple[int | None, tuple[int, ...]]:
     window = number(config, "swa_window_size") or number(config, "sliding_window")
     if window is None:
         raise ValueError("its config has windows, but no size; add sliding_window")
-    full_layers = [number for number, kind in enumerate(kinds) if kind == FULL] if WINDOWED in kinds else []
-    return int(window), tuple(full_layers)
+    if config.get("use_sliding_window") is False:
+        raise ValueError("its config has windows, and use_sliding_window: false; remove one of them")
+    full_layers = tuple(index for index, kind in enumerate(kinds) if kind == FULL)
+    return int(window), full_layers if WINDOWED in kinds else ()
 
 
 def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: int, key_size: int) -> int:

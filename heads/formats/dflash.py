@@ -23,16 +23,17 @@ from heads.formats.layout import (
     count,
     export_token_map,
     extent,
+    number,
     read_common,
     section,
 )
 
 LAYER = "layers.0."
 INNER, NESTED = "dflash_config", "transformer_layer_config"  # z-lab's settings; speculators' sizes of the layers
-PREDECESSORS = "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook"
-SELECTOR, CONVOLUTION = "candidate_selector.", f"{LAYER}attention_conv."  # of DFlash2
+PREDECESSORS = "markov_head.markov_w1.weight"
+SELECTOR = "candidate_selector."
+CODEBOOKS = f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"  # modules of z-lab add .weight
 DOMINO = "prefix_gru."
-OUTPUT = {"output_multiplier": 1, "final_logit_softcapping": None}  # what z-lab does to logits, and how it is off
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}
 READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
 
@@ -55,9 +56,14 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     if len(listed) * hidden_size != extent(shapes, ["fc.weight"], 1):
         read = f"{len(listed)} layers of {hidden_size}"
         raise ValueError(f"wrong: fc.weight has {extent(shapes, ['fc.weight'], 1)} columns, but it reads {read}")
-    rank, is_selector = extent(shapes, PREDECESSORS, 1, 0), any(name.startswith(SELECTOR) for name in shapes)
-    kind = settings.get("speculators_model_type", "dspark" if rank and not is_selector else "dflash")
+    layers = count("layers.{}.self_attn.q_proj.weight", shapes)[0]
+    if (kinds := layer_config.get("layer_types")) and len(kinds) != layers:
+        raise ValueError(f"its config's layer_types has {len(kinds)} entries; the head has {layers} layers")
+    rank = extent(shapes, [PREDECESSORS], 1, 0)
+    kind = settings.get("speculators_model_type", "dspark" if rank else "dflash")
+    is_dflash2 = any(name.startswith(SELECTOR) for name in shapes)
     from_anchor, size = bool(settings.get("sample_from_anchor", kind == "dspark")), _read_whole(settings, "block_size")
+    seeing = {"sliding_window_non_causal": kind == "dflash2", **nested, **settings}
     head_config = DFlashConfig(
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
         layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True, window=window),
@@ -65,26 +71,31 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         mask_token=_read_whole(settings, "mask_token_id"),
         output="shared" if "lm_head.weight" in shapes else "target",
         heads=size if from_anchor else size - 1,
-        layers=count("layers.{}.self_attn.q_proj.weight", shapes)[0],
-        pair_rank=rank,
+        layers=layers,
         from_anchor=from_anchor,
-        causal=_read_causal({"sliding_window_non_causal": kind == "dflash2", **settings}, window, full_layers),
+        causal=_read_causal(seeing, window, full_layers),
         full_layers=full_layers,
-        **(_read_dflash2(shapes, settings, hidden_size) if is_selector else {}),
+        embedding_scale=number(settings, "input_embedding_scale") or 1.0,
+        logit_factor=number(settings, "output_multiplier") or 1.0,
+        logit_cap=settings.get("final_logit_softcapping") or None,
+        **(_read_dflash2(shapes, settings, hidden_size) if is_dflash2 else {"pair_rank": rank}),
     )
     ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
-    return Layout(head_config, ignored=ignored)
+    renamed = {name: f"{name}.weight" for name in CODEBOOKS if f"{name}.weight" in shapes}
+    return Layout(head_config, renamed, ignored)
 
 
 def _read_dflash2(shapes: Shapes, settings: ConfigDict, hidden_size: int) -> dict[str, Any]:
     """The sizes of DFlash2's selector and convolutions."""
-    for name, off in OUTPUT.items():
-        if settings.get(name, off) != off:
-            raise ValueError(f"its config has {name}: {settings[name]!r}, which is not supported in DFlash2")
-    taps = extent(shapes, [f"{CONVOLUTION}base_kernel"], 1)
-    groups = extent(shapes, [f"{CONVOLUTION}kernel_projection.weight"], 0, 2 * taps) // (2 * taps)
-    group = hidden_size // max(1, groups)
-    return {"candidates": _read_whole(settings, "selector_top_k"), "taps": taps, "group": group}
+    convolution = f"{LAYER}attention_conv."
+    taps = extent(shapes, [f"{convolution}base_kernel"], 1)
+    groups = extent(shapes, [f"{convolution}kernel_projection.weight"], 0, 2 * taps) // (2 * taps)
+    return {
+        "pair_rank": extent(shapes, [CODEBOOKS[0], f"{CODEBOOKS[0]}.weight"], 1),
+        "candidates": _read_whole(settings, "selector_top_k"),
+        "taps": taps,
+        "group": hidden_size // max(1, groups),
+    }
 
 
 def _read_causal(settings: ConfigDict, window: int | None, full_layers: tuple[int, ...]) -> bool:
@@ -133,17 +144,18 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     more: dict[str, dict[str, Any]] = {"dspark": markov, "dflash2": selector, "dflash": {}}
     sights = map(config.find_sight, range(config.layers))
     kinds = {"model_type": "qwen3", "layer_types": [FULL if window is None else WINDOWED for window, _ in sights]}
+    # vLLM takes is_causal for all layers. Without it, only those with a window are causal in DSpark.
+    causal = {} if config.causal and config.full_layers else {"is_causal": config.causal}
     return states, {
         "architectures": [ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": describe_proposal(kind, config.heads, config.target_name),
-        NESTED: export_layer(config) | kinds,
+        NESTED: export_layer(config) | kinds | causal,
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,
         READ: [*config.features],
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
         **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
-        **({"is_causal": True} if config.causal and not config.full_layers else {}),
     } | more[kind]

@@ -39,8 +39,7 @@ OWN = "draftless"  # our section of config.json, and our key in the weights' met
 MAP = "token_map"
 EMBEDDING = "embed_tokens.weight"
 MIDLAYER = "midlayer."  # an EAGLE-3 head's first layer
-# Their rows are of draft tokens, as those of an output matrix.
-PAIRS = "markov_head.markov_w2", "candidate_selector.successor_codebook"
+PAIRS = "markov_head.markov_w2"  # rows of draft tokens, as those of an output matrix
 EXTRA = {
     "medusa": {"lm_head.weight"},
     "eagle": {"fc.bias"},
@@ -250,7 +249,7 @@ def _sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"its token_map must be a list of different tokens, each below {vocab_size}")
     tokens, order = tokens.long().sort()
     for name, rows in states.items():
-        if name.startswith(("lm_head", *PAIRS)) and rows.shape[:1] == tokens.shape:
+        if name.startswith(("lm_head", PAIRS)) and rows.shape[:1] == tokens.shape:
             states[name] = rows[order]
     if len(tokens) < vocab_size:
         states[MAP] = tokens

@@ -14,7 +14,15 @@ from heads.formats.layout import Head
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
 from proposers.draft_models.loading import is_trained_draft
-from scripts.checking.rules import Engine, Finding, error, find_draft_faults, find_faults, warning
+from scripts.checking.rules import (
+    Engine,
+    Finding,
+    error,
+    find_draft_faults,
+    find_faults,
+    has_markov_head,
+    warning,
+)
 from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
@@ -110,7 +118,7 @@ def describe_speculation(head: Head | None, folder: str) -> dict[str, Any]:
     """vLLM's settings for a head, or for a draft model (None)."""
     kind = DRAFT_MODEL if head is None else head.kind
     count = head.config.heads if head is not None and kind in ALL_AT_ONCE else DRAFT_TOKENS
-    method = {"peagle": "eagle3", "dflash": "dspark" if getattr(head, "has_pairs", False) else kind}.get(kind, kind)
+    method = {"peagle": "eagle3", "dflash": "dspark" if has_markov_head(head) else kind}.get(kind, kind)
     settings = {"method": method, "model": folder, "num_speculative_tokens": count}
     return settings | ({"parallel_drafting": True} if kind == "peagle" else {})
 

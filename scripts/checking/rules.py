@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -111,11 +111,12 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
             None if head.kind != "dflash" else read["vocab_size"]
         )
     try:
-        window, full_layers = read_windows(config)
-        if config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
-            window, full_layers = None, ()  # transformers' class drops it
-        read |= {"sliding_window": window, "layers without it": full_layers}
-        trained |= {"sliding_window": head.window, "layers without it": getattr(head.config, "full_layers", ())}
+        window, full_layers = read_windows({**config, **section(config, "dflash_config")})
+        read |= {"sliding_window": window, "full_attention layers": full_layers}
+        trained |= {"sliding_window": head.window, "full_attention layers": getattr(head.config, "full_layers", ())}
+        if window and config.get("model_type") == "qwen3" and not config.get("use_sliding_window"):
+            text = "transformers' config of Qwen3 drops the window, as in speculators: write use_sliding_window: true"
+            yield warning("both", "sizes", text)
     except ValueError as fault:
         yield error("both", "sizes", f"config.json is not understood: {fault}")
     wrong = [f"{name} {read[name]}, not {value}" for name, value in trained.items() if read[name] != value]
@@ -185,8 +186,14 @@ def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Fi
             "without a pair score, vLLM takes no token from the anchor's row: train it with sample_from_anchor: false"
         )
         yield error("vllm", "block", text)
-    if not head.has_pairs and not head.config.causal and config.get("sliding_window_non_causal") is False:
-        yield error("vllm", "block", "vLLM takes sliding_window_non_causal: false for causal blocks: remove it")
+    if not has_markov_head(head):
+        if not head.config.causal and config.get("sliding_window_non_causal") is False:
+            yield error("vllm", "block", "vLLM takes sliding_window_non_causal: false for causal blocks: remove it")
+        if head.config.causal and head.config.full_layers:
+            text = "vLLM takes all layers of this format for causal, also those without a window: serve z-lab's folder"
+            yield error("vllm", "block", text)
+    if head.config.candidates and head.config.from_anchor:
+        yield error("vllm", "block", "vLLM's DFlash2 takes no token from the anchor's row: it needs another head")
     if "speculators_model_type" not in config:
         yield warning("vllm", "format", "config.json is not speculators': whether vLLM reads it was not tried")
         return
@@ -200,6 +207,11 @@ def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Fi
         if config.get(name) != value:
             text = f"config.json must have {name}: {json.dumps(value)}, as it was trained"
             yield error("vllm", "block", text)
+
+
+def has_markov_head(head: Any) -> bool:
+    """Whether it is what vLLM and speculators call DSpark."""
+    return bool(getattr(head, "has_pairs", False)) and not head.config.candidates
 
 
 def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:

@@ -107,8 +107,8 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         (
             "dflash",
             {"candidate_selector.predecessor_codebook": drawn(9, 2)},
-            {"output_multiplier": 0.2},
-            "its config has output_multiplier: 0.2, which is not supported in DFlash2",
+            {"selector_top_k": 0},
+            "a DFlash2 head has candidates, pair_rank, taps and group, each of 1 at least",
         ),
         (
             "dflash",
@@ -119,6 +119,13 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("dflash", {"prefix_gru.weight_ih_l0": drawn(2, 8)}, {}, "it is a Domino head; DFlash, DFlash2"),
         ("dflash", {}, {"layer_types": ["chunked_attention"] * 2}, "layers have chunked_attention; only full"),
         ("dflash", {}, {"layer_types": ["sliding_attention"] * 2}, "its config has windows, but no size"),
+        ("dflash", {}, {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; the head has 2 layers"),
+        (
+            "dflash",
+            {},
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": False},
+            "its config has windows, and use_sliding_window: false; remove one",
+        ),
         (
             "dflash",
             {},

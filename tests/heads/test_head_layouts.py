@@ -70,6 +70,11 @@ def name_all_norms(head: Any) -> Tensors:
     return name_speculators(head) | {f"layers.{number}.hidden_norm.weight": drawn(HIDDEN) for number in (1, 2)}
 
 
+def name_z_lab_modules(head: Any) -> Tensors:
+    """As z-lab's class names them, and not its files."""
+    return {f"{name}.weight" if "codebook" in name else name: state for name, state in name_eagle3(head).items()}
+
+
 def name_vllm(head: Any, prefix: str = "medusa_heads.") -> Tensors:
     return {prefix + name: state for name, state in head.state_dict().items()}
 
@@ -102,9 +107,11 @@ def outputs(head: Any) -> list[Any]:
         keys, values = head.read(head.fuse(features), torch.arange(6)[None])
         attend = partial(see_all, keys, values)
         last = head(embedded[:, : head.rows], 6 + torch.arange(head.rows)[None], attend)[:, -head.depth :]
-        pairs = torch.zeros(1)
-        if head.has_pairs:
-            pairs = head.pairs.read(last[0, :1], torch.arange(VOCABULARY)) @ head.pairs.matrix.T
+        every, pairs = torch.arange(VOCABULARY), torch.zeros(1)
+        if head.config.candidates:
+            pairs = head.candidate_selector(last[0, :1], every, every)
+        elif head.has_pairs:
+            pairs = head.markov_head(every)
         return [head.logits(last), pairs, head.begin_block(torch.tensor(5)), head.tokens(torch.arange(head.draft_size))]
     else:
         first = head(embedded, head.fuse(features), torch.arange(6)[None])
@@ -221,6 +228,11 @@ LAYOUTS = [
         *("dflash", PUBLISHED | DFLASH2 | LITTLE | WINDOW, name_eagle3),
         WITHOUT_CAUSAL | {"speculators_model_type": "dflash2", "selector_top_k": 4, NESTED: SLIDING_SIZES},
     ),
+    (
+        *("dflash", PUBLISHED | {"logit_factor": 0.2, "logit_cap": 20.0, "embedding_scale": 3.0}, name_eagle3),
+        ZLAB | {"output_multiplier": 0.2, "final_logit_softcapping": 20.0, "input_embedding_scale": 3},
+    ),
+    ("dflash", PUBLISHED | DFLASH2, name_z_lab_modules, ZLAB | {"selector_top_k": 4}),
     # windows, whose rows see no later ones unless the config says so, and blocks that are causal without
     ("dflash", PUBLISHED | CAUSAL | WINDOW, name_eagle3, ZLAB | SLIDING),
     ("dflash", PUBLISHED | WINDOW, name_eagle3, ZLAB | SLIDING | {"is_causal": False}),

@@ -13,13 +13,16 @@ from torch import Tensor
 from decode import Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import TEXT, row_keys
+from heads import LayerCache
 from heads.layer_cache import attend
 from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history
+from proposers.dflash import DFlashDrafter
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import Coupling
 from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
+from training.factory import make_objective
 
 VOCABULARY = 24  # so small that random heads are sometimes right
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -461,3 +464,40 @@ def test_a_head_for_another_target_is_refused(target: Target, kind: str, changes
     other = Target(tiny("llama", **{"vocab_size": VOCABULARY, **changes}))
     with pytest.raises(ValueError, match=message):
         generate(other, [[5]], make(kind, target))
+
+
+@pytest.mark.parametrize("model", ["gemma3_text", "llama"])
+def test_a_block_head_reads_raw_embeddings(model: str) -> None:
+    """Gemma's embedding layer multiplies them with the root of their size, and no published head was trained so."""
+    target = Target(tiny(model))
+    tokens = torch.tensor([[3, 5, 8]])
+    for settings, scale in (({}, 1.0), ({"embedding_scale": 2.5}, 2.5)):
+        proposer = HEAD_PROPOSERS["dflash"](make_head("dflash", target, **settings))
+        expected = scale * target.embedding_matrix[tokens]
+        torch.testing.assert_close(proposer.embedding(target)(tokens), expected)
+        objective = make_objective(proposer.head, target, "kl", 0.8)
+        torch.testing.assert_close(objective.embed(tokens), expected)
+
+
+@torch.no_grad()
+def test_logits_of_published_heads_can_be_scaled_and_capped(target: Target) -> None:
+    drafts = []
+    for settings in ({}, {"logit_factor": 3.0}, {"logit_factor": 3.0, "logit_cap": 2.0}):
+        head = make_head("dflash", target, pair_rank=0, **settings)
+        cache = LayerCache(1)
+        cache.write(*head.read(torch.ones(1, 4, head.hidden_size, dtype=target.dtype), torch.arange(4)[None]))
+        cache.keep([4])
+        drafts.append(DFlashDrafter(head, torch.tensor([3]), cache, target.model.get_input_embeddings()).logits(1))
+    torch.testing.assert_close(drafts[1], 3 * drafts[0])
+    torch.testing.assert_close(drafts[2], 2 * (3 * drafts[0] / 2).tanh())
+    with pytest.raises(ValueError, match="those with scaled or capped logits, cannot be trained here"):
+        make_objective(head, target, "kl", 0.8)
+
+
+def test_dflash2_drafts_no_more_tokens_than_it_chooses_among(target: Target) -> None:
+    _, shape = KINDS["dflash2"]
+    head = make_head("dflash", target, **shape)
+    for width in (None, 12):
+        recorder = record(HEAD_PROPOSERS["dflash"](head, width=width, nodes=24), target)
+        for paths in recorder.drafted.values():
+            assert sum(len(path) == 1 for path in paths) <= shape["candidates"]

@@ -18,7 +18,7 @@ from decode import Target
 from heads import load_head, save_head
 from proposers.calibration import Calibration
 from scripts import check
-from scripts.checking.report import USELESS_TAU, judge_tau
+from scripts.checking.report import USELESS_TAU, describe_speculation, judge_tau
 from scripts.checking.rules import find_faults
 from tests.support.commands import Call, Run
 from tests.support.drafting import LAYER, make_head
@@ -244,10 +244,26 @@ def test_windows_must_be_in_the_config(saved: Path, tmp_path: Path, target: Targ
 def test_layers_without_a_window_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
     config = json.loads((saved / "mixed" / "config.json").read_text())
     (tmp_path / WEIGHTS).write_bytes((saved / "mixed" / WEIGHTS).read_bytes())
-    for name, change in (("layer_types", ["full_attention", "sliding_attention"]), ("use_sliding_window", False)):
-        changed = {**config, "transformer_layer_config": config["transformer_layer_config"] | {name: change}}
+    for change, level in (
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "error"),
+        ({"use_sliding_window": False}, "error"),
+        ({"use_sliding_window": GONE}, "warning"),
+    ):
+        changed = {**config, "transformer_layer_config": drop(config["transformer_layer_config"] | change)}
         (tmp_path / "config.json").write_text(json.dumps(changed))
-        assert find(tmp_path, target) == {"error both sizes"}
+        assert find(tmp_path, target) == {f"{level} both sizes"}
+
+
+def test_vllm_takes_full_layers_for_causal(tmp_path: Path, target: Target) -> None:
+    """Those of its DFlash, by the format that we write."""
+    shape = {"layer": replace(LAYER, qk_norm=True, window=9), "full_layers": (1,), "from_anchor": False}
+    for name, settings in (("dflash", {"pair_rank": 0}), ("dflash2", HEADS["dflash2"])):
+        for causal, expected in ((True, {"error vllm block"}), (False, set())):
+            folder = tmp_path / f"{name}-{causal}"
+            head = make_head("dflash", target, causal=causal, **{**shape, **settings})
+            save_head(head, folder)
+            assert find(folder, target) == expected
+            assert describe_speculation(head, str(folder))["method"] == "dflash"
 
 
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:

@@ -248,7 +248,6 @@ WINDOW = {"layer": replace(LAYER, qk_norm=True, window=5)}
 BLOCKS: list[dict[str, Any]] = [
     *({}, {"pair_rank": 0, "from_anchor": False}, {"layers": 1}, WINDOW, {"causal": True}, {**WINDOW, "causal": True}),
     {**WINDOW, "causal": True, "full_layers": (1,)},
-    {"candidates": DRAFTED, "taps": 2, "group": 4, "from_anchor": False},
 ]
 
 
