@@ -136,8 +136,9 @@ class DFlashHead(VocabularyHead):
         copy_last(self.fc)
 
     def cap(self, logits: Tensor) -> Tensor:
-        """The logits as the head means them, by those of its output layer."""
-        limit, logits = self.config.logit_cap, self.config.logit_factor * logits
+        """The head's logits from those of its output layer: scaled, then capped."""
+        factor, limit = self.config.logit_factor, self.config.logit_cap
+        logits = logits if factor == 1 else factor * logits
         return logits if limit is None else limit * (logits / limit).tanh()
 
     def fuse(self, features: Tensor) -> Tensor:

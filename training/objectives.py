@@ -27,7 +27,7 @@ from training.teacher import Batch
 DECAY = 0.8  # Medusa, section 2.2.1
 Decay: TypeAlias = float | Literal["pace"]
 PACE: Literal["pace"] = "pace"
-TRUST = 0.5  # D-PACE takes a draft token to be accepted with probability TRUST + (1 - TRUST) alpha
+SMOOTHING = 0.5  # of D-PACE: a draft token counts as accepted with probability SMOOTHING + (1 - SMOOTHING) alpha
 NESTED = 0.7  # the share of a draft's positions that have a further one, in training in one pass
 ANCHORS = 0.5  # the share of anchors that a block is drafted after, in each step
 
@@ -121,7 +121,7 @@ class Objective(nn.Module, ABC):
             alpha = find_acceptance(*self._prepare(batch, depth, states, row, column)).float()
             place = row, column - 1 - depth
             product = torch.zeros_like(reached)
-            product[place] = reached[place] * (TRUST + (1 - TRUST) * alpha)
+            product[place] = reached[place] * (SMOOTHING + (1 - SMOOTHING) * alpha)
             places.append(place)
             products.append(product / self.find_share(depth))
             reached = product

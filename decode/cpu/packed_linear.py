@@ -25,7 +25,7 @@ MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
-MANY_ROWS = 256
+MANY_ROWS = 256  # see `expecting_many_rows`
 UNPACKED = 1 << 24  # weights that are unpacked at a time
 SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
@@ -91,8 +91,8 @@ class PackedLayer(nn.Module, ABC):
 def expecting_many_rows() -> Iterator[None]:
     """`PackedLinear` multiplies `MANY_ROWS` float32 rows or more with unpacked weights.
 
-    A pass over 4,096 tokens was a third faster on a CPU without AVX-512, since the op unpacks blocks anew for every few
-    rows; with AVX-512 it was not tried. It is not for decoding, whose rows must not depend on those beside them.
+    The op unpacks blocks again for every few rows. So a pass over 4,096 tokens takes 0.62 of the time on a CPU without
+    AVX-512; it was not timed with AVX-512. Not for decoding: there a row's result must not depend on the other rows.
     """
     token = _unpacks.set(True)
     try:

@@ -8,7 +8,7 @@ of its own, and an output matrix only where a part of the vocabulary is drafted.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,11 @@ PREDECESSORS = "markov_head.markov_w1.weight"
 SELECTOR = "candidate_selector."
 CODEBOOKS = f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"  # modules of z-lab add .weight
 DOMINO = "prefix_gru."
+SCALES = {  # z-lab's names of our settings
+    "embedding_scale": "input_embedding_scale",
+    "logit_factor": "output_multiplier",
+    "logit_cap": "final_logit_softcapping",  # 0: none
+}
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}
 READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
 
@@ -75,9 +80,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         from_anchor=from_anchor,
         causal=_read_causal(seeing, window, full_layers),
         full_layers=full_layers,
-        embedding_scale=number(settings, "input_embedding_scale") or 1.0,
-        logit_factor=number(settings, "output_multiplier") or 1.0,
-        logit_cap=settings.get("final_logit_softcapping") or None,
+        **{ours: value for ours, name in SCALES.items() if (value := number({name: settings.get(name) or None}, name))},
         **(_read_dflash2(shapes, settings, hidden_size) if is_dflash2 else {"pair_rank": rank}),
     )
     ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
@@ -130,7 +133,7 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a folder of speculators, which vLLM loads.
 
     Servers need the output matrix where a part of the vocabulary is drafted; a head that uses the target's rows gets a
-    copy of them. They have norms of queries and keys.
+    copy of them. They have norms of queries and keys. The format has no scales; z-lab's names of them are read here.
     """
     states, config = head.state_dict(), head.config
     kind = "dflash2" if config.candidates else "dspark" if head.has_pairs else "dflash"
@@ -158,4 +161,11 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.from_anchor,
         **({"sliding_window_non_causal": not config.causal} if config.causal or config.layer.window else {}),
+        **find_scales(config),
     } | more[kind]
+
+
+def find_scales(config: DFlashConfig) -> dict[str, float]:
+    """The scales of embeddings and logits that a head has, by z-lab's names."""
+    usual = {each.name: each.default for each in fields(config)}
+    return {name: getattr(config, ours) for ours, name in SCALES.items() if getattr(config, ours) != usual[ours]}

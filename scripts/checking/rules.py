@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from decode import Target
 from heads.formats.decoder_layer import read_windows
+from heads.formats.dflash import find_scales
 from heads.formats.eagle import NESTED, READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
@@ -192,6 +193,9 @@ def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Fi
         if head.config.causal and head.config.full_layers:
             text = "vLLM takes all layers of this format for causal, also those without a window: serve z-lab's folder"
             yield error("vllm", "block", text)
+    if "speculators_model_type" in config and (scales := find_scales(head.config)):
+        text = f"the format of speculators has no {' and '.join(scales)}, as it was trained: serve z-lab's folder"
+        yield error("vllm", "block", text)
     if head.config.candidates and head.config.from_anchor:
         yield error("vllm", "block", "vLLM's DFlash2 takes no token from the anchor's row: it needs another head")
     if "speculators_model_type" not in config:

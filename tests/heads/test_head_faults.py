@@ -132,6 +132,12 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": True},
             "is_causal: true, which is not supported where some layers have a window",
         ),
+        (
+            "dflash",
+            {},
+            {"final_logit_softcapping": "20"},
+            "final_logit_softcapping: '20'; it must be a positive number",
+        ),
         ("dflash", {}, {"logit_scale": 0.5}, "its config has logit_scale: 0.5; only 1 is supported"),
         ("dflash", {"layers.0.input_layernorm.weight": None}, {}, "missing: layers.0.input_layernorm.weight$"),
         ("dflash", {}, {"markov_head_type": "gated"}, "its markov_head_type is 'gated'; only vanilla"),

@@ -77,13 +77,14 @@ DFLASH2 = {"candidates": 4, "taps": 2, "group": 2, "from_anchor": False}
 
 
 @pytest.mark.parametrize(("window", "full"), [(None, ()), (7, ()), (7, (0,))])
-@pytest.mark.parametrize("more", [{"draft_size": 5}, DFLASH2])
+@pytest.mark.parametrize("more", [{"draft_size": 5}, DFLASH2 | {"logit_factor": 0.2, "logit_cap": 9.0}])
 def test_a_block_head_means_the_same_without_our_settings(tmp_path, window, full, more):
     head = made("dflash", layer={"window": window}, causal=True, full_layers=full, **more)
     save_head(head, tmp_path)
     config, tensors = read(tmp_path)
     config.pop("draftless")
     loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
+    assert (loaded.config.logit_factor, loaded.config.logit_cap) == (head.config.logit_factor, head.config.logit_cap)
     assert loaded.config.causal and loaded.window == window and loaded.config.full_layers == full
     assert [(each.candidates, each.taps, each.group) for each in (loaded.config, head.config)] == [
         tuple(more.get(name, 0) for name in ("candidates", "taps", "group"))

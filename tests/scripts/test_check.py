@@ -266,6 +266,12 @@ def test_vllm_takes_full_layers_for_causal(tmp_path: Path, target: Target) -> No
             assert describe_speculation(head, str(folder))["method"] == "dflash"
 
 
+def test_the_format_has_no_scales(tmp_path: Path, target: Target) -> None:
+    head = make_head("dflash", target, logit_cap=20.0, embedding_scale=2.0, pair_rank=0, from_anchor=False)
+    save_head(head, tmp_path)
+    assert find(tmp_path, target) == {"error vllm block"}
+
+
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:
     head = make_head("dflash", target, pair_rank=0, from_anchor=False)
     config = head.config.layer
