@@ -82,7 +82,7 @@ def find_keys(
     name = KEY_NAMES[stream]
     if upload is not None and name in upload:
         return upload[name]
-    made = row_keys(sampling.seed, [*texts], [*map(len, texts.values())], count, stream)
+    made = row_keys(sampling.seed or 0, [*texts], [*map(len, texts.values())], count, stream)
     return copy_packed({name: made}, device)[name]
 
 

@@ -18,7 +18,8 @@ from decode.loop import Batch
 from decode.models.cost_curve import FIXED
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.reading import Prefixes, Reading, Text
-from decode.requests.answer import Chunk, read_count
+from decode.requests.answer import Chunk
+from decode.requests.numbers import read_count, read_whole
 from decode.requests.request import Request, read_nodes, read_requests
 from decode.requests.text import Prompt
 from decode.session import ALIKE, Read
@@ -28,6 +29,7 @@ from decode.target import Target, check_target
 PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one token
 LONGEST = 1 << 13  # tokens of a part, whatever it costs
 WHOLE = 1 << 30  # tokens of a part: whole prompts
+MOST_AT_ONCE = 1 << 12  # requests with the same prompt
 
 
 class Engine:
@@ -62,8 +64,7 @@ class Engine:
         self.target, self.rows, self.nodes = target, read_count(rows, "rows"), read_nodes(nodes)
         self._part = None if part is None else read_count(part, "part")
         self.proposer = as_proposer(proposer, target)
-        if isinstance(kept_bytes, bool) or not isinstance(kept_bytes, int) or kept_bytes < 0:
-            raise ValueError(f"kept_bytes is {kept_bytes!r}; it is a number of bytes, 0 for none")
+        kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
         self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
@@ -83,7 +84,7 @@ class Engine:
     def add(
         self, prompt: Prompt, *, request_id: int | None = None, n: int | None = None, **settings: Any
     ) -> Request | list[Request]:
-        """Add a request. Its settings are those of `decode.stream` for one prompt.
+        """Add a request. Its settings are those of `decode.stream` for one prompt; None stands for a default.
 
         request_id: keys the noise; None takes the next number. n: add so many requests, for other answers to the same
         prompt, which is read once; they are returned as a list. Raises ValueError and TypeError as `stream` does, and
@@ -91,11 +92,14 @@ class Engine:
         """
         if n is not None and request_id is not None:
             raise ValueError("n requests have ids of their own; leave out request_id")
+        if n is not None and read_count(n, "n") > MOST_AT_ONCE:
+            raise ValueError(f"n is {n}; at most {MOST_AT_ONCE} requests are added at once")
         with self._adding:
             free = (each for each in self._ids if each not in self._requests)  # others were chosen by the caller
             ids = [*islice(free, 1 if n is None else read_count(n, "n"))] if request_id is None else [request_id]
         defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
-        requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | settings)
+        given = {name: value for name, value in settings.items() if value is not None}
+        requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | given)
         self.submit(requests)
         return requests[0] if n is None else requests
 
@@ -127,7 +131,7 @@ class Engine:
     def kept_bytes(self, most: int) -> None:
         if self._prefixes is None:
             raise ValueError("this engine keeps no texts; make it with kept_bytes")
-        self._prefixes.most = most
+        self._prefixes.most = read_whole(most, "kept_bytes", 0)
 
     def close(self) -> None:
         """Cancel all requests and free what they used. No more can be added."""

@@ -281,7 +281,7 @@ def _list_keys(requests: Sequence[Request], levels: int) -> dict[str, Tensor]:
     """The keys [B, levels] of each row's noise after its text; none if all are greedy."""
     if all(request.sampling.greedy for request in requests):
         return {}
-    seeds = [request.sampling.seed for request in requests]
+    seeds = [request.sampling.seed or 0 for request in requests]  # greedy ones have none
     ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
     return {name: row_keys(seeds, ids, lengths, levels, stream) for stream, name in KEY_NAMES.items()}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation import logits_process
+
+from decode.requests.numbers import describe, read_number, read_whole
 
 LOWEST_TEMPERATURE = 1e-30  # scores that are divided by less could overflow in float32
 TOP = 1024  # tokens that `FastTopP` sorts before it sorts all
@@ -209,14 +211,19 @@ def _copy_all(processors: Sequence[LogitsProcessor] | None, request_id: int) -> 
 
 
 def apply_processors(processors: Sequence[LogitsProcessor], input_ids: Tensor, scores: Tensor) -> Tensor:
-    """The processed scores [1, V] after a request's prefix [1, L]. Raises ValueError for another shape."""
-    shape = scores.shape
+    """The processed scores [1, V] after a request's prefix [1, L].
+
+    Raises TypeError or ValueError for anything but a tensor of numbers of that shape, on the same device.
+    """
+    shape, device = scores.shape, scores.device
     for processor in processors:
-        scores = processor(input_ids, scores)
+        scores, name = processor(input_ids, scores), type(processor).__name__
+        if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.device != device:
+            kind = f"{scores.dtype} on {scores.device}" if isinstance(scores, Tensor) else type(scores).__name__
+            raise TypeError(f"{name} returned {kind}; it must return a tensor of floating-point scores on {device}")
         if scores.shape != shape:
             raise ValueError(
-                f"{type(processor).__name__} returned scores of shape {[*scores.shape]} for one request; "
-                f"it must return {[*shape]}"
+                f"{name} returned scores of shape {[*scores.shape]} for one request; it must return {[*shape]}"
             )
     return scores
 
@@ -232,6 +239,7 @@ class FastTopP(TopPLogitsWarper):
             return super().__call__(input_ids, scores)
         top, tokens = scores.softmax(dim=-1).topk(TOP, dim=-1)
         inside = top.cumsum(dim=-1) - top < self.top_p  # the more likely tokens do not suffice
+        inside[:, 0] |= top[:, 0] >= 0  # in float32, the smallest top-p is 0
         count = inside.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN is not inside
         boundary = top.gather(-1, torch.cat([count - 1, count.clamp(max=TOP - 1)], dim=-1))
         unsure = (boundary[:, 0] == boundary[:, 1]) | top[:, 0].isnan()  # a tie, or all are inside
@@ -255,9 +263,10 @@ class Sampling:
     more and scores of zero, so there the state may depend on the tokens alone. Draft models call only those of
     transformers' own processors that keep no state.
     seed: the same seed gives the same text in every batch and with every proposer of deterministic drafts; by default
-    it comes from torch's generator, which `torch.manual_seed` sets.
+    it comes from torch's generator, which `torch.manual_seed` sets. Greedy decoding needs none and leaves it alone.
 
-    Raises ValueError if a setting is out of range.
+    None stands for a default. Numbers may be numpy's or torch's. Raises TypeError for anything else than a number, and
+    ValueError if it is out of range.
     """
 
     temperature: float = 0.0
@@ -265,9 +274,10 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     processors: Processors = ()
-    seed: int = field(default_factory=lambda: int(torch.randint(1 << 62, ())))
+    seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._convert()
         if self.temperature != 0 and not LOWEST_TEMPERATURE <= self.temperature < float("inf"):
             allowed = f"0 (greedy) or a positive number, at least {LOWEST_TEMPERATURE}"
             raise ValueError(f"temperature is {self.temperature}; it must be {allowed}")
@@ -277,13 +287,27 @@ class Sampling:
             raise ValueError(f"top-p is {self.top_p}; it must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min-p is {self.min_p}; it must lie in [0, 1]")
-        if isinstance(self.processors, LogitsProcessor) or not (
-            isinstance(self.processors, Sequence) or callable(self.processors)
-        ):
-            name = type(self.processors).__name__
+        is_list = isinstance(self.processors, Sequence) and all(map(callable, self.processors))
+        if isinstance(self.processors, LogitsProcessor) or not (is_list or callable(self.processors)):
             raise ValueError(
-                f"processors is a {name}; it must be a list, or a callable that makes one from a request id"
+                f"processors is {describe(self.processors)}; it must be a list of logits processors, or a callable "
+                "that makes one from a request id"
             )
+
+    def _convert(self) -> None:
+        """Turn all numbers into Python's own, and None into a default."""
+        for name, default, read in (
+            ("temperature", 0.0, read_number),
+            ("top_k", 0, read_whole),
+            ("top_p", 1.0, read_number),
+            ("min_p", 0.0, read_number),
+            ("processors", (), lambda value, name: value),
+            ("seed", None, read_whole),
+        ):
+            value = getattr(self, name)
+            object.__setattr__(self, name, default if value is None else read(value, name))
+        if self.seed is None and not self.greedy:
+            object.__setattr__(self, "seed", int(torch.randint(1 << 62, ())))
 
     @property
     def greedy(self) -> bool:
@@ -292,7 +316,7 @@ class Sampling:
     @cached_property
     def kind(self) -> Sampling:
         """Temperature, top-k, top-p and min-p alone: trees of rows of one kind are accepted together."""
-        return Sampling(seed=0) if self.greedy else replace(self, processors=(), seed=0)
+        return Sampling() if self.greedy else replace(self, processors=(), seed=0)
 
     @cached_property
     def warpers(self) -> LogitsProcessorList:

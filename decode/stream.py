@@ -10,9 +10,10 @@ from typing import Any
 
 from decode.engine import WHOLE, Engine
 from decode.proposer import Proposer, check_proposer
-from decode.requests.answer import Answer, Chunk, read_count
-from decode.requests.request import read_requests
-from decode.requests.text import Prompt, as_list, as_whole_numbers
+from decode.requests.answer import NEW_TOKENS, Answer, Chunk
+from decode.requests.numbers import as_whole_numbers, read_count
+from decode.requests.request import NODES, read_requests
+from decode.requests.text import Prompt, as_list
 from decode.sampling import Sampling
 from decode.target import Target, check_target
 
@@ -41,12 +42,12 @@ def stream(
     batch_size: int | None = None,
     request_ids: Sequence[int] | None = None,
     sampling: Sampling | None = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = NEW_TOKENS,
     stop: Sequence[str] | None = (),
     stop_ids: Sequence[int] | int | None = None,
     criterion: Callable[[int, list[int]], bool] | None = None,
     chat: bool | None = None,
-    nodes: int = 64,
+    nodes: int | None = NODES,
     text: bool = True,
     log_probs: int | None = None,
     lossy_typical_acceptance: bool = False,
@@ -95,6 +96,7 @@ def stream(
         is_alone=len(listed) == 1,
         sampled=getattr(proposer, "sampled", False),
     )
+    nodes = NODES if nodes is None else nodes
     rows = min(batch_size or len(requests), len(requests))
     lossy = lossy_typical_acceptance
     # Prompts are read whole, so that no row is empty meanwhile.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from decode.requests.text import as_whole
+from decode.requests.numbers import read_count
 from decode.stats import Stats
 
+NEW_TOKENS = 256  # of an answer at most, by default
 NO_NUMBERS = (
     "no token can be chosen: the model's logits, or a logits processor's scores, are NaN or infinite, or a processor "
     "forbids every token; check weights and processors, and try float32 or bfloat16 if the model runs in float16"
@@ -24,7 +25,7 @@ class Limits:
     `criterion(request_id, tokens)` is called after every new token with all tokens, prompt included.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int = NEW_TOKENS
     stop_ids: frozenset[int] = frozenset()
     stop: Sequence[str] = ()
     criterion: Callable[[int, list[int]], bool] | None = None
@@ -40,16 +41,6 @@ class Limits:
         ):
             name = type(self.criterion).__name__
             raise TypeError(f"criterion is a function of a request id and all tokens, not a {name}")
-
-
-def read_count(value: Any, name: str) -> int:
-    """A whole number from 1 on. Raises TypeError or ValueError, with the setting's name, for anything else."""
-    number = as_whole(value)
-    if number is None:
-        raise TypeError(f"{name} is {value!r}; it must be a whole number from 1 on")
-    if number < 1:
-        raise ValueError(f"{name} is {number}; it must be at least 1")
-    return number
 
 
 class LogProbs(NamedTuple):

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from decode.models.stock_model import MAX_TREE_SLOTS
-from decode.requests.answer import NO_NUMBERS, Answer, Chunk, Limits, LogProbs, read_count
-from decode.requests.text import Prompt, TextStream, Tokenizer, as_whole_numbers, decode, encode, find_special
+from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs
+from decode.requests.numbers import as_whole_numbers, read_count, read_whole
+from decode.requests.text import Prompt, TextStream, Tokenizer, decode, encode, find_special
 from decode.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
 from decode.stats import Stats
 from decode.target import Target
+
+NODES = 64  # of a tree at most, by default
 
 
 class Driver(Protocol):
@@ -40,7 +43,7 @@ class Request:
     limits: Limits
     context: int
     text: TextStream | None = None
-    sampling: Sampling = Sampling(seed=0)  # noqa: RUF009 - it is frozen
+    sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
     nodes: int = MAX_TREE_SLOTS  # of its trees at most, root included; 1: no draft tokens
     log_probs: int | None = None  # how many of the most likely tokens are told with their log-probabilities
     sequence: list[int] = field(init=False)
@@ -97,17 +100,22 @@ class Request:
         pieces: list[str] = []
         for token in (*drafted, bonus):
             if token == NO_TOKEN:
-                failed = getattr(self.sampling.processors, "error", None)
-                self.finish, self.exception = "error", failed or FloatingPointError(NO_NUMBERS)
-            else:
-                self.sequence.append(token)
-                tokens.append(token)
+                self._fail(getattr(self.sampling.processors, "error", None) or FloatingPointError(NO_NUMBERS))
+                break
+            self.sequence.append(token)
+            tokens.append(token)
+            try:
                 if self.text is not None:
                     pieces.append(self.text.push(token))
                 self.finish = self._end(token)
+            except Exception as error:  # of the tokenizer or the criterion
+                self._fail(error)
             if self.finish:
                 break
         return self._make_chunk(tokens, min(len(drafted), len(tokens)), pieces)
+
+    def _fail(self, error: Exception) -> None:
+        self.finish, self.exception = "error", error
 
     def end(self, finish: str, exception: Exception | None = None) -> Chunk:
         """End the answer where it is."""
@@ -116,7 +124,10 @@ class Request:
 
     def _make_chunk(self, tokens: list[int], drafted: int, pieces: list[str]) -> Chunk:
         if self.finish and self.text is not None:
-            pieces.append(self.text.finish())
+            try:
+                pieces.append(self.text.finish())
+            except Exception as error:
+                self._fail(error)
         self._pieces += pieces
         return Chunk(self.request_id, tokens, drafted, pieces, self.finish)
 
@@ -128,7 +139,7 @@ class Request:
             self._chunks.append(chunk)
             return chunk
         answer = self._make_answer(tokenizer)
-        chunk = replace(chunk, answer=answer)
+        chunk = replace(chunk, answer=answer, finish=answer.finish)
         self._chunks.append(chunk)
         self.answer = answer
         return chunk
@@ -136,25 +147,25 @@ class Request:
     def _make_answer(self, tokenizer: Tokenizer | None) -> Answer:
         tokens = self.sequence[len(self.prompt) :]
         text = "".join(self._pieces)
-        if self.text is None and tokenizer is not None:
-            text = decode(tokens, tokenizer)
-        error = None
+        try:
+            if self.text is None and tokenizer is not None:
+                text = decode(tokens, tokenizer)
+        except Exception as error:
+            self._fail(error)
+        line = None
         if self.exception is not None:
             kind = "" if isinstance(self.exception, FloatingPointError) else f"{type(self.exception).__name__}: "
-            error = f"request {self.request_id}: {kind}{self.exception}".splitlines()[0]
-        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, error, self.exception, self._log_probs)
+            line = f"request {self.request_id}: {kind}{self.exception}".splitlines()[0]
+        return Answer(self.prompt, tokens, text, self.finish or "", self.stats, line, self.exception, self._log_probs)
 
     def _end(self, token: int) -> str | None:
         if token in self.limits.stop_ids:
             return "eos"
         if self.text is not None and self.text.stopped:
             return "stop"
-        try:
-            if self.limits.criterion is not None and self.limits.criterion(self.request_id, self.sequence):
-                return "criterion"
-        except Exception as error:
-            self.exception = error
-            return "error"
+        # A copy: what the criterion does to its list is its own.
+        if self.limits.criterion is not None and self.limits.criterion(self.request_id, [*self.sequence]):
+            return "criterion"
         if len(self.sequence) - len(self.prompt) >= self.limits.max_new_tokens:
             return "length"
         return "context" if self.room <= 0 else None
@@ -166,31 +177,30 @@ def read_requests(
     request_ids: Any = None,
     *,
     sampling: Sampling | None = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     stop: Sequence[str] | None = (),
     stop_ids: Sequence[int] | int | None = None,
     criterion: Callable[[int, list[int]], bool] | None = None,
     chat: bool | None = None,
-    nodes: int = 64,
+    nodes: int | None = None,
     text: bool = True,
     log_probs: int | None = None,
     is_alone: bool = False,
     sampled: bool = False,
 ) -> list[Request]:
-    """One request per prompt, encoded. Settings are those of `decode.stream`.
+    """One request per prompt, encoded. Settings are those of `decode.stream`; None stands for a default.
 
     is_alone, sampled: see `RequestProcessors`. Raises ValueError or TypeError for settings that are out of range,
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
-    _check_kinds(sampling, chat)
-    nodes = read_nodes(nodes)
-    if log_probs is not None and not (isinstance(log_probs, int) and 0 <= log_probs <= target.vocabulary):
-        raise ValueError(
-            f"log_probs is {log_probs!r}; it is None or how many of the {target.vocabulary} tokens to tell"
-        )
+    _check_kinds(sampling, chat, text)
+    nodes = NODES if nodes is None else read_nodes(nodes)
+    log_probs = None if log_probs is None else read_whole(log_probs, "log_probs", 0)
+    if log_probs is not None and log_probs > target.vocabulary:
+        raise ValueError(f"log_probs is {log_probs}; the model has {target.vocabulary} tokens to tell")
     special, stop = find_special(stop, target.tokenizer)
     ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
-    limits = Limits(max_new_tokens, ends, stop, criterion)
+    limits = Limits(NEW_TOKENS if max_new_tokens is None else max_new_tokens, ends, stop, criterion)
     if limits.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")
     ids = _read_ids(request_ids, len(prompts))
@@ -242,12 +252,14 @@ def _encode(target: Target, request_id: int, prompt: Prompt, chat: bool | None) 
     return tokens
 
 
-def _check_kinds(sampling: Any, chat: Any) -> None:
+def _check_kinds(sampling: Any, chat: Any, text: Any) -> None:
     if not isinstance(sampling, Sampling | None):
         call = "Sampling(temperature=0.7)"
         raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
     if not isinstance(chat, bool | None):
         raise TypeError(f"chat is {chat!r}; it is True, False or None")
+    if not isinstance(text, bool):
+        raise TypeError(f"text is {text!r}; it is True or False")
 
 
 def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from numbers import Integral
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from decode.requests.numbers import as_items, as_whole, as_whole_numbers, describe
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Prompt: TypeAlias = str | Sequence[int] | Tensor | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -26,7 +27,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str | Mapping):
         return _read_prompt(prompts, "the prompt")
-    items = _as_items(prompts, f"a prompt is {FORMS}")
+    items = as_items(prompts, f"a prompt is {FORMS}")
     first = items[0] if items else ()
     if not items or as_whole(first) is not None or (isinstance(first, Mapping) and "input_ids" not in first):
         return _read_prompt(items, "the prompt")
@@ -89,39 +90,6 @@ def _warn_of_rendered(prompt: str, rendered: str, tokenizer: Tokenizer) -> None:
         )
 
 
-def as_whole(value: Any) -> int | None:
-    """A whole number as an int, whether it is Python's, numpy's or a tensor's. None for anything else and for bools."""
-    if type(value) is int:
-        return value
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-
-
-def as_whole_numbers(values: Any, name: str) -> list[int]:
-    """Whole numbers as a list, from one of them or a list, set, tensor or array. Raises TypeError for anything else."""
-    values = [values] if as_whole(values) is not None else values
-    values = [*values] if isinstance(values, Set) else _as_items(values, f"{name} are a list of whole numbers")
-    numbers = [as_whole(value) for value in values]
-    if None in numbers:
-        raise TypeError(f"{name} are whole numbers, not {_describe(values[numbers.index(None)])}")
-    return numbers  # type: ignore[return-value]
-
-
-def _as_items(values: Any, expected: str) -> list[Any]:
-    """A sequence, tensor or array as a list. Raises TypeError for anything else, text and bytes included."""
-    if not isinstance(values, str | bytes | bytearray | memoryview):
-        if isinstance(values, Sequence):
-            return [*values]
-        if getattr(values, "ndim", 0) and hasattr(values, "tolist"):
-            return values.tolist()
-    raise TypeError(f"{expected}, not {_describe(values)}")
-
-
-def _describe(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
 def _read_prompt(prompt: Any, name: str) -> list[Prompt]:
     """One prompt, checked, in a list; the rows of a tensor, an array or a tokenizer's output are several."""
     if isinstance(prompt, Mapping):
@@ -130,7 +98,7 @@ def _read_prompt(prompt: Any, name: str) -> list[Prompt]:
         prompt.encode()  # a tokenizer's own error for half a character is hard to understand
         items = [*prompt]
     else:
-        items = _as_items(prompt, f"{name} is {FORMS}")
+        items = as_items(prompt, f"{name} is {FORMS}")
     if not items:
         raise ValueError(f"{name} is empty; it needs at least one token")
     if isinstance(prompt, str):
@@ -145,14 +113,14 @@ def _read_prompt(prompt: Any, name: str) -> list[Prompt]:
 def _read_message(message: Any, name: str) -> dict[str, Any]:
     """A chat message with its content as text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TypeError(f'{name} is a dict with "role" and "content", not {_describe(message)}')
+        raise TypeError(f'{name} is a dict with "role" and "content", not {describe(message)}')
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return {**message}
-    parts = _as_items(content, f"the content of {name} is text, or a list of parts of type text")
+    parts = as_items(content, f"the content of {name} is text, or a list of parts of type text")
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'a part of {name} is {{"type": "text", "text": ...}}, not {_describe(part)}')
+            raise ValueError(f'a part of {name} is {{"type": "text", "text": ...}}, not {describe(part)}')
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
@@ -181,9 +149,9 @@ def _read_encoding(encoding: Mapping[str, Any], name: str) -> list[list[int]]:
 def _read_rows(values: Any, name: str) -> list[list[Any]]:
     """One row or a list of rows, as lists."""
     expected = f"{name} are rows of whole numbers"
-    items = _as_items(values, expected)
+    items = as_items(values, expected)
     is_row = bool(items) and getattr(items[0], "ndim", int(isinstance(items[0], Sequence))) == 0
-    return [items] if is_row else [_as_items(row, expected) for row in items]
+    return [items] if is_row else [as_items(row, expected) for row in items]
 
 
 def _refuse_empty(rows: list[list[Any]], name: str) -> list[list[Any]]:
@@ -210,7 +178,7 @@ def find_special(stop: Sequence[str] | None, tokenizer: Tokenizer | None) -> tup
     if stop is None or isinstance(stop, str):
         return frozenset(), stop or ()
     if not isinstance(stop, Sequence | Set) or not all(isinstance(text, str) for text in stop):
-        raise TypeError(f"stop is a list of strings, not {_describe(stop)}")
+        raise TypeError(f"stop is a list of strings, not {describe(stop)}")
     special = _find_special_tokens(tokenizer)
     return frozenset(special[text] for text in stop if text in special), [text for text in stop if text not in special]
 

@@ -126,7 +126,7 @@ def test_a_watermark_with_state_is_not_disturbed_by_drafts(target: Target) -> No
 @pytest.mark.parametrize(
     ("processors", "message"),
     [
-        (Automaton(), "processors is a Automaton; it must be a list"),
+        (Automaton(), r"processors is .*\(Automaton\); it must be a list"),
         ([lambda ids, scores: scores.expand(3, -1)], r"function returned scores of shape \[3, 96\].*\[1, 96\]"),
         (lambda request_id: Automaton(), "returned Automaton; it must return a list"),
     ],
