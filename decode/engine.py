@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from math import inf
 from pathlib import Path
@@ -36,7 +37,7 @@ class Engine:
     """Answers requests that join, leave and are cancelled at any time, from any thread.
 
     target, proposer: as in `decode.stream`. Iterating the engine yields the chunks of all requests until none is left;
-    iterating a request yields its own. Whoever iterates drives: the engine has no thread.
+    iterating a request yields its own. Whoever iterates drives; `async for` does so in a thread of the engine's.
     rows: requests that are decoded together; others wait for their turn.
     nodes: the most nodes of a tree, root included.
     part: the most tokens of prompts that are read between two steps of the others; None: as many as take `PATIENCE`
@@ -73,7 +74,8 @@ class Engine:
         self._reading: Reading | None = None
         self._batch: Batch | None = None
         self._is_closed = False
-        self._task: asyncio.Future[list[Chunk]] | None = None  # a step of `step_async`
+        self._thread = ThreadPoolExecutor(1, "draftless")  # started by the first `step_async`
+        self._task: Future[None] | None = None  # a step in it
 
     @overload
     def add(self, prompt: Prompt, *, request_id: int | None = None, **settings: Any) -> Request: ...
@@ -139,6 +141,7 @@ class Engine:
             self._is_closed = True
         with self._stepping:
             self._end_all("cancelled")
+        self._thread.shutdown(wait=False)
 
     @property
     def is_busy(self) -> bool:
@@ -175,10 +178,24 @@ class Engine:
                 self.step()
 
     async def step_async(self) -> None:
-        """A step in another thread. All that wait at the same time share one."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(asyncio.to_thread(self.step))
-        await asyncio.shield(self._task)
+        """A step in another thread. All that wait at the same time share one, from any event loop."""
+        with self._adding:
+            if self._is_closed:
+                return
+            if self._task is None or self._task.done():
+                self._task = Future()
+                self._task.set_running_or_notify_cancel()  # from now on no waiter can cancel it
+                self._thread.submit(self._fulfil, self._task)
+            task = self._task
+        await asyncio.wrap_future(task)
+
+    def _fulfil(self, task: Future[None]) -> None:
+        try:
+            self.step()
+        except BaseException as error:
+            task.set_exception(error)
+        else:
+            task.set_result(None)
 
     @property
     def part(self) -> int:

@@ -7,9 +7,10 @@ import errno
 import gc
 import mmap
 import random
-from threading import Thread
+from threading import Barrier, Thread
 from time import sleep
 from typing import Any
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": []}
 KINDS = ["llama", "gemma3_text", "gpt2"]
 
 
@@ -482,6 +484,55 @@ def test_requests_can_be_awaited(target: Target) -> None:
 
     expected = generate(target, PROMPTS, None, max_new_tokens=12, stop_ids=[])
     assert asyncio.run(read_all()) == [answer.tokens for answer in expected]
+
+
+def test_event_loops_of_several_threads_share_an_engine(target: Target) -> None:
+    engine, expected = Engine(target, NGramProposer(length=3)), generate(target, PROMPTS, None, **SETTINGS)
+    started, found = Barrier(len(PROMPTS)), dict[int, list[int]]()
+
+    async def read(place: int) -> list[int]:
+        request = engine.add(PROMPTS[place], request_id=place, **SETTINGS)
+        started.wait()
+        return [token async for chunk in request for token in chunk.tokens]
+
+    def run(place: int) -> None:
+        found[place] = asyncio.run(read(place))
+
+    threads = [Thread(target=run, args=(place,)) for place in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[place] for place in range(len(PROMPTS))] == [answer.tokens for answer in expected]
+
+
+def test_a_waiter_that_is_cancelled_stops_no_other(target: Target) -> None:
+    engine, expected = Engine(target, None), generate(target, PROMPTS[0], None, **SETTINGS)[0]
+
+    async def read() -> list[int]:
+        return [token async for chunk in engine.add(PROMPTS[0], **SETTINGS) for token in chunk.tokens]
+
+    async def read_both() -> list[int]:
+        first, second = asyncio.ensure_future(read()), asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        second.cancel()
+        return await first
+
+    assert asyncio.run(read_both()) == expected.tokens == asyncio.run(read())
+
+
+def test_an_error_of_a_step_reaches_all_that_wait_for_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None)
+    monkeypatch.setattr(engine, "step", Mock(side_effect=MemoryError("none left")))
+
+    async def read() -> None:
+        async for _ in engine.add(PROMPTS[0], **SETTINGS):
+            pass
+
+    async def read_both() -> list[Any]:
+        return await asyncio.gather(read(), read(), return_exceptions=True)
+
+    assert [*map(repr, asyncio.run(read_both()))] == ["MemoryError('none left')"] * 2
 
 
 # What is left
