@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.device.at_once import accept_at_once, can_accept_at_once, choose_stream
+from decode.device.at_once import accept_at_once, can_accept_at_once, choose_streams
 from decode.device.transfer import Upload, copy_packed, read
 from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.rejection import judge_chains
@@ -66,12 +66,13 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     """
     tree = tree.to(logits.device)
     if can_accept_at_once(tree, sampling):
-        stream = choose_stream(tree, sampling)
-        keys = None if stream is None else find_keys(stream, tree.width, sampling, texts, logits.device, upload)
-        return read_accepted(tree, *accept_at_once(tree, logits, sampling, keys))
+        streams = choose_streams(tree, sampling)
+        noise = {
+            KEY_NAMES[each]: find_keys(each, tree.width, sampling, texts, logits.device, upload) for each in streams
+        }
+        return read_accepted(tree, *accept_at_once(tree, logits, sampling, noise))
     if tree.q is not None:
-        keys = find_keys(ACCEPTANCE, tree.width, sampling, texts, logits.device, upload)
-        return accept_processed_chains(tree, logits, sampling, texts, keys)
+        return accept_processed_chains(tree, logits, sampling, texts, upload)
     return walk(tree, logits, sampling, texts, upload)
 
 
@@ -140,11 +141,15 @@ def draw(
     return torch.cat(drawn)
 
 
-def accept_processed_chains(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, keys: Tensor) -> Accepted:
+def accept_processed_chains(
+    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None
+) -> Accepted:
     """Accept sampled chains by probabilities that depend on logits processors, which need each node's own prefix."""
     assert tree.q is not None
     p = torch.stack([_probe(tree, row, logits[row], sampling, *text) for row, text in enumerate(texts.items())])
-    return read_accepted(tree, *judge_chains(tree.tokens, tree.real, tree.q, p, keys))
+    width, device = tree.width, logits.device
+    keys = (find_keys(stream, width, sampling, texts, device, upload) for stream in (ACCEPTANCE, TEXT))
+    return read_accepted(tree, *judge_chains(tree.tokens, tree.real, tree.q, p, *keys))
 
 
 def _probe(tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, text: Sequence[int]) -> Tensor:

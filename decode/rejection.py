@@ -12,17 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.noise import inverse_cdf, to_uniforms
+from decode.noise import gumbel_max, inverse_cdf, to_uniforms
 from decode.sampling import NO_TOKEN
 
 
-def judge_chains(tokens: Tensor, real: Tensor, q: Tensor, p: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def judge_chains(
+    tokens: Tensor, real: Tensor, q: Tensor, p: Tensor, keys: Tensor, text_keys: Tensor
+) -> tuple[Tensor, Tensor]:
     """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
 
     tokens [B, N]; real [B, N]: which nodes are not padding; q, p [B, N, V]: the draft's and the target's probabilities
     after each node. A node whose p is NaN is the last of its chain, and the token after it is NO_TOKEN: that is as
     likely as in plain decoding. keys [B, >= N] of `decode.noise.ACCEPTANCE`: a row uses them in order, one for each
-    node that it tests, from the last one up, and one for the bonus token.
+    node that it tests, from the last one up, and one for the bonus token. text_keys [B, >= 1] of `decode.noise.TEXT`:
+    a row without draft tokens is plain decoding, whatever the other rows draft.
     """
     accept, weights = weigh_chains(tokens, real, q, p)
     tested = accept > 0
@@ -35,6 +38,9 @@ def judge_chains(tokens: Tensor, real: Tensor, q: Tensor, p: Tensor, keys: Tenso
     rows = torch.arange(len(p), device=p.device)
     used = (before + tested)[rows, last]
     bonus = inverse_cdf(weights[rows, last], uniforms[rows, used])
+    bare = real.sum(dim=1) == 1
+    if p.device.type != "cpu" or bool(bare.any()):  # on a GPU this would synchronize
+        bonus = torch.where(bare, gumbel_max(p[:, 0], text_keys[:, 0]), bonus)
     return node <= last[:, None], torch.where(p[rows, last, 0].isnan(), NO_TOKEN, bonus)
 
 

@@ -8,10 +8,12 @@ Shapes: B rows, N nodes, L levels, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, TEXT, make_exponential
+from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, make_exponential
 from decode.rejection import judge_chains
 from decode.sampling import NO_TOKEN, Sampling, upcast_half
 from decode.tree import Tree
@@ -25,24 +27,25 @@ def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:
     return is_cheap and not sampling.processors
 
 
-def choose_stream(tree: Tree, sampling: Sampling) -> int | None:
-    """The stream of noise that accepting a tree at once needs. None at temperature 0: it decides nothing there."""
+def choose_streams(tree: Tree, sampling: Sampling) -> tuple[int, ...]:
+    """The streams of noise that accepting a tree needs. None at temperature 0: noise decides nothing there."""
     if sampling.greedy:
-        return None
-    return TEXT if tree.q is None else ACCEPTANCE
+        return ()
+    return (TEXT,) if tree.q is None else (TEXT, ACCEPTANCE)
 
 
-def accept_at_once(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+def accept_at_once(
+    tree: Tree, logits: Tensor, sampling: Sampling, noise: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
 
-    keys [B, >= N]: of the noise of `choose_stream`, None if that is None. Without logits processors.
+    noise: the keys [B, >= N] of `choose_streams`, by `KEY_NAMES`. Without logits processors.
     """
     if tree.q is not None:
-        keys = torch.zeros_like(tree.tokens) if keys is None else keys
-        judged = [_judge(tree, rows, logits, sampling, keys) for rows in _split_rows(logits)]
+        judged = [_judge(tree, rows, logits, sampling, noise) for rows in _split_rows(logits)]
         return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
-    if keys is not None:
-        return follow(tree, draw_all(tree, logits, sampling, keys))
+    if not sampling.greedy:
+        return follow(tree, draw_all(tree, logits, sampling, noise[KEY_NAMES[TEXT]]))
     if logits.device.type != "cpu" or torch.compiler.is_compiling():  # a step of fixed shape
         return follow(tree, choose_greedily(logits))
     if bool(tree.real.all()):  # without copying the logits
@@ -69,11 +72,15 @@ def _split_rows(logits: Tensor) -> list[slice]:
     return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
 
 
-def _judge(tree: Tree, rows: slice, logits: Tensor, sampling: Sampling, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _judge(
+    tree: Tree, rows: slice, logits: Tensor, sampling: Sampling, noise: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """`decode.rejection.judge_chains` for some rows."""
     assert tree.q is not None
+    none = torch.zeros_like(tree.tokens)
+    keys, text_keys = (noise.get(KEY_NAMES[stream], none)[rows] for stream in (ACCEPTANCE, TEXT))
     p = sampling.probabilities(logits[rows].flatten(0, 1)).view(logits[rows].shape)
-    return judge_chains(tree.tokens[rows], tree.real[rows], tree.q[rows], p, keys[rows])
+    return judge_chains(tree.tokens[rows], tree.real[rows], tree.q[rows], p, keys, text_keys)
 
 
 def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:

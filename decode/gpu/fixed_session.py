@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.accept import pack
-from decode.device.at_once import accept_at_once, choose_stream
+from decode.device.at_once import accept_at_once, choose_streams
 from decode.gpu.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up, tell_fault
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
@@ -180,9 +180,8 @@ class FixedSession(Session):
         names = ["tokens", "sizes", *([] if tree.is_chain else ["parents", "ancestors"])]
         names += [name for name in OPTIONAL if getattr(tree, name) is not None]
         inputs = {"lengths": upload["lengths"]} | {name: getattr(tree, name) for name in names}
-        stream = None if sampling is None else choose_stream(tree, sampling)
-        if stream is not None:
-            inputs["keys"] = upload[KEY_NAMES[stream]][:, : tree.width]
+        for name in [KEY_NAMES[stream] for stream in choose_streams(tree, sampling)] if sampling is not None else ():
+            inputs[name] = upload[name][:, : tree.width]
         return inputs
 
     def compute(self, buffers: Mapping[str, Tensor], levels: int, kind: Sampling | None) -> Verdict:
@@ -196,7 +195,7 @@ class FixedSession(Session):
         verdict = self._run_model(tree, 0, lengths)
         if kind is None:
             return verdict
-        on_path, bonus = accept_at_once(tree, verdict.logits, kind, buffers.get("keys"))
+        on_path, bonus = accept_at_once(tree, verdict.logits, kind, buffers)
         if not tree.is_chain:
             self.cache.compact(on_path)
         return replace(verdict, packed=pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from decode import Sampling, Tree
-from decode.accept import accept, accept_processed_chains, read_accepted
-from decode.device.at_once import accept_at_once
-from decode.noise import ACCEPTANCE, row_keys
+from decode.accept import accept, accept_processed_chains
 from decode.sampling import NO_TOKEN
 from tests.support.enumeration import (
     EXACT,
@@ -136,10 +134,8 @@ def test_row_by_row_is_the_same_as_at_once(sharpness: float, broken: bool, monke
         if broken:
             logits = torch.where(torch.rand(logits.shape[:2])[:, :, None] < 0.3, torch.nan, logits)
         sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
-        keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, ACCEPTANCE)
-        expected = accept_processed_chains(tree, logits, sampling, TEXTS, keys)
+        expected = accept_processed_chains(tree, logits, sampling, TEXTS)
         monkeypatch.setattr("decode.device.at_once.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
-        assert read_accepted(tree, *accept_at_once(tree, logits, sampling, keys)) == expected
         assert accept(tree, logits, sampling, TEXTS) == expected
         lengths |= {len(path) for path in expected.path}
         for row, path in enumerate(expected.path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from decode import Sampling, Target, generate
+from decode import Engine, Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer
 from proposers.draft_models import proposer as draft
@@ -36,6 +36,35 @@ def test_a_draft_model_is_right_about_itself(target: Target) -> None:
     (plain,) = generate(target, [[5, 6, 7]], None, **limits)
     (tree,) = generate(target, [[5, 6, 7]], DraftProposer(target, width=3, depth=4, nodes=13), **limits)
     assert tree.tokens == plain.tokens and tree.stats.tau > 3  # the most likely path is not always the greedy one
+
+
+@pytest.mark.parametrize("processors", [(), (RepetitionPenaltyLogitsProcessor(1.2),)])
+def test_a_sampled_chain_does_not_depend_on_the_neighbours_limits(
+    target: Target, processors: tuple[LogitsProcessor, ...]
+) -> None:
+    """Each row drafts by its own room: near its end, where the others draft on, and where it drafts nothing."""
+    draft = Target(tiny("llama", num_hidden_layers=1, seed=1))
+
+    def answer(seed: int, *neighbours: dict[str, int]) -> list[int]:
+        engine = Engine(target, DraftProposer(draft, sampled=True, depth=4, nodes=5))
+        sampling = Sampling(0.9, seed=seed, processors=processors)
+        request = engine.add(PROMPTS[0], request_id=0, sampling=sampling, stop_ids=[], max_new_tokens=3 + seed % 5)
+        for limits in neighbours:
+            engine.add(PROMPTS[1], sampling=Sampling(0.7, seed=9), stop_ids=[], **limits)
+        while request.answer is None:
+            engine.step()
+        engine.close()
+        return request.answer.tokens
+
+    for seed in range(24):
+        alone = answer(seed)
+        for limits in ({"max_new_tokens": 2}, {"max_new_tokens": 20}, {"max_new_tokens": 9, "nodes": 3}):
+            assert answer(seed, limits) == answer(seed, limits, {"max_new_tokens": 4, "nodes": 1}) == alone
+    plain = generate(target, PROMPTS[0], None, sampling=Sampling(0.9, seed=5), max_new_tokens=9, stop_ids=[])[0]
+    engine = Engine(target, DraftProposer(draft, sampled=True, depth=4, nodes=5))
+    options = {"sampling": Sampling(0.9, seed=5), "max_new_tokens": 9, "stop_ids": []}
+    bare, _ = engine.add(PROMPTS[0], request_id=0, nodes=1, **options), engine.add(PROMPTS[1], **options)
+    assert [token for chunk in bare for token in chunk.tokens] == plain.tokens
 
 
 def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
