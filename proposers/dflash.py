@@ -27,7 +27,7 @@ class DFlashProposer(HeadProposer):
     levelwise: ClassVar[bool] = False
 
     def read_step(self, step: Step) -> Inputs:
-        self._history.read_all(self.read_keys)
+        self._history.read_all(self.reader(step))
         return {}
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:

@@ -18,7 +18,7 @@ from decode import Step, Target
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
-from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last, read_part
+from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
 from proposers.tree_proposer import Inputs
@@ -44,7 +44,7 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
-        read, device = partial(self._read, step.target), step.target.device
+        read, device = self.reader(step), step.target.device
         self._history.read_prompts(read)
         cache = self._history.cache
         if (
@@ -65,7 +65,7 @@ class EagleProposer(HeadProposer):
 
         return {"states": self._history.read_all(read)}
 
-    def _read(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         features, embed = part.features.to(self.dtype), self.embedding(target)
         positions = cache.positions(features.shape[1], features.device)
         states: Tensor = self.head(embed(part.following), features, positions, cache.attend)
@@ -112,15 +112,13 @@ class PEagleProposer(EagleProposer):
         super().observe(step)
 
     def read_step(self, step: Step) -> Inputs:
-        read, cache = partial(self._read, step.target), self._history.cache
-        self._history.read_prompts(read)
-        unread = self._history.take()
-        if max(unread.counts) > CHUNK:  # as of a prompt
-            before = unread.without_last()
-            read_part(before, cache, read)
-            unread = unread.after(before.counts)
+        history, read = self._history, self.reader(step)
+        history.read_prompts(read)
+        if max(history.unread_counts) > CHUNK:  # as of a prompt
+            history.read_but_last(read)
+        unread = history.take()
         unread = replace(unread, features=unread.features.to(self.dtype))
-        return {"states": draft_ahead(self.head, self.embedding(step.target), cache, unread, *self._unknown)}
+        return {"states": draft_ahead(self.head, self.embedding(step.target), history.cache, unread, *self._unknown)}
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return False

@@ -22,6 +22,7 @@ from heads import LayerCache
 from proposers.tree_proposer import numbers_of
 
 CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
+WAITING = 64  # steps whose features wait for a draft at most: they take memory, and are copied as rows come and go
 Counts: TypeAlias = list[int]  # of features, by row
 # A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
 ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]
@@ -30,19 +31,20 @@ ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]
 class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
-    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head. Prompts
-    of requests that join others wait apart, so that the others need not be padded.
+    Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head, until
+    `WAITING` such steps. Prompts of requests that join others wait apart, so that the others need not be padded.
     window: of the head's layers.
     """
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
         self.cache, self._unread = self.make_cache(0), list[FeaturePart]()
+        self._steps = 0  # whose features wait
         self._prompts: list[tuple[list[int], FeaturePart]] = []  # with their rows; all but the last feature of each
 
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, self._prompts, held = [], [], self.cache.held
+        self._unread, self._prompts, self._steps, held = [], [], 0, self.cache.held
         if held is not None and held[0].device == device and device.type == "cuda" and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
@@ -52,8 +54,8 @@ class FeatureHistory:
         """An empty cache for the head's layers."""
         return LayerCache(rows, attend_like_target, self.window)
 
-    def add(self, step: Step) -> None:
-        """Take in a step's features."""
+    def add(self, step: Step, read: ReadFeatures) -> None:
+        """Take in a step's features. read: reads those that have waited for long."""
         assert step.features is not None
         numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
         features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
@@ -67,19 +69,28 @@ class FeatureHistory:
             if max(prompts.counts):
                 self._prompts.append((step.joined, prompts))
             self.cache.add_rows(len(step.joined))
-            self._unread = [each.add_rows(len(step.joined)) for each in self._unread]
+            self._unread = [each.add_rows(len(step.joined)) for each in self._join_unread()]
             part = part.after([0] * len(stayed) + prompts.counts)
         self._unread.append(part)
+        self._steps += 1
+        if self._steps > WAITING:
+            self.read_prompts(read)
+            self.read_but_last(read)
 
     def _select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         self.cache.select(rows)
-        self._unread = [each.select(rows) for each in self._unread]
+        self._unread = [each.select(rows) for each in self._join_unread()]
         places, waiting = {row: place for place, row in enumerate(rows)}, self._prompts
         self._prompts = []
         for before, prompts in waiting:
             if kept := [index for index, row in enumerate(before) if row in places]:
-                self._prompts.append(([places[before[index]] for index in kept], prompts.select(kept)))
+                prompts = prompts if len(kept) == len(before) else prompts.select(kept)
+                self._prompts.append(([places[before[index]] for index in kept], prompts))
+
+    def _join_unread(self) -> list[FeaturePart]:
+        """The features that wait as one part, if there are any."""
+        return [join_parts(self._unread)] if self._unread else []
 
     @property
     def unread_counts(self) -> list[int]:
@@ -96,8 +107,16 @@ class FeatureHistory:
 
     def take(self) -> FeaturePart:
         """The features that the head has not read, to be read now."""
-        unread, self._unread = join_parts(self._unread), []
+        unread, self._unread, self._steps = join_parts(self._unread), [], 0
         return unread
+
+    def read_but_last(self, read: ReadFeatures) -> None:
+        """Let a head read the features that it has not read, but for each row's last one."""
+        unread = self.take()
+        before = unread.without_last()
+        if max(before.counts):
+            read_part(before, self.cache, read)
+        self._unread = [unread.after(before.counts)]
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 from weakref import ref
 
@@ -19,7 +20,7 @@ from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
-from proposers.feature_history import FeatureHistory, FeaturePart
+from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 from proposers.trees.draft import Draft
 from proposers.trees.search import RANKS
@@ -118,9 +119,10 @@ class HeadProposer(TreeProposer):
             raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = ref(target.model)
 
+    @torch.no_grad()
     def observe(self, step: Step) -> None:
         if self.head.reads_all_features:
-            self._history.add(step)
+            self._history.add(step, self.reader(step))
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
@@ -128,8 +130,15 @@ class HeadProposer(TreeProposer):
         fused: Tensor = self.head.fuse(features.to(self.dtype))
         return fused
 
-    def read_keys(self, cache: LayerCache, part: FeaturePart) -> Tensor:
-        """Let a head that attends to features read some: their keys and values are all that it needs. Returns them."""
+    def reader(self, step: Step) -> ReadFeatures:
+        """`read_features` for a step."""
+        return partial(self.read_features, step.target)
+
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+        """Let a head that attends to features read some. Returns its states [B, T, H] after them.
+
+        Here for heads that need keys and values alone: the features themselves.
+        """
         features = part.features.to(self.dtype)
         cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))
         cache.keep(part.counts, part.counts_tensor)

@@ -36,7 +36,7 @@ class MultiTokenProposer(MedusaProposer):
     """Drafts with a `MultiTokenHead`, whose layers have read all features of the text."""
 
     def read_step(self, step: Step) -> Inputs:
-        last, cache = self._history.read_all(self.read_keys)[:, None], self._history.cache
+        last, cache = self._history.read_all(self.reader(step))[:, None], self._history.cache
         positions = cache.positions(1, last.device) - 1
         return {"states": self.head(last, positions, lambda queries, keys, values: cache.look(queries))[:, 0]}
 
@@ -71,9 +71,9 @@ class HydraProposer(HeadProposer):
     def read_step(self, step: Step) -> Inputs:
         if not self.head.reads_all_features:
             return {"last": pick_last_features(step)}
-        return {"last": self._history.read_all(self._read)}
+        return {"last": self._history.read_all(self.reader(step))}
 
-    def _read(self, cache: LayerCache, part: FeaturePart) -> Tensor:
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
         return states
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Sampling, Target, generate
+from decode import Engine, Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
 from decode.noise import TEXT, row_keys
 from heads import LayerCache
@@ -272,11 +272,13 @@ def test_a_head_runs_once_a_draft(monkeypatch: pytest.MonkeyPatch, target: Targe
         assert sizes[0] == len(PROMPTS[0]) + 2 and max(sizes[1:]) <= 6
 
 
+@pytest.mark.parametrize("waiting", [1, 64])  # steps
 @pytest.mark.parametrize("kind", READ_ALL)
 @torch.no_grad()
 def test_no_feature_is_missed_while_drafting_backs_off(
-    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, waiting: int
 ) -> None:
+    monkeypatch.setattr(feature_history, "WAITING", waiting)
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2)
     backing_off = iter([False, True, True, False, True] * 20)
@@ -287,6 +289,48 @@ def test_no_feature_is_missed_while_drafting_backs_off(
     assert 8 < len(drafts) < len(drafted)
     for text, paths in [*drafts.items()][::4]:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 13))
+
+
+def count_waiting(proposer: HeadProposer) -> int:
+    """The bytes of features that the head has not read."""
+    history = proposer._history
+    parts = [*history._unread, *(part for _, part in history._prompts)]
+    return sum(tensor.nbytes for part in parts for tensor in (part.features, part.following))
+
+
+@pytest.mark.parametrize("kind", READ_ALL)
+def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) -> None:
+    """Requests that draft nothing overlap for long, so that no batch begins."""
+    proposer, waiting, longest = make(kind, target), list[int](), list[int]()
+    engine = Engine(target, proposer, rows=3, kept_bytes=0)
+    for step in range(600):
+        if step % 10 == 0:
+            engine.add([3, 4, 5, step % VOCABULARY], nodes=1, max_new_tokens=25, stop_ids=[])
+        engine.step()
+        waiting.append(count_waiting(proposer))
+        longest.append(len(proposer._history._unread))
+    engine.close()
+    assert max(waiting[500:]) <= max(waiting[:100]) and max(longest) <= feature_history.WAITING + 1
+
+
+@pytest.mark.parametrize("kind", READ_ALL)
+@torch.no_grad()
+def test_a_request_drafts_the_same_after_others_have_waited(
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
+) -> None:
+    """Its features, and those of requests that joined meanwhile, are read in time."""
+    monkeypatch.setattr(feature_history, "WAITING", 5)
+    recorder = Recorder(proposer := make(kind, target, nodes=8))
+    engine = Engine(target, recorder, rows=3)
+    for step in range(40):
+        if step in (0, 3, 9, 17, 30):
+            engine.add([3, 4, 5, step % VOCABULARY], nodes=1 if step < 30 else 8, max_new_tokens=25, stop_ids=[])
+        engine.step()
+    drafts = {text: paths for text, paths in recorder.drafted.items() if len(paths) == 7}
+    engine.close()
+    assert len({text[3] for text in drafts}) > 1
+    for text, paths in [*drafts.items()][::3]:
+        assert agree(paths, Written(target, proposer.head, text).grow(proposer, 8))
 
 
 @pytest.mark.parametrize("kind", MAIN)
