@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import decode.models.timed_model
 from decode import Target
-from decode.cpu import build_cache, compiled_layers
+from decode.cpu import build_cache, compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from tests.support.commands import Call, Run
@@ -71,15 +71,14 @@ def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def compile_once(layer: nn.Module, call: LayerCall, dimensions: Any, into: Path) -> None:
         if into.name in PROGRAMS:
-            torch._inductor.aoti_compile_and_package(PROGRAMS[into.name], package_path=str(into))
+            layer_kernel.build_library(PROGRAMS[into.name], into)
         else:
             compile_kernel(layer, call, dimensions, into)
 
-    def keep(program: Any, package_path: str, **options: Any) -> None:
-        path = Path(package_path)
-        if path.name not in PROGRAMS:
-            PROGRAMS[path.name] = program.module(check_guards=False)  # kernels check nothing either
-        path.write_text("a program")
+    def keep(program: Any, into: Path) -> None:
+        if into.name not in PROGRAMS:
+            PROGRAMS[into.name] = program.module(check_guards=False)  # kernels check nothing either
+        into.write_text("a program")
 
     def load(path: Path) -> Kernel:
         program = PROGRAMS[path.name]
@@ -91,7 +90,7 @@ def exported(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", keep)
+    monkeypatch.setattr(layer_kernel, "build_library", keep)
     monkeypatch.setattr(compiled_layers, "compile_kernel", compile_once)
     monkeypatch.setattr(compiled_layers, "load_kernel", load)
     return calls

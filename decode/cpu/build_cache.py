@@ -16,23 +16,28 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from decode.models.user_cache import remove, scratch, user_cache
+from decode.models.user_cache import PARTIAL, remove, scratch, user_cache
+
+SECOND = ".json"
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
     """The file of that name in the cache. If it is missing or damaged, `build` writes it first.
 
+    It may write a second one next to it, which has `SECOND` for the suffix and is kept with it.
     Raises OSError if the cache cannot be written, and whatever `build` raises.
     """
     path = build_folder() / name
     if not is_whole(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")), scratch(path.with_suffix(".partial")) as aside:
+        with FileLock(path.with_suffix(".lock")), scratch(path.with_suffix(PARTIAL)) as aside:
             if not is_whole(path):  # another process may have built it meanwhile
                 build(aside / name)
                 checksum = _checksum(aside / name)
                 remove(path)
                 _checksum_file(path).write_text(checksum)
+                if (second := (aside / name).with_suffix(SECOND)).is_file():
+                    second.replace(path.with_suffix(SECOND))
                 (aside / name).rename(path)
     return path
 
@@ -65,7 +70,9 @@ def digest(*parts: Any) -> str:
 
 
 def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """Of a file and the second one that is kept with it."""
+    second = path.with_suffix(SECOND)
+    return hashlib.sha256(path.read_bytes() + (second.read_bytes() if second.is_file() else b"")).hexdigest()
 
 
 def _checksum_file(path: Path) -> Path:

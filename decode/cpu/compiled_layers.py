@@ -228,7 +228,7 @@ def _obtain_kernel(
             compile_kernel(layer, call, dimensions, into)
 
         try:
-            _LOADED[name] = load_kernel(build_once(f"{name}.pt2", build))
+            _LOADED[name] = load_kernel(build_once(f"{name}.so", build))
             failure.unlink(missing_ok=True)
         except Exception as error:  # anything from torch.export, Inductor, the compiler, the model's code or the disk
             reason = f"{type(error).__name__}: {error}"

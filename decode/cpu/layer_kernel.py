@@ -18,6 +18,7 @@ from functools import cache
 from operator import is_
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZipFile
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call
 
-from decode.cpu.build_cache import digest, environment
+from decode.cpu.build_cache import SECOND, digest, environment
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import ATTENTION
 
@@ -34,6 +35,7 @@ OPTIONS: dict[str, Any] = {  # Inductor's
     "cpp.dynamic_threads": True,  # the number of threads may differ from process to process
     "cpp.vec_isa_ok": True,  # the native ops were compiled for this CPU; trying its vectors takes seconds
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it only calls the loops; O0 takes 4 % more of a pass
+    "aot_inductor.precompile_headers": False,  # they take 285 MB of the temporary folder, and serve one compilation
 }
 # Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input.
 STATE = {*vars(nn.Module()), "layer_idx", "number", "_last"} - {"training"}
@@ -230,13 +232,30 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
     quiet = warnings.catch_warnings(action="ignore")  # torch warns of its own code
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), oblivious, quiet:
         program = torch.export.export(module, (inputs,), dynamic_shapes=(shapes,), strict=False)
-        torch._inductor.aoti_compile_and_package(program, package_path=str(into), inductor_configs={**OPTIONS})
+        build_library(program, into)
+
+
+def build_library(program: torch.export.ExportedProgram, into: Path) -> None:
+    """Compile a program, whose weights are inputs, to a shared library.
+
+    A file with the calls of our own ops is put next to it, where torch looks for it. All others stay in that folder.
+    """
+    from torch._inductor.utils import fresh_cache  # importing it takes a second
+
+    package = into.with_suffix(".pt2")
+    with fresh_cache(dir=str(into.parent)):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs={**OPTIONS})
+    with ZipFile(package) as archive:
+        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+        into.write_bytes(archive.read(library))
+        if (calls := library.removesuffix(".so") + SECOND) in archive.namelist():
+            into.with_suffix(SECOND).write_bytes(archive.read(calls))
 
 
 def load_kernel(path: Path) -> Kernel:
     """The kernel in a file. Raises RuntimeError for one that cannot be loaded."""
-    # torch._inductor.aoti_load_package first runs a compiler to compare machines. The file's name does that.
-    run: Kernel = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+    # torch's loader of packages unpacks them into the system's temporary folder, and leaves them there.
+    run: Kernel = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
     return run
 
 

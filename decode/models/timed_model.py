@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -35,7 +35,7 @@ from decode.models.cost_curve import (
 )
 from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel
-from decode.models.user_cache import scratch, user_cache
+from decode.models.user_cache import PARTIAL, scratch, user_cache
 from decode.session import Session
 
 PACKAGE = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def save_curve(file: Path | None, curve: CostCurve) -> None:
     if file is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            with scratch(file.with_suffix(f".{os.getpid()}")) as folder:
+            with FileLock(file.with_name("curves.lock")), scratch(file.with_name(f"curves{PARTIAL}")) as folder:
                 new = folder / file.name
                 new.write_text(json.dumps({"seconds": curve.seconds}))
                 new.replace(file)

@@ -9,6 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+PARTIAL = ".partial"  # ends the names of folders that are not whole yet
+
 
 def user_cache() -> Path:
     """`$XDG_CACHE_HOME/draftless` or ~/.cache/draftless. It may not exist yet."""
@@ -18,13 +22,30 @@ def user_cache() -> Path:
 
 @contextlib.contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """An empty folder that is removed afterwards. Leftovers of a killed run are removed first."""
+    """An empty folder that is removed afterwards. Leftovers of killed runs are removed first.
+
+    path: ends with `PARTIAL`. The caller holds the lock of the same name, which tells that the folder is in use.
+    """
+    for left in path.parent.glob(f"*{PARTIAL}"):
+        if left != path:
+            with contextlib.suppress(OSError, Timeout), FileLock(left.with_suffix(".lock"), timeout=0):
+                remove(left)
     remove(path)
     path.mkdir()
     try:
         yield path
     finally:
         remove(path)
+
+
+@contextlib.contextmanager
+def working_folder() -> Iterator[Path]:
+    """An empty folder of this process in the user's cache, which is removed afterwards, or by a later run."""
+    path = user_cache() / f"work-{os.getpid()}{PARTIAL}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")) as lock, scratch(path):
+        yield path
+        remove(Path(lock.lock_file))
 
 
 def remove(path: Path) -> None:

@@ -98,9 +98,14 @@ def compute_parallel(model: Any, features: Tensor, tokens: Tensor, levels: int) 
     return model(features, tokens.roll(-1, dims=1), same, verifier_last_hidden_states=last)[1][0, -levels:]
 
 
-@torch.no_grad()
 def main() -> None:
-    place = Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as folder:
+        compare(Path(folder))
+
+
+@torch.no_grad()
+def compare(place: Path) -> None:
+    """Save heads in a folder, and read them there with both programs."""
     source = tiny("llama", num_hidden_layers=4, dtype=torch.float32)
     source.save_pretrained(place / "model")
     target = Target(source)

@@ -20,7 +20,7 @@ from typing import Any
 
 from decode import Stats, Target, stream
 from decode.models.loading import load_model
-from decode.models.user_cache import print_notice
+from decode.models.user_cache import print_notice, working_folder
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
@@ -109,12 +109,12 @@ def serve_head(
     model = str(target.model.name_or_path)
     if not model.endswith(".gguf"):
         return _serve_head(folder, kind, speculation, target, python, model)
-    with tempfile.TemporaryDirectory() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
+    with working_folder() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
         whole, tokenizer = load_model(model, dtype=target.dtype, accelerate="off")
         whole.save_pretrained(unpacked)
         tokenizer.save_pretrained(unpacked)
         del whole
-        return _serve_head(folder, kind, speculation, target, python, unpacked)
+        return _serve_head(folder, kind, speculation, target, python, str(unpacked))
 
 
 def _serve_head(

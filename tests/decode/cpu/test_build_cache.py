@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,6 +27,7 @@ from decode.cpu.acceleration import accelerate
 from decode.cpu.build_cache import build_once, is_whole
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.layer_kernel import LayerCall, describe_module, name_kernel
+from decode.models.user_cache import working_folder
 from tests.support.models import needs_compiler, tiny
 
 
@@ -39,6 +44,20 @@ def test_a_file_is_built_once(kernel_folder: Path) -> None:
     assert {file.suffix for file in kernel_folder.iterdir()} == {".so", ".sha256", ".lock"}
     other = builder(b"another")
     assert build_once("other.so", other).read_bytes() == b"another" and path.read_bytes() == b"a library"
+
+
+def test_a_second_file_is_kept_with_it(kernel_folder: Path) -> None:
+    def write(into: Path) -> None:
+        into.write_bytes(b"a library")
+        into.with_suffix(".json").write_text("its calls")
+
+    build = Mock(side_effect=write)
+    second = build_once("some.so", build).with_suffix(".json")
+    assert second.read_text() == "its calls" and not [*kernel_folder.glob("*.partial")]
+    second.write_text("damaged")
+    assert build_once("some.so", build).is_file() and second.read_text() == "its calls" and build.call_count == 2
+    second.unlink()
+    assert build_once("some.so", build).is_file() and second.read_text() == "its calls" and build.call_count == 3
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
@@ -67,6 +86,66 @@ def test_leftovers_of_a_killed_build_are_not_used(kernel_folder: Path) -> None:
     (left / "some.so").write_bytes(b"a li")
     (kernel_folder / "some.sha256").write_text("of another build")
     assert build_once("some.so", builder()).read_bytes() == b"a library" and not left.exists()
+
+
+def test_leftovers_of_other_builds_are_swept_unless_they_go_on(kernel_folder: Path) -> None:
+    left, running = kernel_folder / "old.partial", kernel_folder / "running.partial"
+    for folder in (left, running):
+        folder.mkdir(parents=True)
+        (folder / "some.cpp").write_text("half")
+    with FileLock(running.with_suffix(".lock")):
+        build_once("some.so", builder())
+    assert not left.exists() and running.exists()
+    build_once("other.so", builder())
+    assert not running.exists()
+
+
+def test_a_working_folder_is_removed_also_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    left = tmp_path / "draftless" / "work-1.partial"
+    left.mkdir(parents=True)
+    with working_folder() as folder:
+        assert folder.is_dir() and not left.exists()
+    assert [path.name for path in folder.parent.iterdir() if path.suffix != ".lock"] == []
+
+
+LOADING = """
+import torch
+from decode import Target
+from tests.support.models import tiny
+assert Target(tiny("llama", dtype=torch.float32, num_hidden_layers=1), accelerate="compiled").compiled
+print("done", flush=True)
+input()
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_starts_leave_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    """One that compiles, one that is killed while it does, and those that find a kernel."""
+    temporary, kernels = tmp_path / "temporary", tmp_path / "cache" / "draftless" / "kernels"
+    temporary.mkdir()
+    places = {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, **places}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+
+    def begin() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LOADING]
+        root, pipes = Path(__file__).parents[3], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=root, env=environment, **pipes)  # type: ignore[call-overload]
+
+    with begin() as killed:
+        while not [*kernels.glob("*.partial/*/*")] and killed.poll() is None:  # of the layer's kernel
+            sleep(0.05)
+        killed.kill()
+    assert [*kernels.glob("*.partial")]
+    for _ in range(2):
+        with begin() as started:
+            assert started.stdout is not None and started.stdout.readline() == "done\n"
+            assert not [*kernels.glob("*.partial")]
+            started.communicate("\n")
+    left = [path.name for path in temporary.rglob("*") if not path.name.startswith("torchinductor_")]
+    assert [*kernels.glob("*.so")] and not left  # importing torch's compilers makes an empty folder of that name
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no headers"), OSError(errno.ENOSPC, "No space left on device")])
@@ -110,7 +189,7 @@ def test_a_kernel_is_compiled_once_and_found_again(
     assert start() and compiled.call_count == 1
     assert capsys.readouterr().err.count("compiling a kernel") == 1
     assert start() and start(seed=1) and compiled.call_count == 1 and not capsys.readouterr().err
-    (kernel,) = kernel_folder.glob("*.pt2")
+    (kernel,) = kernel_folder.glob("*.so")
     kernel.write_text("damaged")
     assert start() and compiled.call_count == 2 and is_whole(kernel)
 
@@ -121,11 +200,11 @@ def test_a_failure_is_remembered_and_retried_on_request(
 ) -> None:
     monkeypatch.setattr(acceleration, "WORTH_COMPILING", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("torch._inductor.aoti_compile_and_package", Mock(side_effect=RuntimeError("no headers")))
+        patch.setattr(layer_kernel, "build_library", Mock(side_effect=RuntimeError("no headers")))
         for mode, count in (("auto", 1), ("auto", 1), ("compiled", 2), ("auto", 2)):
             assert not start(mode) and compiled.call_count == count
     (failure,) = kernel_folder.glob("*.failed")
-    assert failure.read_text() == "RuntimeError: no headers" and not [*kernel_folder.glob("*.pt2")]
+    assert failure.read_text() == "RuntimeError: no headers" and not [*kernel_folder.glob("*.so")]
     assert not start("auto") and compiled.call_count == 2
     assert start("compiled") and compiled.call_count == 3
     assert start("auto") and compiled.call_count == 3  # what the retry compiled is found
@@ -146,8 +225,8 @@ def test_layers_stay_packed_if_their_kernels_cannot_be_kept(
     kernel_folder.unlink()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        assert not start() and not [*kernel_folder.glob("*.pt2")]
-    assert start() and all(map(is_whole, kernel_folder.glob("*.pt2")))
+        assert not start() and not [*kernel_folder.glob("*.so")]
+    assert start() and all(map(is_whole, kernel_folder.glob("*.so")))
 
 
 def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
