@@ -44,7 +44,9 @@ INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
 SAME = "the same tokens as plain decoding: True\n"
 COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
+RULE = re.compile(r"\|(?: *:?-+:? *\|)+")  # the line between a table's head and its rows
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
+TASKS = {"MT-bench": "mt_bench", "questions": "qa", "maths": "math_reasoning", "RAG": "rag"}  # names in results
 TERMS = """
 target, proposer, head, features, logits, output layer, output matrix, draft vocabulary, token map, draft token,
 draft tree, node, root, path, chain, level, depth, width, kv cache, committed token, verify, accept, bonus token, step,
@@ -75,6 +77,27 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         if not file.exists() or (heading and heading not in list_anchors(str(file.relative_to(ROOT)))):
             broken.append(link)
     assert broken == []
+
+
+def list_tables(page: str) -> list[list[str]]:
+    """The lines of each block with a line of a table: such a block is the table alone."""
+    blocks = [block.strip("\n").splitlines() for block in re.split(r"\n[ \t]*\n", read_prose(page))]
+    return [block for block in blocks if any(line.startswith("|") or RULE.search(line) for line in block)]
+
+
+def count_cells(row: str) -> int:
+    """As GitHub splits a row: at every bar that no backslash escapes, in code too."""
+    return len(re.findall(r"(?<!\\)\|", row)) - 1
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list_tables(page)])
+def test_tables_have_a_head_a_rule_and_rows_of_as_many_cells(page: str) -> None:
+    faults = []
+    for table in list_tables(page):
+        head, rule = [*table, ""][:2]
+        faults += [] if RULE.fullmatch(rule) and not RULE.search(head) else [head]
+        faults += [row for row in table if count_cells(row) != count_cells(head) or row[-1:] != "|"]
+    assert faults == []
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -114,6 +137,12 @@ def test_the_results_are_those_that_were_measured(file: str, section: str) -> No
     assert len(shown) >= 8
     for name, *cells in shown:
         assert cells[:4] == measured[name.strip("`")]
+    by_task = {(row["category"], row["method"]): f"{row['speedup_vs_none']:.2f}x ({row['tau']:.2f})" for row in rows}
+    head = re.search(r"^\| task \|.*", PAGES["docs/performance.md"].partition(f"{section}\n")[2], re.M)[0]  # type: ignore[index]
+    methods = re.findall(r"`([\w-]+)`", head)
+    assert len(methods) >= 6
+    for task, *cells in read_table("docs/performance.md", head, section):
+        assert cells == [by_task[TASKS.get(task, task), method] for method in methods]
     if file == "methods-blocks-cpu":
         headline = read_table("README.md", "| SmolLM2-135M-Instruct, GGUF, greedy | tau |")
         for method, (_, tau, speed, speculation, whole) in zip(("hf", "none", "merged", "auto"), headline, strict=True):
