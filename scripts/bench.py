@@ -144,6 +144,7 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     settings |= {"questions": args.questions.name, "commit": files.find_commit()}
     settings["questions_sha256"] = hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
     machine = {**files.describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    machine["weights"] = files.describe_weights(target)
     setup = {"settings": settings, "machine": {**machine, "compiled": target.compiled}}
     records = files.read_partial(partial, setup) if partial is not None else []
     if records and any(method.warm for method in named):

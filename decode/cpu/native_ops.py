@@ -98,6 +98,17 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
     return unpacked
 
 
+def list_forms(packed: Tensor) -> list[tuple[str, int]]:
+    """The form of each packed weight, and how many numbers it has. Ours go by their bits: "4 bits"."""
+    names = {form: str(dtype).removeprefix("torch.") for dtype, form in PLAIN.items()}
+    names |= {form: name for name, form in BLOCKS.items()}
+    names |= {form: f"{bits} bits" for (bits, _), form in FLOAT_BLOCKS.items()}
+    header = packed[:8].view(torch.int64).tolist()
+    count, inputs, *rest = packed[: 8 * (2 + 3 * header[0])].view(torch.int64).tolist()
+    parts = [rest[3 * part : 3 * part + 2] for part in range(count)]
+    return [(names[form], outputs * inputs) for form, outputs in parts]
+
+
 def read_rows(weight: Weight, rows: Tensor) -> Tensor:
     """Some rows of a stored weight, in float32: [n, K] for row numbers [n]."""
     chosen = weight.data[rows if weight.order is None else weight.order[rows]]

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 import transformers
 
+from decode import Target
+from decode.cpu.native_ops import list_forms
+from decode.cpu.packed_linear import PackedLinear
 from heads.atomic_write import write_aside
 from scripts.shared.options import ModelOptions
 
@@ -68,6 +72,24 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def describe_weights(target: Target) -> str:
+    """What the weights of the target's layers are in, the form of most of them first: "float32", "Q4_1 and Q8_0"."""
+    numbers = Counter[str]()
+    for module in target.model.modules():
+        if isinstance(module, PackedLinear):
+            for form, count in list_forms(module.packed):
+                numbers[form] += count
+    forms = [form for form, _ in numbers.most_common()] or [str(target.dtype).removeprefix("torch.")]
+    method = getattr(getattr(target.model.config, "quantization_config", None), "quant_method", None)
+    return " and ".join(forms) + (f" (quantized by {getattr(method, 'value', method)})" if method else "")
+
+
+def name_numbers(described: Mapping[str, Any]) -> str:
+    """The number format of the arithmetic, and of the weights if that is another. Older reports know the first only."""
+    dtype, weights = described["dtype"], described.get("weights", described["dtype"])
+    return str(dtype) if weights == dtype else f"weights in {weights}, arithmetic in {dtype}"
 
 
 def find_commit() -> str | None:

@@ -1,7 +1,7 @@
 """The time of one forward pass over 1 to 64 nodes, next to llama.cpp's.
 
 An entry of a report has an `engine`, `dtype`, `context` (tokens before the pass), `batch`, `nodes`, and for each number
-of nodes `samples_ms`.
+of nodes `samples_ms`. Draftless' entries have `weights`, what these are in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import trange
 
 from decode import Target
 from decode.models.cost_curve import fill, random_chain, time_pass
-from scripts.benchmark.files import describe_machine, find_commit, name_model
+from scripts.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.options import ModelOptions, load_target
 
@@ -90,7 +90,8 @@ def time_passes(
 
     for (dtype, target), context, batch in product(targets.items(), contexts, BATCH_SIZES):
         session = fill(target.open(batch), context)
-        for nodes, samples in zip(NODES, begin(OURS, dtype, context, batch), strict=True):
+        samples_ms, passes[-1]["weights"] = begin(OURS, dtype, context, batch), describe_weights(target)
+        for nodes, samples in zip(NODES, samples_ms, strict=True):
             turns.append((session, random_chain(nodes, batch, target), samples))
     peers = {dtype: begin(LLAMA, dtype, CONTEXTS[0], 1) for dtype in llamas}
     for number in trange(repeats, unit="round", disable=None):
@@ -116,7 +117,7 @@ def pair_engines(report: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Map
 
 
 def format_passes(report: Mapping[str, Any]) -> str:
-    """A table for each context, with a row for each number of nodes."""
+    """A table for each context, with a row for each number of nodes. Then weights that are in another format."""
     tables: dict[int, list[list[str]]] = {}
     for entry, peer in pair_engines(report):
         columns = tables.setdefault(entry["context"], [["nodes", *map(str, entry["nodes"])]])
@@ -129,6 +130,8 @@ def format_passes(report: Mapping[str, Any]) -> str:
     for context, columns in sorted(tables.items()):
         parts.append(f"Milliseconds of a pass after {context} tokens (and relative to one node):")
         parts.append(to_markdown([*zip(*columns, strict=True)]))
+    named = {entry["dtype"]: name_numbers(entry) for entry, _ in pair_engines(report)}
+    parts += [f"{dtype}: {numbers}" for dtype, numbers in named.items() if numbers != dtype]
     return "\n\n".join(parts)
 
 

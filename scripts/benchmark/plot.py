@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
+from proposers.sources import SOURCES
+from scripts.benchmark.files import name_numbers
 from scripts.benchmark.measurement import ALL
 from scripts.benchmark.passes import OURS, find_medians, pair_engines
 from scripts.shared.plot import COLOURS, GREYS, INK, save_figure
 
+UNTRAINED = (*SOURCES, "stored")  # sources of merged trees that need no training
+LINE = 72  # characters below a picture
 LABELS = {
     "hf": "transformers' generate",
     "hf-prompt-lookup": "transformers' prompt lookup",
     "none": "Draftless without drafting",
-    "merged": "Draftless without training",
-    "auto": "Draftless with a trained head",
+    "ngram": "Draftless with n-grams",
 }
 
 
@@ -36,12 +40,12 @@ def draw_methods(report: Mapping[str, Any], path: Path) -> None:
                     pane.plot([low, high], [place, place], color=line, linewidth=width, solid_capstyle="butt", zorder=4)
             text = {"textcoords": "offset points", "va": "center", "fontweight": "bold"}
             pane.annotate(f"{speed:.2f}x", (max(high, speed), place), (5, 0), **text)
-        pane.set_yticks(range(len(rows)), [LABELS.get(row["method"], row["method"]) for row in rows])
+        pane.set_yticks(range(len(rows)), [label_method(row) for row in rows])
         pane.invert_yaxis()
-        pane.margins(x=0.12, y=0.02)
+        pane.margins(x=0.16, y=0.02)
         _dress(pane, "x")
         label = f"speed relative to {LABELS[base]}; lines: 95 % intervals over {rows[0]['questions']} questions"
-        figure.supxlabel(f"{label}\n{describe(report)}", fontsize=11)
+        figure.supxlabel(f"{label}\n{fill(describe(report), LINE)}", fontsize=11)
 
 
 def draw_passes(report: Mapping[str, Any], path: Path) -> None:
@@ -54,15 +58,32 @@ def draw_passes(report: Mapping[str, Any], path: Path) -> None:
         for pane, pair in zip(panes, panels, strict=True):
             for line in filter(None, pair):
                 colour, dashes = (COLOURS[0], "-") if line["engine"] == OURS else (COLOURS[4], (0, (4, 2)))
-                style = {"color": colour, "linestyle": dashes, "linewidth": 2, "marker": ".", "label": line["engine"]}
+                inside = f" ({line['dtype']} arithmetic)" if line.get("weights", line["dtype"]) != line["dtype"] else ""
+                style = {"color": colour, "linestyle": dashes, "linewidth": 2, "marker": "."}
+                style["label"] = line["engine"] + inside
                 pane.plot(line["nodes"], find_medians(line), **style)
             pane.set_xscale("log", base=2)
             pane.set_xticks(*[[nodes for nodes in pair[0]["nodes"] if nodes.bit_count() == 1]] * 2)
-            pane.set_title(pair[0]["dtype"], loc="left", fontsize=12, fontweight="bold")
+            weights = pair[0].get("weights", pair[0]["dtype"])
+            pane.set_title(f"weights in {weights}", loc="left", fontsize=12, fontweight="bold")
             _dress(pane, "y")
         panes[0].set(ylim=(0, None), ylabel="milliseconds of a pass")
         panes[0].legend(frameon=False)
-        figure.supxlabel(f"nodes of a forward pass after {context} tokens\n{describe(report)}", fontsize=11)
+        label = f"nodes of a forward pass after {context} tokens"
+        figure.supxlabel(f"{label}\n{fill(describe(report), LINE)}", fontsize=11)
+
+
+def label_method(row: Mapping[str, Any]) -> str:
+    """What a method is; for merged trees, by what they grew from: for most models `auto` has no head."""
+    name, accepted = row["method"], row.get("accepted")
+    if name not in ("merged", "auto") or accepted is None:
+        return LABELS.get(name, name)
+    trained = [source for source in accepted if source not in UNTRAINED]
+    if trained == ["draft"]:
+        return f"Draftless with a draft model ({name})"
+    return (
+        f"Draftless with a trained head ({', '.join(trained)})" if trained else f"Draftless without training ({name})"
+    )
 
 
 def _dress(pane: Any, axis: str) -> None:
@@ -76,7 +97,7 @@ def describe(report: Mapping[str, Any]) -> str:
     """Model and machine in one line."""
     settings, machine = report["settings"], report["machine"]
     processor = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
-    parts = [settings["model"], *filter(None, [machine.get("dtype")]), processor]
+    parts = [settings["model"], *([name_numbers(machine)] if "dtype" in machine else []), processor]
     parts += [f"temperature {settings['temperature']:g}"] if settings.get("temperature") else []
     parts += [f"batches of {settings['batch_size']}"] if settings.get("batch_size", 1) > 1 else []
     return ", ".join(parts)

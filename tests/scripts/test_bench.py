@@ -13,19 +13,23 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Form
 
 from decode import Target, generate
 from decode.models import timed_model
 from decode.models.cost_curve import FIXED
 from scripts import bench
 from scripts.benchmark import files, measurement, passes
-from scripts.benchmark.files import find_commit
+from scripts.benchmark.files import describe_weights, find_commit, name_numbers
 from scripts.benchmark.measurement import Question, form_groups, load_questions, take_evenly, trim_loop
 from scripts.benchmark.methods import parse_methods
+from scripts.benchmark.plot import label_method
 from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.prompts import ask
 from tests.support.commands import Call, Run, write_rows
-from tests.support.models import limit_threads
+from tests.support.gguf_files import write_model
+from tests.support.models import limit_threads, needs_compiler, tiny
 from training.data import count_before_loop
 from training.rendering import Renderer
 
@@ -129,9 +133,11 @@ def test_nothing_in_the_report_names_a_folder(folder: Path, report: dict[str, An
     assert sorted(path.name for path in folder.iterdir()) == ["all.json"]  # no partial file is left
     assert "/" not in json.dumps({**report["settings"], "methods": None})
     machine = report["machine"]
-    known = ("cpu", "cores", "threads", "gpu", "os", "python", "torch", "transformers", "dtype", "compiled")
+    known = ("cpu", "cores", "threads", "gpu", "os", "python", "torch", "transformers", "dtype")
+    known += ("weights", "compiled")
     assert sorted(machine) == sorted(known)
     assert (machine["dtype"], machine["threads"], machine["compiled"]) == ("float64", 1, False)
+    assert machine["weights"] == "float64"
     assert report["settings"]["questions"] == "few.jsonl"
     assert report["settings"]["commit"] == find_commit()
 
@@ -165,6 +171,55 @@ def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     bench.main(["--from", str(folder / "all.json"), "--plot", str(tmp_path / f"speed{suffix}")])
     assert (tmp_path / f"speed{suffix}").stat().st_size > 1000
+
+
+PUBLISHED = {  # pictures of the pages: the result, and the methods that are shown
+    "headline": ("methods-blocks-cpu", "hf,none,ngram,merged,auto"),
+    "methods-cpu": ("methods-cpu", "hf,none,ngram,suffix,recycling,merged,auto,medusa,hydra,eagle,eagle3"),
+    "passes-blocks-cpu": ("passes-blocks-cpu", None),
+    "passes-cpu": ("passes-cpu", None),
+}
+
+
+@pytest.mark.parametrize("picture", PUBLISHED)
+def test_pictures_of_the_pages_have_the_words_of_their_results(picture: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result, methods = PUBLISHED[picture]
+    drawn, options = tmp_path / "drawn.svg", ["--methods", methods] if methods else []
+    bench.main(["--from", str(RESULTS / f"{result}.json"), *options, "--plot", str(drawn)])
+    published = ROOT / "docs" / "pictures" / f"{picture}.svg"
+    words = [re.findall("<!-- (.*) -->", file.read_text(encoding="utf-8")) for file in (drawn, published)]
+    assert words[0] == words[1]
+    assert any("Q4_1 and Q8_0" in word for word in words[0]) == ("blocks" in result)
+
+
+def test_a_picture_says_what_merged_trees_grew_from() -> None:
+    untrained = {"suffix": 0, "recycling": 2, "stored": 1}
+    for name, accepted, label in (
+        ("auto", untrained, "Draftless without training (auto)"),
+        ("merged", untrained, "Draftless without training (merged)"),
+        ("auto", untrained | {"eagle": 0}, "Draftless with a trained head (eagle)"),
+        ("auto", untrained | {"draft": 3}, "Draftless with a draft model (auto)"),
+        ("auto", None, "auto"),
+        ("merged:nodes=8", untrained, "merged:nodes=8"),
+        ("hf", None, "transformers' generate"),
+    ):
+        assert label_method({"method": name, "accepted": accepted}) == label
+
+
+@needs_compiler
+def test_weights_are_named_by_what_they_are_stored_in(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "m.gguf", (Form.Q4_1, Form.Q8_0))
+    options = {"bfloat16": {"dtype": "bfloat16"}, "float32": {"accelerate": "off"}, "Q4_1": {"accelerate": "packed"}}
+    for expected, option in options.items():
+        target = Target.load(tmp_path / "m.gguf", **option)
+        described = {"dtype": str(target.dtype).removeprefix("torch."), "weights": describe_weights(target)}
+        assert described["weights"].startswith(expected)
+        assert ("arithmetic in float32" in name_numbers(described)) == (expected == "Q4_1")
+    assert set(described["weights"].split(" and ")) == {"Q4_1", "Q8_0"}
+    model = tiny("llama", dtype=torch.float32)
+    halved = model.to(torch.bfloat16).to(torch.float32)  # float32 weights that bfloat16 holds
+    assert describe_weights(Target(halved, accelerate="packed")) == "bfloat16"
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_run(

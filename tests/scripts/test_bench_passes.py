@@ -80,6 +80,9 @@ def test_report_has_its_settings_and_every_size_dtype_context_and_batch(report: 
         assert entry["nodes"] == [*NODES] == [1, 2, 4, 8, 12, 16, 32, 64]
         count = 2 if entry["engine"] == OURS else 2 * LLAMA_ROUNDS
         assert [len(samples) for samples in entry["samples_ms"]] == [count] * len(NODES)
+        assert entry.get("weights", entry["dtype"]) == entry["dtype"] and ("weights" in entry) == (
+            entry["engine"] == OURS
+        )
         assert all(sample > 0 for samples in entry["samples_ms"] for sample in samples)
     assert all(find_medians(entry) == [2.0 * nodes for nodes in NODES] for entry in entries if entry["engine"] == LLAMA)
     assert list(report) == ["settings", "machine", "passes"]
@@ -128,6 +131,8 @@ def test_tables_have_ratios_to_one_node_and_to_llama_cpp() -> None:
     titles = [line.split()[4:7] for line in shown if line.startswith("Milliseconds")]
     assert titles == [["after", "256", "tokens"], ["after", "4000", "tokens"]]
     assert "llama.cpp" not in format_passes({"passes": entries[:3]})
+    stored = format_passes({"passes": [make_entry([1.0, 2.0], weights="Q4_1")]}).splitlines()[-1]
+    assert stored == "float32: weights in Q4_1, arithmetic in float32"
 
 
 @pytest.mark.parametrize(("name", "peers"), [("both.svg", True), ("alone.png", False)])
