@@ -22,13 +22,14 @@ from proposers.dflash import DFlashDrafter, DFlashProposer
 from proposers.draft_models.proposer import has_other_tokens
 from proposers.eagle import EagleDrafter, PEagleProposer, draft_ahead
 from proposers.feature_history import FeaturePart, attend_like_target
-from proposers.load import load_draft_head
+from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
 from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
+from scripts.shared.worth import NODES, count, describe_tau, time_drafts
 from training.rendering import Renderer
 
 EPILOG = """\
@@ -38,6 +39,9 @@ was not trained on.
 Written to DIR/calibration.json: acceptance (for each head, how often its draft token of rank 0, 1, ... is accepted if
 its ancestors are), confidence (how to map its own probabilities to acceptance), expected_tau (of the best trees of 1,
 2, ... nodes).
+
+At the end come the tau that is expected of trees of 16 nodes, and a verdict: the speed on the first prompts with trees
+sized by their cost, relative to no drafts.
 """
 PROMPT_FILE_HELP = """prompts: a .jsonl file of prompts, conversations or distilled answers (docs/training.md has the
 formats); of turns, only the first is used"""
@@ -79,8 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             try_out = partial(try_draft_model, draft)
         calibration = fit_calibration(measure(target, try_out, prompts, args.max_new_tokens))
-        print(describe(calibration))
+        print(describe(calibration, len(prompts)))
         calibration.save(folder)
+        drafts = load_proposer(folder, target) if args.head else load_proposer("draft", target, draft_model=draft)
+        print(time_drafts(target, drafts, prompts).describe())
 
 
 def make_parser() -> Parser:
@@ -97,8 +103,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def describe(calibration: Calibration) -> str:
-    """Tables of the acceptance by head and rank, and of the expected tau by tree size."""
+def describe(calibration: Calibration, answers: int) -> str:
+    """Tables of the acceptance by head and rank, and of the expected tau by tree size. answers: those drafted along."""
     measured = zip(calibration.positions, calibration.acceptance, strict=True)
     heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
     for number, (positions, row) in enumerate(measured, start=1):
@@ -107,7 +113,9 @@ def describe(calibration: Calibration) -> str:
     taus = calibration.expect_tau(max(SHOWN))
     for nodes in (size for size in SHOWN if size <= len(taus)):
         trees.append([str(nodes), f"{taus[nodes - 1]:.2f}"])
-    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}"
+    basis = f"expected from {count(calibration.positions[0], 'position')} of {count(answers, 'answer')}"
+    tau = describe_tau(taus[min(NODES, len(taus)) - 1], basis)
+    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}\n\n{tau}"
 
 
 class Trials(NamedTuple):

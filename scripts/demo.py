@@ -25,10 +25,11 @@ PROMPTS = (
     "A farmer has 12 hens. Each hen lays 5 eggs a week. How many eggs does the farmer have after 4 weeks?",
 )
 NOTES = """\
-tau: tokens per forward pass of the model. none: this project's plain decoding; compared with hf, Hugging Face's
-generate, it shows the speed of the engine, and the other lines compared with it show the speed of speculation. ngram:
-draft tokens copied from the text itself. merged: one tree from copies and from the model's earlier predictions, no
-training. auto: merged, and a head that was trained for this model. identical: share of answers with the tokens of none.
+tau: tokens per forward pass of the model, on three prompts, in trees sized by their cost. none: this project's plain
+decoding; compared with hf, Hugging Face's generate, it shows the speed of the engine, and the other lines compared with
+it show the speed of speculation. ngram: draft tokens copied from the text itself. merged: one tree from copies and from
+the model's earlier predictions, no training. auto: merged, and a head that was trained for this model. identical: share
+of answers with the tokens of none.
 """
 
 

@@ -24,7 +24,7 @@ from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head, save_head
 from scripts.distillation.answers_file import settings_path
-from scripts.head_training.measurements import plot_training, print_plan, validate
+from scripts.head_training.measurements import describe_validation, plot_training, print_plan, validate
 from scripts.head_training.options import DRAFT_LAYERS, SHAPE, TrainOptions, make_parser
 from scripts.shared.command import failing_clearly
 from scripts.shared.options import ModelOptions, load_model_only, load_target
@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps = trainer.run(state, begin_with_best=options.init is not None)
         if accelerator.is_main_process:
             print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
+            print(describe_validation(dataset.prompts))
             if options.plot is not None:
                 plot_training(options.out, options.plot)
 

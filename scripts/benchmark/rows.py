@@ -95,7 +95,8 @@ def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tenso
 def format_tables(rows: Sequence[Row]) -> str:
     """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by task.
 
-    If answers looped, also of tau without the loops, and if methods draft from several sources, of these.
+    If answers looped, also of tau without the loops, and if methods draft from several sources, of these. A last line
+    says what tau rests on.
     """
     overall = [row for row in rows if row["category"] == ALL]
     methods = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
@@ -119,7 +120,9 @@ def format_tables(rows: Sequence[Row]) -> str:
         tables.append(_list_tasks(rows, "tau", lambda row: f"{row['tau']:.2f}"))
         if any(row["loops"] and row["tau_trimmed"] for row in overall):
             tables.append(_list_tasks(rows, "tau, loops trimmed", lambda row: f"{row['tau_trimmed']:.2f}"))
-    return "\n\n".join(map(to_markdown, tables))
+    basis = f"{overall[0]['tokens']:,} tokens of {overall[0]['answers']:,} answers"
+    note = f"tau: on {basis}; trees are sized by their cost unless a method has nodes=N"
+    return "\n\n".join([*map(to_markdown, tables), note])
 
 
 def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> list[list[str]]:

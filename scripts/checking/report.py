@@ -24,11 +24,12 @@ from scripts.checking.rules import (
     warning,
 )
 from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
+from scripts.shared.worth import NODES, Worth, count, describe_tau, time_drafts
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
 ALL_AT_ONCE = ("medusa", "peagle", "dflash")  # they draft as many tokens as they have heads; only vLLM serves them
-NEW_TOKENS, NODES = 48, 16  # of each answer here, and of its draft trees
+NEW_TOKENS = 48  # of each answer here
 WIDTH = 4  # of a draft model's trees
 USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
 EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
@@ -36,7 +37,10 @@ EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
 
 @dataclass(frozen=True)
 class Report:
-    """The result for one folder. tau: the mean acceptance length here; None without drafting."""
+    """The result for one folder. tau: the mean acceptance length here in trees of `NODES` nodes, over so many tokens.
+
+    Without drafting, tau, tokens and worth are None.
+    """
 
     folder: str
     target: str
@@ -44,7 +48,9 @@ class Report:
     findings: list[Finding]
     commands: Mapping[Engine, str | None]  # None: not served, or not without a fault
     tau: float | None = None
-    expected_tau: float | None = None  # by the head's calibration
+    tokens: int | None = None
+    expected_tau: float | None = None  # by the head's calibration, of trees of as many nodes
+    worth: Worth | None = None
     served: ServedResult | None = None
 
     @property
@@ -58,10 +64,13 @@ class Report:
             blocked = "no command until the errors above are corrected"
             missing = blocked if has_error(self.findings, engine) else f"it does not serve {self.kind} heads"
             lines.append(f"\n{engine}: {command or missing}")
-        if self.tau is not None:
-            expected = "no expected tau" if self.expected_tau is None else f"an expected tau of {self.expected_tau:.2f}"
-            lines.append(f"\ntau {self.tau:.2f}, greedy, {NODES} nodes; {FILE} states {expected}")
-        return "\n".join(lines if self.served is None else [*lines, f"\n{self.served.describe()}"])
+        lines += [f"\n{self.served.describe()}"] if self.served is not None else []
+        if self.tau is not None and self.tokens is not None and self.worth is not None:
+            expected = "nothing" if self.expected_tau is None else f"{self.expected_tau:.2f}"
+            basis = f"{count(self.tokens, 'token')} of {count(len(PROMPTS), 'prompt')}, greedy"
+            lines.append(f"\n{describe_tau(self.tau, basis)}; {FILE} expects {expected}")
+            lines.append(self.worth.describe())
+        return "\n".join(lines)
 
 
 def check_folder(
@@ -85,18 +94,24 @@ def check_folder(
     commands = write_commands(kind, speculation, name)
     if engine_python is not None and "vllm" not in commands:
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
-    tau, expected, served = None, None, None
+    tau, tokens, expected, worth, served = None, None, None, None, None
     if decode:
         answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
-        tau = sum(answer.stats.tokens for answer in answers) / sum(answer.stats.steps for answer in answers)
+        tokens = sum(answer.stats.tokens for answer in answers)
+        tau = tokens / sum(answer.stats.steps for answer in answers)
         calibration = getattr(proposer, "calibration", None)
         expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
+        if isinstance(proposer, HeadProposer):
+            sized = load_proposer(path, target)
+        else:
+            sized = load_proposer("draft", target, draft_model=proposer.draft_model, **shape)
+        worth = time_drafts(target, sized, PROMPTS)
     if engine_python is not None:
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
     usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
-    return Report(str(path), name, kind, findings, usable, tau, expected, served)
+    return Report(str(path), name, kind, findings, usable, tau, tokens, expected, worth, served)
 
 
 def has_error(findings: Sequence[Finding], engine: Engine) -> bool:

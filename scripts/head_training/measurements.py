@@ -18,6 +18,7 @@ from heads.vocabulary import VocabularyHead
 from proposers import HEAD_PROPOSERS, DraftProposer
 from proposers.tree_proposer import TreeProposer
 from scripts.shared.plot import save_figure
+from scripts.shared.worth import NODES, count
 from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.draft_model import DraftModel
@@ -26,7 +27,7 @@ from training.schedule import Schedule
 from training.trainer import Validation
 
 TRIALS = 3  # batches to measure for a plan
-NODES, NEW_TOKENS, BATCH = 16, 64, 16  # in validations; BATCH: prompts at a time
+NEW_TOKENS, BATCH = 64, 16  # in validations; BATCH: prompts at a time
 DEPTH, WIDTH = 6, 4  # of draft models, which have no depth of their own
 
 
@@ -74,6 +75,12 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
     return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])
 
 
+def describe_validation(prompts: Sequence[Sequence[int]]) -> str:
+    """What the taus of a training rest on."""
+    held_out = count(len(prompts), "held-out prompt")
+    return f"tau is that of trees of {NODES} nodes, on {held_out} with at most {NEW_TOKENS} new tokens each"
+
+
 def plot_training(folder: Path, file: Path) -> None:
     """Draw loss and tau of the folder's metrics over the answer tokens seen."""
     rows = read_metrics(folder)
@@ -84,7 +91,7 @@ def plot_training(folder: Path, file: Path) -> None:
         left.set(xlabel="million answer tokens seen", ylabel="loss (grey)")
         right = left.twinx()
         right.plot(*zip(*taus, strict=True), color="tab:green", marker="o", markersize=3)
-        right.set_ylabel("tau on held-out prompts (green)")
+        right.set_ylabel(f"tau on held-out prompts, {NODES} nodes (green)")
 
 
 def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch: BatchLoader) -> tuple[float, float]:

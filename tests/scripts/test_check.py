@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from proposers.calibration import Calibration
 from scripts import check
 from scripts.checking.report import USELESS_TAU, describe_speculation, judge_tau
 from scripts.checking.rules import find_faults
+from scripts.checking.serving import PROMPTS
 from tests.support.commands import Call, Run
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny
@@ -344,6 +346,11 @@ def test_tau_is_compared_with_the_calibration(call: Call, target: Target, tmp_pa
     names = [each["name"] for each in report["findings"]]
     assert report["tau"] >= 1 and report["expected_tau"] == pytest.approx(3.94, abs=0.01)
     assert names == ["accepts-nothing" if report["tau"] < USELESS_TAU else "accepts-less-than-card"]
+    assert report["worth"]["prompts"] == len(PROMPTS) and report["worth"]["tokens"] == report["tokens"] > 0
+    tau, verdict = call(tmp_path).out.splitlines()[-2:]
+    basis = f"({report['tokens']} tokens of 4 prompts, greedy); calibration.json expects 3.94"
+    assert tau == f"tau {report['tau']:.2f} in trees of 16 nodes {basis}"
+    assert re.fullmatch(r"worth it here: (yes|no), [\d.]+ of the speed without drafts .*", verdict)
 
 
 @pytest.mark.parametrize(

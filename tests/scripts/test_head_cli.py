@@ -169,6 +169,10 @@ def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, kind: st
     assert [(int(nodes), float(tau)) for nodes, tau in taus] == [
         (nodes, pytest.approx(expected[nodes - 1], abs=0.006)) for nodes in calibrate.SHOWN
     ]
+    tau, verdict = out.splitlines()[-2:]
+    basis = f"(expected from {calibration.positions[0]} positions of 2 answers)"
+    assert tau == f"tau {expected[15]:.2f} in trees of 16 nodes {basis}"
+    assert re.fullmatch(r"worth it here: (yes|no), [\d.]+ of .* \(timed: \d+ tokens of 2 prompts\)", verdict)
     plain = read_tokens(call(generate, *ASK, "--proposer", "none"))
     assert read_tokens(call(generate, *ASK, "--proposer", kind, "--head", kind)) == plain
     (folder / kind / FILE).unlink()
@@ -182,4 +186,5 @@ def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: P
     write_rows(tmp_path / "alone.jsonl", [{"prompt": prompt} for prompt in (*PROMPTS, "ab")])
     ask = [*BASE, "--head", "spoilt", "--max-new-tokens", "8", "--prompt-file"]
     shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
-    assert shown[0] == shown[1] and shown[0][0] == 0
+    (status, out), (_, other) = shown
+    assert status == 0 and out.partition("worth it here")[0] == other.partition("worth it here")[0]

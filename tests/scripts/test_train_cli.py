@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,7 +113,11 @@ def test_a_head_to_start_from(call: Call, place: Path, trained: Path, tmp_path: 
     begun = *SHORT, "--resume", "--draft-vocab", "60"
     refuse(call(*begun, "--init", str(tmp_path / "head")), "begun with other settings: draft_vocabulary was")
 
-    assert call(*SHORT, "--init", str(trained), out=tmp_path / "more").status == 0
+    run = call(*SHORT, "--init", str(trained), out=tmp_path / "more")
+    assert run.status == 0
+    best, basis = run.out.splitlines()[-2:]
+    assert "at best" in best and basis.startswith("tau is that of trees of 16 nodes, on ")
+    assert re.search(r"on \d+ held-out prompts? with at most \d+ new tokens each$", basis)
     first = read_metrics(tmp_path / "more")[0]
     assert first["step"] == 0 and first["tau"] > 1, "the head to start from is the one to be beaten"
     assert losses(tmp_path / "more")[-1]["loss"] < losses(trained)[-1]["loss"]
