@@ -29,7 +29,7 @@ from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
-from scripts.shared.worth import NODES, count, describe_tau, time_drafts
+from scripts.shared.worth import NODES, count, describe_tau, find_worth
 from training.rendering import Renderer
 
 EPILOG = """\
@@ -40,8 +40,8 @@ Written to DIR/calibration.json: acceptance (for each head, how often its draft 
 its ancestors are), confidence (how to map its own probabilities to acceptance), expected_tau (of the best trees of 1,
 2, ... nodes).
 
-At the end come the tau that is expected of trees of 16 nodes, and a verdict: the speed on the first prompts with trees
-sized by their cost, relative to no drafts.
+At the end come the tau that is expected of trees of 16 nodes, and a verdict: the estimated speed with trees sized by
+their cost, relative to no drafts.
 """
 PROMPT_FILE_HELP = """prompts: a .jsonl file of prompts, conversations or distilled answers (docs/training.md has the
 formats); of turns, only the first is used"""
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(describe(calibration, len(prompts)))
         calibration.save(folder)
         drafts = load_proposer(folder, target) if args.head else load_proposer("draft", target, draft_model=draft)
-        print(time_drafts(target, drafts, prompts).describe())
+        print(find_worth(target, drafts, prompts).describe())
 
 
 def make_parser() -> Parser:

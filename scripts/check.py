@@ -20,7 +20,7 @@ from scripts.shared.options import ModelOptions, load_target
 EPILOG = """\
 Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands
 follow that serve the model with the head. At the end come tau, the mean acceptance length on four prompts in trees of
-16 nodes, and a verdict: the speed on these prompts with trees sized by their cost, relative to no drafts. The exit
+16 nodes, and a verdict: the estimated speed with trees sized by their cost, relative to no drafts. The exit
 status is 1 if there is an error. docs/serving-and-check.md explains the findings, and how to install vLLM for --serve
 on a CPU."""
 EXPORT_HELP = """for a Medusa head with a draft vocabulary or the model's output matrix: write a copy with a matrix for

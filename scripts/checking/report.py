@@ -24,7 +24,7 @@ from scripts.checking.rules import (
     warning,
 )
 from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
-from scripts.shared.worth import NODES, Worth, count, describe_tau, time_drafts
+from scripts.shared.worth import NODES, Worth, count, describe_tau, find_worth
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
@@ -106,7 +106,7 @@ def check_folder(
             sized = load_proposer(path, target)
         else:
             sized = load_proposer("draft", target, draft_model=proposer.draft_model, **shape)
-        worth = time_drafts(target, sized, PROMPTS)
+        worth = find_worth(target, sized, PROMPTS)
     if engine_python is not None:
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults

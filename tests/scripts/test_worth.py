@@ -1,4 +1,4 @@
-"""The verdict on drafting: how often and what is timed, and its words."""
+"""The verdict on drafting: what it is estimated from, and its words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from decode import Step, Target, Tree
+from decode import Stats, Step, Target, Tree
+from decode.models.cost_curve import CostCurve
+from decode.stats import Seconds
 from proposers import NGramProposer
-from scripts.shared.worth import LEAST_GAIN, NEW_TOKENS, TIMED, Worth, describe_tau, time_drafts
+from scripts.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, describe_tau, estimate_speed, find_worth
 from tests.support.models import tiny
 
 
@@ -20,20 +22,27 @@ class SlowProposer(NGramProposer):
         return super().propose(step, budget)
 
 
-def test_slow_drafts_are_not_worth_it_and_all_that_was_timed_is_counted() -> None:
+def test_slow_drafts_are_not_worth_it_and_prompts_do_not_count() -> None:
     target = Target(tiny("llama"), deterministic=True)
     prompts = [[5, 6, 5, 6, 5], [8, 9], [1, 2, 3], [7], [4, 4]]
-    worth = time_drafts(target, SlowProposer(), prompts)
-    assert (worth.prompts, worth.tokens) == (TIMED, TIMED * NEW_TOKENS) and worth.tau >= 1
-    assert worth.speed < 0.5 and worth.describe().startswith("worth it here: no, 0.")
-    assert time_drafts(target, SlowProposer(), prompts[:1]).prompts == 1
+    worth = find_worth(target, SlowProposer(), prompts)
+    assert (worth.prompts, worth.tokens) == (TRIED, TRIED * (NEW_TOKENS - 1)) and worth.tau >= 1
+    assert worth.speed < 0.9 and worth.describe().startswith("worth it here: no, 0.")
+    assert find_worth(target, SlowProposer(), prompts[:1]).prompts == 1
+
+
+def test_the_speed_is_that_of_acceptance_cost_and_drafting() -> None:
+    cost = CostCurve((1, 3, 5), (1.0, 1.2, 1.8))
+    stats = Stats(steps=20, tokens=36, nodes=40, seconds=Seconds(proposer=1.0, target=3.0, accept=1.0, rest=9.0))
+    assert estimate_speed(stats, cost) == pytest.approx(1.8 / (1.2 * 1.25))
+    assert estimate_speed(Stats(), cost) == 1
 
 
 @pytest.mark.parametrize(("speed", "verdict"), [(1.37, "yes"), (LEAST_GAIN, "yes"), (1.01, "no"), (0.91, "no")])
-def test_the_verdict_has_its_speed_its_trees_and_what_was_timed(speed: float, verdict: str) -> None:
+def test_the_verdict_has_its_speed_its_trees_and_its_basis(speed: float, verdict: str) -> None:
     assert Worth(speed, 1.254, 1190, 1).describe() == (
-        f"worth it here: {verdict}, {speed:.2f} of the speed without drafts in trees sized by their cost, tau 1.25 "
-        "(timed: 1,190 tokens of 1 prompt)"
+        f"worth it here: {verdict}, {speed:.2f} of the speed without drafts (trees sized by their cost, tau 1.25; not "
+        "timed, but estimated from 1,190 tokens of 1 prompt, the cost curve and the time of drafting)"
     )
 
 
