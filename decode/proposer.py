@@ -31,23 +31,43 @@ class Step:
     Requests join and leave at any step, so a request's row changes while its request id stays. The last rows take the
     places of those that have left, and requests join after the others. In a request's first step its row commits the
     whole prompt, and its `tree` is the prompt's last token alone.
+
+    Lists have an entry for each of the B rows. N: nodes of the tree; T: committed tokens of the row that has most;
+    V: vocabulary; F: feature width.
+    request_ids: each row's request.
+    kept: each row's index in the step before; None: its request has just joined.
+    sequences: token ids of each row's prompt and answer so far, bonus token included; read-only.
+    room: how many tokens each row may still get; deeper draft tokens are cut off.
+    committed: the tokens that entered each row's KV cache in this step.
+    path: the accepted nodes of each row's verified tree, root first.
+    tree: the verified trees.
+    logits [B, N, V]: the target's, after each node of the tree.
+    features [B, T, F]: the target's hidden states of the committed tokens, as `fuse` reduces them; None if the proposer
+    names no layers.
+    seconds: spent on verifying and accepting the trees of rows that were there before.
+    samplings: how each row's tokens are chosen.
+    stop_ids: the tokens that end each row's answer.
+    target: the model that verifies.
+    given: tokens that the next pass computes once more before the trees, in the row that has most; 0 unless the target
+    has a recurrent state.
+    upload: the "roots" [B] on the device, and `list_numbers` if the proposer names layers.
     """
 
     request_ids: list[int]
-    kept: list[int | None]  # each row's index in the step before; None: its request has just joined
-    sequences: list[list[int]]  # prompt and answer so far, bonus token included; read-only
-    room: list[int]  # tokens each row may still get; deeper draft tokens are cut off
-    committed: list[list[int]]  # tokens that entered the KV cache in this step
-    path: list[list[int]]  # accepted nodes of the verified tree, root first
+    kept: list[int | None]
+    sequences: list[list[int]]
+    room: list[int]
+    committed: list[list[int]]
+    path: list[list[int]]
     tree: Tree
-    logits: Tensor  # [B, N, V] of the tree
-    features: Tensor | None  # [B, T, F] of the committed tokens, as `fuse` reduces them; if the proposer names layers
-    seconds: float  # spent on verifying and accepting the trees of rows that were there before
+    logits: Tensor
+    features: Tensor | None
+    seconds: float
     samplings: list[Sampling]
-    stop_ids: list[frozenset[int]]  # tokens that end each answer
+    stop_ids: list[frozenset[int]]
     target: Target
-    given: int = 0  # tokens that the next pass computes once more before the trees, in the row that has most
-    upload: Upload | None = None  # holds the "roots" [B] on the device; `list_numbers` if the proposer names layers
+    given: int = 0
+    upload: Upload | None = None
 
     @property
     def joined(self) -> list[int]:

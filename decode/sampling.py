@@ -254,7 +254,7 @@ class FastTopP(TopPLogitsWarper):
 class Sampling:
     """How tokens are chosen. The defaults are greedy decoding.
 
-    temperature: 0 takes the most likely token. top_k 0, top_p 1 and min_p 0 are off.
+    temperature: 0 takes the most likely token. top_k, top_p, min_p: as in transformers; 0, 1 and 0 are off.
     processors: logits processors, or a callable that makes a request's own from its id:
     `processors=lambda request_id: [...]`. They may keep state: each request has its own, called with one prefix
     [1, L] and scores [1, V] at a time, as in plain decoding: with the prompt, then with one more token each time.

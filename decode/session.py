@@ -35,8 +35,9 @@ Read: TypeAlias = tuple[
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target's result for a tree: `logits` [B, N, V] and, if layers were named, `features` [B, N, F].
+    """The target's result for a tree.
 
+    logits [B, N, V]: after each node. features [B, N, F]: hidden states of the nodes; None unless layers were named.
     packed: what `decode.accept.unpack` reads, if the tree was accepted in the same step.
     """
 

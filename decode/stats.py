@@ -53,14 +53,20 @@ class Seconds:
 
 @dataclass
 class Stats:
-    """Counts of a step, of an answer, or of several added up."""
+    """Counts of a step, of an answer, or of several added up.
 
-    steps: int = 0  # target forward passes, the prefill included
+    steps: target forward passes, the prefill included. tokens: new ones. nodes: draft tokens that were verified.
+    accepted_by_depth: entry d counts the steps that accepted a draft token at depth d + 1.
+    seconds: of the whole batch while this answer was in it, by part.
+    reused: tokens of the prompt that were computed for another request.
+    """
+
+    steps: int = 0
     tokens: int = 0
-    nodes: int = 0  # draft tokens that were verified
-    accepted_by_depth: list[int] = field(default_factory=list)  # [d]: steps that accepted a draft token at depth d + 1
-    seconds: Seconds = field(default_factory=Seconds)  # of the whole batch while this answer was in it
-    reused: int = 0  # tokens of the prompt that were computed for another request
+    nodes: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+    reused: int = 0
 
     @property
     def tau(self) -> float:

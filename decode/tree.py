@@ -24,19 +24,23 @@ class Tree:
     its parent, and parents come before their children. Rows with fewer than N nodes are padded at the end; padding has
     parent -1 and is never attended to or accepted.
 
-    q is for sampled drafts, which are chains: node i + 1 was sampled from `q[b, i]` (see `decode.rejection`). Without q
-    the draft is deterministic.
-    scores are the proposer's, for pruning or inspection. Verification ignores them.
+    tokens [B, N] long: each node's token id. parents [B, N] long: the index of each node's parent.
+    sizes [B] long: the number of real nodes in a row. height: no node is deeper than this.
+    q [B, N, V]: for sampled drafts, which are chains: node i + 1 was sampled from the probabilities `q[b, i]` (see
+    `decode.rejection`). Without q the draft is deterministic.
+    scores [B, N] float: the proposer's, for pruning or inspection. Verification ignores them.
+    is_chain: every row is known to be a chain.
+    wrong [B] bool: trees found invalid on a GPU; see `decode.device.check`.
     """
 
-    tokens: Tensor  # [B, N] long
-    parents: Tensor  # [B, N] long
-    sizes: Tensor  # [B] long, the number of real nodes in a row
-    height: int  # no node is deeper than this
-    q: Tensor | None = None  # [B, N, V] draft probabilities after each node
-    scores: Tensor | None = None  # [B, N] float
-    is_chain: bool = False  # every row is known to be a chain
-    wrong: Tensor | None = None  # [B] bool: trees found invalid on a GPU; see `decode.device.check`
+    tokens: Tensor
+    parents: Tensor
+    sizes: Tensor
+    height: int
+    q: Tensor | None = None
+    scores: Tensor | None = None
+    is_chain: bool = False
+    wrong: Tensor | None = None
 
     @classmethod
     def chain(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tree:

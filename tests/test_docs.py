@@ -9,8 +9,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
+from dataclasses import fields, is_dataclass
 from importlib import import_module
-from inspect import signature
+from inspect import getsource, signature
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ import heads
 import proposers
 import proposers.load
 from decode import Target, generate
+from decode.models.cost_curve import CostCurve
+from decode.requests.answer import Limits, LogProbs
 from draftless import COMMANDS
 from heads import save_head
 from tests.decode.models.test_architectures import ACCEPTED, REFUSED
@@ -176,6 +179,25 @@ def test_every_public_name_and_setting_is_documented() -> None:
     assert [name for name in names if not re.search(rf"`[^`]*\b{name}\b[^`]*`", page)] == []
     settings = {*signature(decode.stream).parameters, *signature(decode.Sampling).parameters} - {"unknown"}
     assert [name for name in settings if name not in page] == []
+
+
+FIELDS = {CostCurve: ("sizes", "seconds", "ratios")}  # a public class without declared fields
+
+
+def list_classes() -> list[type]:
+    """The public classes with fields, and those that their fields hold."""
+    public = [getattr(module, name) for module in (decode, proposers) for name in module.__all__]
+    return [each for each in public if is_dataclass(each) or hasattr(each, "_fields")] + [Limits, LogProbs, CostCurve]
+
+
+@pytest.mark.parametrize("found", list_classes(), ids=lambda found: found.__name__)
+def test_help_explains_each_field(found: Any) -> None:
+    """`help` shows the docstring, and no comments. An entry: `name: ...`, `name [B, N]: ...` or `one, other: ...`."""
+    names = FIELDS.get(found) or getattr(found, "_fields", None) or [field.name for field in fields(found)]
+    entry = r"\b{}(?: ?\[[^\]]*\])*(?: \w+)?(?:, \w+)*:"
+    assert [name for name in names if not re.search(entry.format(name), found.__doc__)] == []
+    lines = getsource(found).partition('"""')[2].partition('"""')[2].partition("    def ")[0].splitlines()
+    assert [line for line in lines if re.match(r"    \w+: .*#(?! noqa)", line)] == []  # not said twice
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="older ones have fewer architectures")

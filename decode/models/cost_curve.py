@@ -34,7 +34,8 @@ class CostCurve:
     """Costs relative to a single node: `cost(1) == 1`. Never falling, and linear between sizes and beyond the last.
 
     A size that was measured as slower than a larger one gets the larger one's cost: it could be padded, or other
-    processes disturbed the measurement. `seconds` are those of a pass of each of `sizes`.
+    processes disturbed the measurement.
+    sizes: numbers of nodes, ascending. seconds: of a pass over each of them. ratios: the same relative to the first.
     """
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:

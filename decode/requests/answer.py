@@ -20,9 +20,12 @@ NO_NUMBERS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Where answers end: after `max_new_tokens`, at a stop token or stop string, or by `criterion`.
+    """Where answers end.
 
-    `criterion(request_id, tokens)` is called after every new token with all tokens, prompt included.
+    max_new_tokens: after so many tokens. stop_ids: at one of these tokens, which stays. stop: before one of these
+    strings.
+    criterion: where `criterion(request_id, tokens)` is true. It is called after every new token with all tokens, prompt
+    included.
     """
 
     max_new_tokens: int = NEW_TOKENS
@@ -44,7 +47,10 @@ class Limits:
 
 
 class LogProbs(NamedTuple):
-    """The model's log-probability of a token and of the most likely ones, best first, before all sampling settings."""
+    """Log-probabilities of the model at one place, before all sampling settings.
+
+    chosen: that of the token in the answer. best: those of the most likely tokens by id, best first.
+    """
 
     chosen: float
     best: dict[int, float]
@@ -54,18 +60,23 @@ class LogProbs(NamedTuple):
 class Chunk:
     """What one step added to one answer.
 
+    request_id: whose answer. tokens: the new token ids. drafted: how many of them, the first ones, are accepted draft
+    tokens.
+    pieces: the text that each token completed; at the end of an answer also the text held back.
+    stats: counts and times of this step. log_probs: of each token, if asked for. answer: the whole answer, once it is
+    finished.
     finish: why the answer ended: "eos", "stop", "length", "context", "criterion", "cancelled" or "error"; None: it goes
     on.
     """
 
     request_id: int
     tokens: list[int]
-    drafted: int  # how many tokens, the first ones, are accepted draft tokens
-    pieces: list[str]  # the text that each token completed; at the end of an answer also the text held back
+    drafted: int
+    pieces: list[str]
     finish: str | None
-    stats: Stats = field(default_factory=Stats)  # of this step
-    log_probs: list[LogProbs] = field(default_factory=list)  # of each token, if asked for
-    answer: Answer | None = None  # the whole answer, once it is finished
+    stats: Stats = field(default_factory=Stats)
+    log_probs: list[LogProbs] = field(default_factory=list)
+    answer: Answer | None = None
 
     @property
     def text(self) -> str:
@@ -74,16 +85,23 @@ class Chunk:
 
 @dataclass(repr=False)
 class Answer:
-    """A finished answer."""
+    """A finished answer.
+
+    prompt: its token ids. tokens: the new ones, as transformers' `generate` returns them, stop token included.
+    text: the new tokens as text, which ends before a stop string. finish: why it ended, as in `Chunk`.
+    stats: counts and times of the whole answer. log_probs: of each token, if asked for.
+    error: where `finish` is "error", what went wrong in one line; the tokens are those before it. exception: the same
+    as it was raised.
+    """
 
     prompt: list[int]
-    tokens: list[int]  # as transformers' `generate` returns them, stop token included
+    tokens: list[int]
     text: str
-    finish: str  # why it ended, as in `Chunk`
+    finish: str
     stats: Stats
-    error: str | None = None  # with "error": one line; the tokens are those before it
-    exception: Exception | None = None  # the same as it was raised
-    log_probs: list[LogProbs] = field(default_factory=list)  # of each token, if asked for
+    error: str | None = None
+    exception: Exception | None = None
+    log_probs: list[LogProbs] = field(default_factory=list)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."

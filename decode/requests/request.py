@@ -36,6 +36,14 @@ class Request:
 
     Whoever iterates it drives the engine that it was added to, with all other requests. `async for` does so in another
     thread.
+
+    request_id: its number, which keys its noise. prompt: its token ids. sequence: prompt and answer so far.
+    limits: where its answer ends. context: how many tokens the model has room for.
+    text: makes text of new tokens; None makes none. sampling: how its tokens are chosen.
+    nodes: of its trees at most, root included; 1: no draft tokens.
+    log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
+    stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
+    is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. driver: its engine.
     """
 
     request_id: int
@@ -44,15 +52,15 @@ class Request:
     context: int
     text: TextStream | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
-    nodes: int = MAX_TREE_SLOTS  # of its trees at most, root included; 1: no draft tokens
-    log_probs: int | None = None  # how many of the most likely tokens are told with their log-probabilities
+    nodes: int = MAX_TREE_SLOTS
+    log_probs: int | None = None
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
     finish: str | None = None
     exception: Exception | None = None
-    is_cancelled: bool = False  # it ends with the next step
-    answer: Answer | None = None  # once it is finished
-    driver: Driver | None = None  # the engine
+    is_cancelled: bool = False
+    answer: Answer | None = None
+    driver: Driver | None = None
 
     def __post_init__(self) -> None:
         self.sequence = list(self.prompt)

@@ -18,8 +18,9 @@ from decode import Step
 class Continuation(NamedTuple):
     """A token that may follow a node.
 
-    p: the source's own estimate that the token is right if the path before it is. kind: whatever distinguishes good
-    continuations from bad ones; the merged tree counts how many of each kind are right and corrects `p` by that.
+    token: its id. p: the source's own estimate that the token is right if the path before it is.
+    kind: whatever distinguishes good continuations from bad ones; the merged tree counts how many of each kind are
+    right and corrects `p` by that.
     """
 
     token: int
@@ -37,7 +38,10 @@ def sigmoid(log_odds: float) -> float:
 
 
 class Place(NamedTuple):
-    """A node of a draft tree: a request's text, its last token being the root, and the draft tokens after it."""
+    """A node of a draft tree.
+
+    text: the token ids of its request, the last of them being the root. draft: the draft tokens from there to the node.
+    """
 
     text: Sequence[int]
     draft: tuple[int, ...] = ()
