@@ -43,7 +43,7 @@ def stream(
     request_ids: Sequence[int] | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int | None = NEW_TOKENS,
-    stop: Sequence[str] | None = (),
+    stop: Sequence[str] | str | None = (),
     stop_ids: Sequence[int] | int | None = None,
     criterion: Callable[[int, list[int]], bool] | None = None,
     chat: bool | None = None,

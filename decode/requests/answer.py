@@ -35,10 +35,6 @@ class Limits:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", read_count(self.max_new_tokens, "max_new_tokens"))
-        if isinstance(self.stop, str):
-            raise ValueError("stop is a list of strings; put a single one into brackets")
-        if "" in self.stop:
-            raise ValueError("a stop string is empty; it needs at least one character")
         if not (self.criterion is None or callable(self.criterion)) or isinstance(
             self.criterion, StoppingCriteria | StoppingCriteriaList
         ):

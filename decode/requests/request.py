@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from decode.models.stock_model import MAX_TREE_SLOTS
 from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs
+from decode.requests.detokenizer import decode
 from decode.requests.numbers import as_whole_numbers, read_count, read_whole
-from decode.requests.text import Prompt, TextStream, Tokenizer, decode, encode, find_special
+from decode.requests.text import Prompt, Tokenizer, encode
+from decode.requests.text_stream import TextStream, find_special, read_stop
 from decode.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
 from decode.stats import Stats
 from decode.target import Target
@@ -136,6 +138,8 @@ class Request:
                 pieces.append(self.text.finish())
             except Exception as error:
                 self._fail(error)
+            if self.text.stopped and self.finish in ("length", "context"):  # the text held back had a stop string
+                self.finish = "stop"
         self._pieces += pieces
         return Chunk(self.request_id, tokens, drafted, pieces, self.finish)
 
@@ -186,7 +190,7 @@ def read_requests(
     *,
     sampling: Sampling | None = None,
     max_new_tokens: int | None = None,
-    stop: Sequence[str] | None = (),
+    stop: Sequence[str] | str | None = (),
     stop_ids: Sequence[int] | int | None = None,
     criterion: Callable[[int, list[int]], bool] | None = None,
     chat: bool | None = None,
@@ -206,8 +210,9 @@ def read_requests(
     log_probs = None if log_probs is None else read_whole(log_probs, "log_probs", 0)
     if log_probs is not None and log_probs > target.vocabulary:
         raise ValueError(f"log_probs is {log_probs}; the model has {target.vocabulary} tokens to tell")
-    special, stop = find_special(stop, target.tokenizer)
-    ends = special | (target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target))
+    stop = read_stop(stop)
+    ends = target.stop_ids if stop_ids is None else _read_stop_ids(stop_ids, target)
+    ends |= find_special(stop, target.tokenizer)
     limits = Limits(NEW_TOKENS if max_new_tokens is None else max_new_tokens, ends, stop, criterion)
     if limits.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: Target(model, tokenizer)")

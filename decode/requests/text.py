@@ -1,9 +1,9 @@
-"""Prompts to tokens, and tokens to text: whole answers, or streamed without broken characters."""
+"""Prompts to tokens."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from decode.requests.numbers import as_items, as_whole, as_whole_numbers, descri
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Prompt: TypeAlias = str | Sequence[int] | Tensor | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
-BROKEN = "\ufffd"  # tokenizers decode an incomplete character to this
 FORMS = "text, a list of chat messages, token ids, or a tokenizer's output with input_ids"
 DERIVED = ("length", "offset_mapping", "special_tokens_mask")  # of a tokenizer's output: they repeat what its ids say
 
@@ -80,7 +79,7 @@ def _apply_template(prompt: Any, tokenizer: Tokenizer) -> list[int]:
 
 def _warn_of_rendered(prompt: str, rendered: str, tokenizer: Tokenizer) -> None:
     """Warn of text that begins with a special token, or as the chat template's own text begins."""
-    begins = [rendered.partition(prompt)[0].strip(), *_find_special_tokens(tokenizer)]
+    begins = [rendered.partition(prompt)[0].strip(), *find_special_tokens(tokenizer)]
     found = next((begin for begin in begins if begin and prompt.lstrip().startswith(begin)), None)
     if found is not None:
         warnings.warn(
@@ -160,81 +159,7 @@ def _refuse_empty(rows: list[list[Any]], name: str) -> list[list[Any]]:
     return rows
 
 
-def decode(tokens: Sequence[int], tokenizer: Tokenizer, special: bool = False) -> str:
-    """The text of an answer, without an incomplete character at its end; special: with its special tokens."""
-
-    def read(end: int) -> str:
-        return str(tokenizer.decode(tokens[:end], skip_special_tokens=not special))
-
-    text = read(len(tokens))
-    if not text.endswith(BROKEN):
-        return text
-    # With byte fallback, an incomplete character also breaks the complete ones before it.
-    return max((read(end).rstrip(BROKEN) for end in range(len(tokens), max(len(tokens) - 4, -1), -1)), key=len)
-
-
-def find_special(stop: Sequence[str] | None, tokenizer: Tokenizer | None) -> tuple[frozenset[int], Sequence[str]]:
-    """The token ids of stop strings that are special tokens, which no text contains, and the other stop strings."""
-    if stop is None or isinstance(stop, str):
-        return frozenset(), stop or ()
-    if not isinstance(stop, Sequence | Set) or not all(isinstance(text, str) for text in stop):
-        raise TypeError(f"stop is a list of strings, not {describe(stop)}")
-    special = _find_special_tokens(tokenizer)
-    return frozenset(special[text] for text in stop if text in special), [text for text in stop if text not in special]
-
-
-def _find_special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+def find_special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
     """The ids of special tokens by their text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(token): token_id for token_id, token in added.items() if token.special}
-
-
-class TextStream:
-    """Decodes an answer token by token. Holds back incomplete characters and beginnings of stop strings."""
-
-    # tokenizers' DecodeStream also holds back, or at the end drops, complete characters before an incomplete one.
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.stop = tuple(stop)
-        self.stopped = False
-        self._ids: list[int] = []
-        self._start = 0  # decoding starts at this token: a token's text depends on a few before it
-        self._next_start = 0  # and at this one after the next complete character
-        self._released = 0  # characters after `_start` that were returned already
-        self._held = ""  # text that may begin a stop string
-
-    def push(self, token: int) -> str:
-        """The text that this token completes, or "". Sets `stopped` when a stop string is complete."""
-        self._ids.append(token)
-        text = self._decode(self._start)
-        complete = text.rstrip(BROKEN)
-        if len(complete) <= self._released:
-            return ""
-        piece, self._released = complete[self._released :], len(complete)
-        if complete == text:
-            self._start, self._next_start = self._next_start, len(self._ids)
-            self._released = len(self._decode(self._start))
-        return self._release(piece)
-
-    def finish(self) -> str:
-        """The text that was held back. An incomplete character at the end is dropped."""
-        return "" if self.stopped else self._held
-
-    def _decode(self, start: int) -> str:
-        return str(self.tokenizer.decode(self._ids[start:], skip_special_tokens=True))
-
-    def _release(self, piece: str) -> str:
-        text = self._held + piece
-        found = [(begin + len(stop), begin) for stop in self.stop if (begin := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return text[: min(found)[1]]  # the stop string that ends first
-        held = max((_overlap(text, stop) for stop in self.stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `stop`."""
-    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

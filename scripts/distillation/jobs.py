@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Answer, Engine, Sampling
-from decode.requests.text import decode
+from decode.requests.detokenizer import decode
 from decode.sampling import LOWEST_TEMPERATURE
 from scripts.shared.prompts import read_prompts
 from training.conversations import TEMPLATE_KEYS, Conversation

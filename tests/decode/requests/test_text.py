@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.requests.answer import Chunk, Limits
+from decode.requests.detokenizer import BROKEN
 from decode.requests.request import Request
-from decode.requests.text import BROKEN, TextStream, find_special
+from decode.requests.text_stream import TextStream
 
 TEXT = (
     "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "
@@ -123,8 +124,8 @@ def test_pieces_of_random_tokens_add_up_to_the_decoded_text() -> None:
         ids = [generator.randrange(len(TOKENIZER)) for _ in range(generator.randrange(1, 40))]
         if case % 2:  # complete characters between random tokens
             ids[len(ids) // 2 : len(ids) // 2] = tokenize("👩\u200d👩\u200d👧 投機 a")
-        whole = TOKENIZER.decode(ids, skip_special_tokens=True).rstrip(BROKEN)
-        assert "".join(stream(ids)) == whole, (case, ids)
+        whole = TOKENIZER.decode(ids, skip_special_tokens=True)
+        assert "".join(stream(ids)) in (whole, whole.removesuffix(BROKEN)), (case, ids)
         broken += BROKEN in whole
     assert broken > 30  # invalid bytes stay as the tokenizer decodes them
 
@@ -157,11 +158,6 @@ STOPS: list[tuple[str, list[str], str]] = [
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
     for ids in (spell(text), tokenize(text)):
         assert "".join(stream(ids, stop)) == expected
-
-
-def test_stop_strings_that_are_special_tokens() -> None:
-    """Text never contains them, so their ids end the answer."""
-    assert find_special(["STOP", TOKENIZER.eos_token], TOKENIZER) == ({END}, ["STOP"])
 
 
 def test_a_stop_string_ends_the_answer_with_its_last_token() -> None:
