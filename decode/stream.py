@@ -61,8 +61,9 @@ def stream(
     batch_size: prompts decoded together (None: all). The next prompt takes the place of an answer that ends.
     request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
     the whole list.
-    An answer ends at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before a string of `stop`, where
-    `criterion(request_id, tokens)` is true, or at the end of the model's context.
+    An answer ends at `max_new_tokens`, at one of `stop_ids` (None: the model's own), before a string of `stop` (one or
+    several, in the text with special tokens), where `criterion(request_id, tokens)` is true, or at the end of the
+    model's context.
     chat: whether to use the tokenizer's chat template (None: if it has one).
     nodes: the most nodes of a row's tree, root included. Near an answer's end, trees get shallower and not smaller.
     text: whether chunks carry text in addition to tokens.

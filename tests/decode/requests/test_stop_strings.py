@@ -167,3 +167,20 @@ def test_all_ways_to_generate_end_at_the_same_token(model: PreTrainedModel) -> N
         assert CHAT.decode(expected, skip_special_tokens=True).startswith(answer.text)
     engine.close()
     assert mixed > 3
+
+
+def test_only_the_answer_is_searched(model: PreTrainedModel) -> None:
+    """Transformers' criterion, and with it `speculate`, also finds stop strings that begin in the prompt."""
+    prompt = CHAT.convert_tokens_to_ids(["a", "b"])
+    answer = generate(Target(model, CHAT), prompt, None, max_new_tokens=8, stop_ids=[])[0]
+    stop = CHAT.decode([*prompt, *answer.tokens[:2]])[1:]
+    inputs = {"inputs": torch.tensor([prompt]), "max_new_tokens": 8, "stop_strings": stop, "tokenizer": CHAT}
+    for settings in ({}, {"custom_generate": speculate, "proposer": None}):
+        assert model.generate(**inputs, **settings, do_sample=False)[0, 2:].tolist() == answer.tokens[:2]
+    own = generate(Target(model, CHAT), prompt, None, max_new_tokens=8, stop_ids=[], stop=stop)[0]
+    assert (own.tokens, own.text, own.finish) == (answer.tokens, answer.text, "length")
+
+
+def test_stop_strings_need_a_tokenizer(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generate(Target(model), [5, 6], None, stop="<|end|>")
