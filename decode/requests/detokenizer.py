@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -55,6 +54,8 @@ class Detokenizer:
         self._special = special
         self._skipped: dict[int, bool] = {}
         self._unsettled = UNTIDY if self._tidies() else None if tokenizer.is_fast else SUBWORD
+        letter = [*tokenizer("a", add_special_tokens=False)["input_ids"]]
+        self._anchor = letter if self._decode(letter).strip() else []
         self._waiting = b""  # byte tokens at the window's end that may become a character
         self._window = [*self._anchor] if continues else []
         self._returned = len(self._decode(self._window))  # characters of the window's text that were returned
@@ -81,11 +82,6 @@ class Detokenizer:
             texts = (self._tokenizer.decode([token], skip_special_tokens=skip) for skip in (True, False))
             self._skipped[token] = not next(texts) and bool(next(texts))
         return self._skipped[token]
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        ids = [*self._tokenizer("a", add_special_tokens=False)["input_ids"]]
-        return ids if self._decode(ids).strip() else []
 
     def _tidies(self) -> bool:
         """Whether spaces are tidied; with a byte-level vocabulary the setting has no effect."""
