@@ -84,7 +84,8 @@ class Answer:
     """A finished answer.
 
     prompt: its token ids. tokens: the new ones, as transformers' `generate` returns them, stop token included.
-    text: of the new tokens, without special ones, up to a stop string and without half a character. finish: why it ended, as in `Chunk`.
+    text: of the new tokens, without special ones, up to a stop string and without half a character. finish: why it
+    ended, as in `Chunk`.
     stats: counts and times of the whole answer. log_probs: of each token, if asked for.
     error: where `finish` is "error", what went wrong in one line; the tokens are those before it. exception: the same
     as it was raised.
