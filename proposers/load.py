@@ -31,6 +31,7 @@ from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
+from proposers.lookahead import LookaheadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
@@ -43,6 +44,7 @@ _TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names,
     "ngram": (NGramProposer, ()),
     "suffix": (SuffixProposer, ("store", "nodes")),
     "recycling": (RecyclingProposer, ("nodes",)),
+    "lookahead": (LookaheadProposer, ("nodes",)),
     "merged": (MergedProposer, _MERGED),
     "draft": (DraftProposer, ("draft_model", "draft_layers", "draft_proposer", "sampled", "nodes", *_SHAPE)),
     "medusa": (MedusaProposer, _TRAINED),

@@ -57,6 +57,7 @@ class MergedProposer:
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
         self.draft_budget = DraftBudget()
+        self._assumed = sum(source.assumed for source in self.sources)
         self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]
         self.accepted_by_source = dict.fromkeys(self._names, 0)
@@ -76,9 +77,11 @@ class MergedProposer:
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
-        most, least = min(budget, self.nodes or budget), 0.0
+        limit, least = min(budget, self.nodes or budget), 0.0
+        assumed = 0 if step.target.is_recurrent else min(self._assumed, limit // 2)
+        most = limit - assumed
         if self.adaptive:
-            self.draft_budget.observe(step)
+            self.draft_budget.observe(step, assumed)
             least = self.draft_budget.least_worth
         trees = [
             GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target)
@@ -95,7 +98,13 @@ class MergedProposer:
             expected = list(accumulate((p for p, _ in grown), initial=0.0))
             grown = grown[: self.draft_budget.choose_growth(expected, levels)]
         taken = Counter(id(tree) for _, growing in grown for tree in growing)
-        return make_tree(trees, [1 + taken[id(tree)] for tree in trees])
+        for tree, request_id in zip(trees, step.request_ids, strict=True):
+            del tree.nodes[1 + taken[id(tree)] :]
+            if assumed:
+                for source in self.sources:
+                    for path in source.assume(request_id):
+                        tree.add_path(path, limit)
+        return make_tree(trees)
 
     def _grow(self, trees: Sequence[GrowingTree], most: int) -> list[Growth]:
         """Let the trees grow to at most `most` nodes each, as long as more may be worth their time.
@@ -226,9 +235,9 @@ def continue_paths(
     ]
 
 
-def make_tree(trees: Sequence[GrowingTree], sizes: Sequence[int]) -> Tree:
-    """The first `sizes[b]` nodes of each row's tree."""
-    rows = [tree.nodes[:size] for tree, size in zip(trees, sizes, strict=True)]
+def make_tree(trees: Sequence[GrowingTree]) -> Tree:
+    """The nodes of each row's tree."""
+    rows = [tree.nodes for tree in trees]
     tokens = [[node.token for node in row] for row in rows]
     parents = [[-1 if node.parent is None else node.parent.number for node in row] for row in rows]
     return Tree.of_rows([*zip(tokens, parents, strict=True)])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from proposers.sources.answer_store import AnswerStore, StoredSource
+from proposers.sources.lookahead import LookaheadSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
 from proposers.sources.suffix import SuffixAutomaton, SuffixSource
@@ -16,6 +17,7 @@ __all__ = [
     "SOURCES",
     "AnswerStore",
     "Continuation",
+    "LookaheadSource",
     "Place",
     "RecyclingSource",
     "Source",

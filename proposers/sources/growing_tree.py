@@ -93,13 +93,24 @@ class GrowingTree:
         if not self.next_p():
             return
         p, _, parent, token = heappop(self._waiting)
-        key = parent.serial, token
-        node = self._made.get(key)
-        if node is None:
-            node = self._made[key] = Node(token, parent, len(self._made))
+        node = self._make(parent, token)
         node.p, node.best, node.number = -p, parent.likely[token][1], len(self.nodes)
         self.nodes.append(node)
         self._is_open = True
+
+    def add_path(self, tokens: Iterable[int], most: int) -> None:
+        """Add a path after the root, whatever it is worth, as far as the tree then has at most `most` nodes.
+
+        Call it when the tree has grown. Nodes that are in the tree already are shared.
+        """
+        node = self.root
+        for token in tokens:
+            node = self._make(node, token)
+            if node not in self.nodes:
+                if len(self.nodes) >= most or node.depth > self.deepest:
+                    return
+                node.number = len(self.nodes)
+                self.nodes.append(node)
 
     def add(self, node: Node, source: int, continuations: Iterable[Named]) -> None:
         """Add the continuations of a node that a source names. They count after `restart`."""
@@ -125,6 +136,14 @@ class GrowingTree:
             accepted.append((node, node.likely.get(token, (0.0, -1))[1]))
             node = self._made.get((node.serial, token))
         return accepted
+
+    def _make(self, parent: Node, token: int) -> Node:
+        """The node of a token after another node, always the same one."""
+        key = parent.serial, token
+        node = self._made.get(key)
+        if node is None:
+            node = self._made[key] = Node(token, parent, len(self._made))
+        return node
 
     def _ask(self, node: Node) -> Node:
         """The node, after all sources have been asked for its continuations."""

@@ -176,7 +176,7 @@ HAVE_HEADS = "it is for merged, medusa, multi-token, hydra, eagle, eagle3, peagl
 BEFORE_LOADING = [
     ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
     ("merged", {"draft_model": "TARGET", "head": "eagle3"}, "both head and draft_model name a drafter"),
-    ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, merged, draft, medusa"),
+    ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, lookahead, merged, draft, medusa"),
     ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
     ("auto", {"sampled": True}, "auto has no option sampled; it is for draft"),
     ("draft", {}, "draft needs draft_model, a smaller model"),

@@ -24,6 +24,7 @@ from proposers import (
     DraftProposer,
     EagleProposer,
     HydraProposer,
+    LookaheadProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
@@ -89,6 +90,7 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
 
     return {
         "ngram": NGramProposer(length=4),
+        "lookahead": LookaheadProposer(),
         "draft": DraftProposer(target, depth=3, nodes=4),
         "draft tree": DraftProposer(target, width=2, depth=2, nodes=5),
         "draft adaptive": DraftProposer(target, width=2, depth=4),

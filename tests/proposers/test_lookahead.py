@@ -1,0 +1,240 @@
+"""Lookahead decoding: n-grams that come from the window, the pool's limits, and the window's nodes in draft trees."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+
+from decode import Sampling, Step, Target, Tree, generate
+from decode.models.cost_curve import CostCurve
+from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
+from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
+from proposers.sources.lookahead import POOLED, Pool, Window
+from tests.support.drafting import Recorder, fix_cost, list_paths, make_head
+from tests.support.models import tiny
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
+SIZES = [(3, 4), (1, 2), (4, 3), (2, 6)]  # columns of the window, tokens of an n-gram
+LIMITS = {"max_new_tokens": 40, "stop_ids": [2, 11, 40]}  # rows leave at different times
+
+
+# ---- the window ----
+
+
+def test_new_text_is_drafted_from_predictions_alone() -> None:
+    """The target names the next token of a circle, whatever is before it. No token of the answer was in the text.
+
+    But 16, which stands before the last token of the prompt: the window goes on after it, far ahead of the text.
+    """
+    target = Target(tiny("llama", vocab_size=32))
+    with torch.no_grad():
+        target.model.model.embed_tokens.weight.copy_(torch.eye(32))
+        for layer in target.model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        target.model.lm_head.weight.copy_(torch.eye(32).roll(1, 0))
+    recorder, blind = Recorder(LookaheadProposer()), LookaheadSource()
+    blind.assumed = 0  # no nodes for the window
+    others = SuffixProposer(nodes=19), MergedProposer([blind], nodes=19)
+    for proposer, steps in ((recorder, 18), *((other, 30) for other in others)):
+        answer = generate(target, [[16, 0]], proposer, max_new_tokens=30, stop_ids=[])[0]
+        assert answer.tokens == [*range(1, 31)] and answer.stats.steps == steps
+    assert recorder.accepted == [[0]] * 16 + [[4]]  # the rest is accepted in the last step
+
+
+class WatchedSource(LookaheadSource):
+    """Compares all n-grams with those of the text, and of the windows and the target's greedy tokens after them."""
+
+    def __init__(self, window: int, size: int, added: dict[int, set[tuple[int, ...]]]) -> None:
+        super().__init__(window, size)
+        self.added, self.found = added, Counter[str]()
+        self.expected: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        self.before: dict[int, tuple[list[int], list[list[int]]]] = {}  # texts and windows
+
+    def observe(self, step: Step) -> None:
+        super().observe(step)
+        assert [*self._requests] == step.request_ids  # those that have left are forgotten
+        for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
+            pool, window = self._requests[request_id]
+            grams = self.expected[request_id]
+            grams |= {tuple(text[end - self.size : end]) for end in range(self.size, len(text) + 1)}
+            old, paths = self.before.get(request_id, ([], []))
+            columns = []
+            for path in paths:
+                if tuple(path) not in list_paths(step.tree, row):
+                    self.found["cut off"] += 1
+                    break
+                logits, _ = step.target.open(1).extend([[*old, *path]])
+                columns.append([*path[1 - self.size :], int(logits.argmax())])
+            grams.update(map(tuple, columns))
+            moved = [column[1:] for column in columns[len(text) - len(old) - 1 :]] if old else []
+            assert window.columns[: len(moved)] == moved and len(window.columns) == self.window
+            assert self.added[id(pool)] == grams
+            self.found.update(predicted=len(columns), moved=len(moved))
+            self.before[request_id] = list(text), window.list_paths()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_n_grams_are_the_texts_and_what_the_target_predicts_after_the_window(
+    monkeypatch: pytest.MonkeyPatch, target: Target, sizes: tuple[int, int]
+) -> None:
+    """By the positions and the ancestors that the window's tokens should have. Requests join and leave."""
+    added, add, pools = defaultdict[int, set[tuple[int, ...]]](set), Pool.add, []
+
+    def watch(pool: Pool, gram: list[int]) -> None:
+        added[id(pool)].add(tuple(gram))
+        pools.append(pool)  # so that no other gets its id
+        add(pool, gram)
+
+    monkeypatch.setattr(Pool, "add", watch)
+    source = WatchedSource(*sizes, added)
+    nodes = 1 + 2 * source.assumed
+    answers = generate(target, PROMPTS, MergedProposer([source], nodes=nodes), batch_size=2, **LIMITS)
+    assert [answer.tokens for answer in answers] == [a.tokens for a in generate(target, PROMPTS, None, **LIMITS)]
+    assert len({len(answer.tokens) for answer in answers}) > 1
+    assert source.found["predicted"] > 50 and source.found["moved"] > 40
+    assert source.found["cut off"] or sizes == (1, 2)  # at the answer's end
+
+
+def test_columns_that_the_text_has_passed_are_filled_anew() -> None:
+    window, text = Window(3, 2, request_id=7), [50, 51, 52, 53, 54]
+    window.columns = [[10, 11], [20, 21], [30, 31]]
+    assert window.list_paths() == [[10, 11], [10, 20, 21], [10, 20, 30, 31]]
+    assert window.advance([12, 22, 32], passed=1) == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
+    assert window.columns == [[11, 12], [21, 22], [31, 32]]
+    assert window.advance([13, 23], passed=2) == [[11, 12, 13], [21, 22, 23]]  # the third was cut off
+    assert window.columns == [[22, 23]]
+    window.fill(text)
+    assert window.columns[0] == [22, 23] and len(window.columns) == 3
+    pieces = [[first, second] for first, second in zip(text, [*text[1:], 50], strict=True)]
+    assert all(column in pieces for column in window.columns[1:])
+
+
+def test_columns_with_the_same_tokens_share_nodes() -> None:
+    window = Window(3, 2, request_id=0)
+    window.columns = [[6, 7], [7, 7], [8, 6]]
+    assert window.find_ends([5, 6, 7, 7, 8, 6], [-1, 0, 1, 2, 2, 4]) == [2, 3, 5]
+    assert window.find_ends([5, 6, 7, 8, 6, 0], [-1, 0, 1, 2, 3, -1]) == [2]  # the second is not there
+
+
+# ---- the pool ----
+
+
+def test_the_newest_n_grams_of_a_token_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(2, 3)
+    pool.read([1, 2, 3, 1, 4, 5, 1, 2])
+    assert pool.find(1) == [(1, 0, (4, 5)), (1, 1, (2, 3))] and pool.find(2) == [(1, 0, (3, 1))] and not pool.find(9)
+    pool.read([1, 2, 3, 1, 4, 5, 1, 2, 3])
+    assert [rest for *_, rest in pool.find(1)] == [(2, 3), (4, 5)]  # the same again
+    pool.read([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 6])
+    assert [rest for *_, rest in pool.find(1)] == [(6, 6), (2, 3)]
+    monkeypatch.setattr(lookahead, "POOLED", 2)
+    pool = Pool(2, 2)
+    for gram in ([1, 1], [2, 1], [1, 2], [1, 3], [3, 1], [1, 2]):
+        pool.add(gram)
+    assert [[rest for *_, rest in pool.find(token)] for token in (1, 2, 3)] == [[(2,), (3,)], [], [(1,)]]
+
+
+def test_long_answers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr(lookahead, "POOLED", 10)
+    proposer = LookaheadProposer()
+    generate(target, [[5, 6, 7]], proposer, max_new_tokens=150, stop_ids=[], sampling=Sampling(1.0, seed=1))
+    [(pool, window)] = proposer.sources[0]._requests.values()
+    assert len(pool._grams) == 10 < POOLED and max(map(len, pool._grams.values())) <= 3
+    assert sum(map(len, window.columns)) == 9
+
+
+def test_n_grams_continue_draft_tokens_too() -> None:
+    source, pool = LookaheadSource(2, 3), Pool(2, 3)
+    pool.read([1, 2, 3, 4, 1, 5])
+    source._requests, source._texts = {7: (pool, Window(2, 2, 7))}, {7: [1]}
+    state = source.start(7)
+    assert source.continuations(state) == [(2, 0.5, (1, 0))]
+    state = source.follow(state, 2)
+    assert source.continuations(state) == [(3, 0.5, (2, 0)), (3, 0.5, (1, 0))]  # from 1 2 3, and from 2 3 4
+    assert source.continuations(source.follow(state, 3)) == [(4, 0.5, (2, 0)), (4, 0.5, (1, 0))]
+    assert source.continuations(source.follow(state, 9)) == []
+
+
+# ---- trees ----
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4, 7, 12, 30])
+def test_trees_keep_to_the_budget(target: Target, budget: int) -> None:
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, **LIMITS)]
+    for proposer, most in ((LookaheadProposer(), min(budget, 19)), (LookaheadProposer(4, 3, nodes=budget), budget)):
+        recorder = Recorder(proposer)
+        answers = generate(target, PROMPTS, recorder, nodes=budget, **LIMITS)
+        assert [answer.tokens for answer in answers] == plain
+        sizes = [int(tree.sizes.max()) for tree in recorder.trees]
+        assert max(sizes) == most  # the window and the drafts reach it together
+
+
+@pytest.mark.parametrize("nodes", [20, None])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_with_other_sources_and_a_head_the_text_stays(target: Target, temperature: float, nodes: int | None) -> None:
+    settings = {**LIMITS, "sampling": Sampling(temperature, seed=3)}
+    plain = [answer.tokens for answer in generate(target, PROMPTS, None, **settings)]
+    head = HydraProposer(make_head("hydra", target, output="target"))
+    proposer = MergedProposer([SuffixSource(), LookaheadSource(), RecyclingSource()], head, nodes=nodes)
+    for again in (proposer, proposer, proposer.renew()):
+        answers = generate(target, PROMPTS, again, batch_size=2, **settings)
+        assert [answer.tokens for answer in answers] == plain
+    assert proposer.accepted_by_source["lookahead"] > 0 or nodes is None
+
+
+class CountingProposer(MergedProposer):
+    """Notes the size of each tree, and what the draft budget takes it for. For one row."""
+
+    def __init__(self) -> None:
+        super().__init__([LookaheadSource(), SuffixSource()])
+        self.sizes: list[tuple[int, float]] = []
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        tree = super().propose(step, budget)
+        if step.room[0] > 8:  # the end of an answer cuts the window
+            self.sizes.append((int(tree.sizes), self.draft_budget.nodes))
+        return tree
+
+
+@pytest.mark.parametrize("price", [9.0, 0.0])
+def test_the_draft_budget_counts_the_window(monkeypatch: pytest.MonkeyPatch, target: Target, price: float) -> None:
+    """Trees have their window even where no draft token is worth its time."""
+    fix_cost(monkeypatch, target, CostCurve((1, 64), (1.0, 1.0 + 63 * price)))
+    proposer = CountingProposer()
+    generate(target, [PROMPTS[1]], proposer, max_new_tokens=48, stop_ids=[])
+    sizes, counted = zip(*proposer.sizes, strict=True)
+    assert all(size <= nodes for size, nodes in proposer.sizes)  # nodes of the window and the draft may be the same
+    assert any(size == nodes for size, nodes in proposer.sizes)
+    assert min(counted) == 10 and (max(counted) == max(sizes) == 10) == (price > 0)
+
+
+def test_merged_has_no_window_by_default() -> None:
+    assert not any(source.assumed for source in MergedProposer().sources)
+    assert LookaheadSource(7, 5).assumed == 28 and LookaheadProposer(7, 5).nodes == 57
+
+
+def test_chains_have_no_window() -> None:
+    """Targets with a recurrent state verify chains: of the n-grams of the text."""
+    target = Target(tiny("lfm2"))
+    settings = {"batch_size": 2, "max_new_tokens": 24, "sampling": Sampling(0.8, seed=3)}
+    recorder = Recorder(LookaheadProposer())
+    answers = generate(target, PROMPTS, recorder, **settings)
+    assert [answer.tokens for answer in answers] == [a.tokens for a in generate(target, PROMPTS, None, **settings)]
+    for text, paths in recorder.drafted.items():
+        grams = {text[end - 2 : end] for end in range(2, len(text) + 1)}
+        chain = [text[-1], *max(paths, key=len, default=())]
+        assert len(chain) == 1 + len(paths) and grams.issuperset(pairwise(chain))
+    assert any(recorder.drafted.values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((0, 4), "window is 0; it has at least one column"), ((3, 1), "size is 1; an n-gram to draft from has at least")],
+)
+def test_sizes_that_make_no_sense_are_refused(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LookaheadProposer(*sizes)
