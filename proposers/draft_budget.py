@@ -87,7 +87,6 @@ class DraftBudget:
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
         self.unit: float = 1
         self.is_recurrent, self.given = False, 0  # the target keeps a state; see `chain_time`
-        self.fixed = 0  # see `observe`
         self._node_time = 0.0  # the least that each further node of any tree costs on average
         self._least_slopes: dict[float, float] = {}  # by nodes: the least that each further node costs on average
         self.nodes: float = 1  # of the last tree, with those given
@@ -125,7 +124,6 @@ class DraftBudget:
     def is_worth_more(self, nodes: float, p: float) -> bool:
         """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
         is right with probability `p` at most."""
-        nodes += self.fixed
         if nodes not in self._least_slopes:
             more = [self.unit, *range(1, max(2, int(SIZES.stop - nodes)))]
             base = self.cost(nodes)
@@ -140,16 +138,13 @@ class DraftBudget:
         nearest = min(self._level_seconds, key=lambda rows: abs(rows - self._rows))
         return self._level_seconds[nearest] / self._pass_seconds
 
-    def observe(self, step: Step, fixed: int = 0) -> None:
-        """Learn from the last tree and follow the batch. Call it once a step, before the other methods.
-
-        fixed: nodes that are verified with the next tree, whatever its size.
-        """
+    def observe(self, step: Step) -> None:
+        """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
         if count := len(step.stayed):
             self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
         self.uses_clock = not step.target.deterministic
         self._rows = len(step.sequences)
-        self.is_recurrent, self.given, self.fixed = step.target.is_recurrent, step.given, fixed
+        self.is_recurrent, self.given = step.target.is_recurrent, step.given
         unit = 1 / self._rows if step.target.passes_flat else 1
         if unit != self.unit:
             self.unit, self._least_slopes = unit, {}
@@ -247,12 +242,12 @@ class DraftBudget:
     def _find_times(self, sizes: Sequence[float], expected: Sequence[float]) -> list[float]:
         """The times of verifying trees of these sizes; the first is the root alone. expected: their accepted tokens."""
         if not self.is_recurrent:
-            return [self.cost(self.fixed + size) for size in sizes]
+            return [*map(self.cost, sizes)]
         right = [self.acceptance_ratio * tokens for tokens in expected]
         p = [1.0, *(more - less for less, more in pairwise(right))]
         return [chain_time(self.cost, self.given, *each) for each in zip(sizes, right, p, strict=True)]
 
     def _take(self, nodes: float, expected: float, drafting_time: float) -> None:
-        self.nodes, self._expected_last = nodes + self.given + self.fixed, expected
+        self.nodes, self._expected_last = nodes + self.given, expected
         self._steps = MEMORY * self._steps + 1
         self._time = MEMORY * self._time + self.cost(self.nodes) + drafting_time

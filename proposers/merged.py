@@ -35,9 +35,10 @@ class MergedProposer:
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
-    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them.
+    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them. Those that only
+    a source's `assume` named count for none.
 
-    Raises ValueError for a size below 1.
+    Raises ValueError for a size below 1, and for no size if a source has nodes of its own in every tree.
     """
 
     def __init__(
@@ -53,11 +54,14 @@ class MergedProposer:
         self.sources = [make() for make in SOURCES.values()] if sources is None else list(sources)
         if store is not None:
             self.sources.append(StoredSource(store))
+        self._assumed = sum(source.assumed for source in self.sources)
+        if self._assumed and nodes is None:  # what they are worth shows steps later, so no budget could choose them
+            names = ", ".join(type(source).__name__ for source in self.sources if source.assumed)
+            raise ValueError(f"{names} has nodes of its own in every tree; give nodes, the size of the trees")
         self.drafter, self.nodes, self.adaptive = drafter, nodes, nodes is None
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
         self.draft_budget = DraftBudget()
-        self._assumed = sum(source.assumed for source in self.sources)
         self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]
         self.accepted_by_source = dict.fromkeys(self._names, 0)
@@ -81,7 +85,7 @@ class MergedProposer:
         assumed = 0 if step.target.is_recurrent else min(self._assumed, limit // 2)
         most = limit - assumed
         if self.adaptive:
-            self.draft_budget.observe(step, assumed)
+            self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
             GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target)

@@ -52,8 +52,9 @@ class Source(ABC):
 
     A source that keeps something for each node, such as a state of an automaton, overrides `start` and `follow` as well
     and gets what they return instead of a `Place`.
-    A source may have nodes verified for their logits alone: it names their paths in `assume`, and gives the most nodes
-    that these have in all as `assumed`. They take time in every step, so trees have fewer other nodes.
+    A source may have nodes that are verified for their logits alone: it names their paths in `assume`, and gives their
+    number as `assumed`. They take time in every step and leave fewer nodes for drafts, so merged trees with such a
+    source have a fixed size.
     """
 
     assumed: int = 0

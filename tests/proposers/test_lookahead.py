@@ -8,12 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from decode import Sampling, Step, Target, Tree, generate
-from decode.models.cost_curve import CostCurve
+from decode import Sampling, Step, Target, generate
 from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
 from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
 from proposers.sources.lookahead import POOLED, Pool, Window
-from tests.support.drafting import Recorder, fix_cost, list_paths, make_head
+from tests.support.drafting import Recorder, list_paths, make_head
 from tests.support.models import tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -52,7 +51,7 @@ class WatchedSource(LookaheadSource):
         super().__init__(window, size)
         self.added, self.found = added, Counter[str]()
         self.expected: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        self.before: dict[int, tuple[list[int], list[list[int]]]] = {}  # texts and windows
+        self.before: dict[int, tuple[list[int], list[list[int]]]] = {}  # texts and columns
 
     def observe(self, step: Step) -> None:
         super().observe(step)
@@ -61,20 +60,21 @@ class WatchedSource(LookaheadSource):
             pool, window = self._requests[request_id]
             grams = self.expected[request_id]
             grams |= {tuple(text[end - self.size : end]) for end in range(self.size, len(text) + 1)}
-            old, paths = self.before.get(request_id, ([], []))
+            old, begun = self.before.get(request_id, ([], []))
             columns = []
-            for path in paths:
+            for index, column in enumerate(begun):
+                path = [*(other[0] for other in begun[:index]), *column]
                 if tuple(path) not in list_paths(step.tree, row):
                     self.found["cut off"] += 1
                     break
                 logits, _ = step.target.open(1).extend([[*old, *path]])
-                columns.append([*path[1 - self.size :], int(logits.argmax())])
+                columns.append([*column, int(logits.argmax())])
             grams.update(map(tuple, columns))
             moved = [column[1:] for column in columns[len(text) - len(old) - 1 :]] if old else []
             assert window.columns[: len(moved)] == moved and len(window.columns) == self.window
             assert self.added[id(pool)] == grams
             self.found.update(predicted=len(columns), moved=len(moved))
-            self.before[request_id] = list(text), window.list_paths()
+            self.before[request_id] = list(text), window.columns[:]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -173,47 +173,49 @@ def test_trees_keep_to_the_budget(target: Target, budget: int) -> None:
         assert max(sizes) == most  # the window and the drafts reach it together
 
 
-@pytest.mark.parametrize("nodes", [20, None])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_with_other_sources_and_a_head_the_text_stays(target: Target, temperature: float, nodes: int | None) -> None:
+def test_with_other_sources_and_a_head_the_text_stays(target: Target, temperature: float) -> None:
     settings = {**LIMITS, "sampling": Sampling(temperature, seed=3)}
     plain = [answer.tokens for answer in generate(target, PROMPTS, None, **settings)]
     head = HydraProposer(make_head("hydra", target, output="target"))
-    proposer = MergedProposer([SuffixSource(), LookaheadSource(), RecyclingSource()], head, nodes=nodes)
+    proposer = MergedProposer([SuffixSource(), LookaheadSource(), RecyclingSource()], head, nodes=20)
     for again in (proposer, proposer, proposer.renew()):
         answers = generate(target, PROMPTS, again, batch_size=2, **settings)
         assert [answer.tokens for answer in answers] == plain
-    assert proposer.accepted_by_source["lookahead"] > 0 or nodes is None
+    assert proposer.accepted_by_source["lookahead"] > 0
 
 
-class CountingProposer(MergedProposer):
-    """Notes the size of each tree, and what the draft budget takes it for. For one row."""
+class RecordedSource(LookaheadSource):
+    """Records the whole windows, as paths and their beginnings. For one request."""
 
     def __init__(self) -> None:
-        super().__init__([LookaheadSource(), SuffixSource()])
-        self.sizes: list[tuple[int, float]] = []
+        super().__init__()
+        self.windows: list[set[tuple[int, ...]]] = []
 
-    def propose(self, step: Step, budget: int) -> Tree:
-        tree = super().propose(step, budget)
-        if step.room[0] > 8:  # the end of an answer cuts the window
-            self.sizes.append((int(tree.sizes), self.draft_budget.nodes))
-        return tree
-
-
-@pytest.mark.parametrize("price", [9.0, 0.0])
-def test_the_draft_budget_counts_the_window(monkeypatch: pytest.MonkeyPatch, target: Target, price: float) -> None:
-    """Trees have their window even where no draft token is worth its time."""
-    fix_cost(monkeypatch, target, CostCurve((1, 64), (1.0, 1.0 + 63 * price)))
-    proposer = CountingProposer()
-    generate(target, [PROMPTS[1]], proposer, max_new_tokens=48, stop_ids=[])
-    sizes, counted = zip(*proposer.sizes, strict=True)
-    assert all(size <= nodes for size, nodes in proposer.sizes)  # nodes of the window and the draft may be the same
-    assert any(size == nodes for size, nodes in proposer.sizes)
-    assert min(counted) == 10 and (max(counted) == max(sizes) == 10) == (price > 0)
+    def assume(self, request_id: int) -> list[list[int]]:
+        paths = super().assume(request_id)
+        self.windows.append({tuple(path[:length]) for path in paths for length in range(1, len(path) + 1)})
+        return paths
 
 
-def test_merged_has_no_window_by_default() -> None:
-    assert not any(source.assumed for source in MergedProposer().sources)
+@pytest.mark.parametrize(("nodes", "kept"), [(24, 9), (16, 8)])
+def test_other_sources_leave_room_for_the_window(target: Target, nodes: int, kept: int) -> None:
+    """They name more than fits. The window has as many nodes as it declares, or half of a smaller tree."""
+    recorder = Recorder(MergedProposer([RecyclingSource(), source := RecordedSource()], nodes=nodes))
+    generate(target, [PROMPTS[1]], recorder, max_new_tokens=30, stop_ids=[])
+    full = 0
+    for tree, window in [*zip(recorder.trees, source.windows, strict=False)][:-8]:  # the answer's end cuts the window
+        paths = {*list_paths(tree, 0)}
+        assert len(paths) < nodes and len(paths - window) < nodes - kept
+        assert len(window & paths) >= min(len(window), kept)
+        full += len(paths) == nodes - 1
+    assert full > 5
+
+
+def test_trees_with_a_window_have_a_fixed_size() -> None:
+    with pytest.raises(ValueError, match="LookaheadSource has nodes of its own in every tree; give nodes"):
+        MergedProposer([SuffixSource(), LookaheadSource()])
+    assert not any(source.assumed for source in MergedProposer().sources)  # by default there is no window
     assert LookaheadSource(7, 5).assumed == 28 and LookaheadProposer(7, 5).nodes == 57
 
 
