@@ -16,6 +16,8 @@ Message = dict[str, Any]
 FORMATS = ("prompt", "turns", "messages", "conversations")
 ANSWERS = ("response", "completion")
 TEMPLATE_KEYS = ("tools", "documents")  # of a row, given to the chat template under the same names
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+STRUCTURED = ("tool_calls", "function_call", *THOUGHTS)  # keys of text outside of content
 UNREADABLE = ("images", "image", "videos", "video", "audios", "audio", "functions", "suffix")
 SPEAKERS = {
     **{name: name for name in ("system", "developer", "user", "assistant", "tool")},
@@ -111,6 +113,11 @@ def list_answers(messages: Sequence[Message]) -> list[int]:
     return [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
 
 
+def is_blank(answer: Message) -> bool:
+    """Whether an answer has no text but blanks, and no tool calls or thoughts in keys of their own."""
+    return not answer["content"].strip() and not any(answer.get(name) for name in STRUCTURED)
+
+
 def check_prompt(text: object, place: str) -> str:
     """The prompt itself. Raises ValueError that names the place unless it is a text, encodable and not blank."""
     if not isinstance(text, str):
@@ -185,7 +192,7 @@ def _read_content(message: Message, place: str) -> Message:
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise ValueError(f"{place}: the parts of a content are of type text, not {json.dumps(kind):.40}")
         content = "".join(part["text"] for part in parts)
-    elif content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
+    elif content is None and any(message.get(name) for name in STRUCTURED):
         content = ""
     if not isinstance(content, str):
         what = {"user": "a prompt", "assistant": "an answer"}.get(message["role"], f"a {message['role']} message")

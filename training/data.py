@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.conversations import FLAGS, Conversation, list_answers, read_conversation, read_lines
+from training.conversations import FLAGS, Conversation, Message, is_blank, list_answers, read_conversation, read_lines
 from training.rendering import Renderer, Texts
 
 LOOP_TOKENS, LOOP_PERIOD = 60, 20
@@ -47,7 +47,7 @@ class Dataset:
     prompts: list[list[int]]
     dropped: int  # answers that end in a loop
     too_long: int  # prompts that leave no room for an answer
-    bad: str = ""  # the rows that were skipped, and why
+    bad: str = ""  # the rows that were skipped and why, and how many other answers were empty
 
     @property
     def answer_tokens(self) -> int:
@@ -74,7 +74,8 @@ def load_dataset(
     """The answers in JSON Lines files: the token ids of distilled rows, or else the rendered texts.
 
     A hash of the prompt decides which are held out; the first `prompts` of them, in hash order, are for validation.
-    Examples are cut at `max_length` tokens. A row that cannot be trained on is skipped. use_text: ignores token ids.
+    Examples are cut at `max_length` tokens. A row that cannot be trained on is skipped. An answer that is empty or ends
+    in a loop is not trained on; it stays in the prompts of later ones. use_text: ignores token ids.
     Raises ValueError if more than `max_bad` of the rows are bad, if token ids are of another vocabulary, or if no
     example is left.
     """
@@ -83,6 +84,7 @@ def load_dataset(
     rows = [(place, row) for place, row in read if "dropped" not in row]
     count = len(rows) + len(bad)
     found: list[tuple[bytes, list[Example]]] = []
+    empty = 0
     for place, row in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
         if TOKENS in row and not use_text and row.get(VOCABULARY) != renderer.vocabulary:
             raise ValueError(
@@ -93,26 +95,33 @@ def load_dataset(
             conversation = read_conversation(row, place, answered=True)
             if made := make_examples(conversation, renderer, use_text):
                 found.append((_hash_prompt(conversation), made))
+                empty += sum(map(is_blank, _list_written(conversation, use_text)))
         except ValueError as error:
             bad.append(str(error))
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     described = f"{len(bad)} of {count} rows cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
     if len(bad) > max_bad * count:
         raise ValueError(f"{described}; that is more than --max-bad {max_bad:g}")
-    return _split(found, files, max_length, prompts, described if bad else "")
+    left_out = [*([described] if bad else []), *([f"empty answers in other rows: {empty}"] if empty else [])]
+    return replace(_split(found, files, renderer, max_length, prompts), bad="; ".join(left_out))
 
 
 def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False) -> list[Example]:
     """The examples of a conversation: one, or one a turn if later prompts do not go on with earlier text.
 
-    None for answers whose loss flags leave nothing to train. Raises ValueError if an answer cannot be found.
+    None for answers whose loss flags leave nothing to train. Raises ValueError if an answer cannot be found, and if all
+    of them are empty.
     """
-    if TOKENS in row.fields and not use_text:
-        texts = _check_tokens(row.fields[TOKENS], row.place)
-    else:
+    written = _list_written(row, use_text)
+    if written:
         texts = renderer.encode_answers(row, bool(row.fields.get("finished", True)))
+    else:
+        texts = _check_tokens(row.fields[TOKENS], row.place)
     answers = [row.messages[turn] for turn in list_answers(row.messages)]
-    wanted = [all(answer.get(flag) in (None, 1) for flag in FLAGS) for answer in answers]
+    flagged = [all(answer.get(flag) in (None, 1) for flag in FLAGS) for answer in answers]
+    wanted = [flag and not (written and is_blank(answer)) for flag, answer in zip(flagged, answers, strict=True)]
+    if any(flagged) and not any(wanted):
+        raise ValueError(f"{row.place}: the answer is empty")
     count = sum(len(text) // 2 for text in texts)
     if count > len(answers):
         raise ValueError(f"{row.place}: there are token ids of {count} answers, but {len(answers)} in the text")
@@ -130,6 +139,13 @@ def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False)
         if spans:
             examples.append(Example(tuple(tokens[: spans[-1][1]]), tuple(spans)))
     return examples
+
+
+def _list_written(row: Conversation, use_text: bool) -> list[Message]:
+    """The answers that are read from text; none of a row with token ids, whose empty answers the model wrote."""
+    if TOKENS in row.fields and not use_text:
+        return []
+    return [row.messages[turn] for turn in list_answers(row.messages)]
 
 
 def has_looped(tokens: Sequence[int]) -> bool:
@@ -175,7 +191,11 @@ def find_rarest(examples: Sequence[Example], vocab_size: int) -> int:
 
 
 def _split(
-    found: Sequence[tuple[bytes, list[Example]]], files: Sequence[Path], max_length: int, prompts: int, bad: str
+    found: Sequence[tuple[bytes, list[Example]]],
+    files: Sequence[Path],
+    renderer: Renderer,
+    max_length: int,
+    prompts: int,
 ) -> Dataset:
     """Hold prompts out, leave out loops, and cut what is too long. found: the examples of each row by its prompt."""
     digests = {digest for digest, _ in found}  # a prompt is held out or not, whatever other data there is
@@ -185,20 +205,25 @@ def _split(
     held_out = {digest: list(made[0].tokens[: made[0].spans[0][0]]) for digest, made in found if digest in chosen}
     examples, dropped, too_long = [], 0, 0
     for example in (example for digest, made in found if digest not in chosen for example in made):
-        if has_looped(example.tokens) or has_looped(example.tokens[:-1]):  # an end token may follow the loop
-            dropped += 1
-        elif example.spans[0][0] >= max_length:
+        spans = [span for span in example.spans if not _ends_in_loop(example.tokens[slice(*span)], renderer)]
+        dropped += len(example.spans) - len(spans)
+        if spans and spans[0][0] >= max_length:
             too_long += 1
-        else:
-            spans = ((begin, min(end, max_length)) for begin, end in example.spans if begin < max_length)
-            examples.append(Example(example.tokens[:max_length], tuple(spans)))
+        elif spans:
+            cut = ((begin, min(end, max_length)) for begin, end in spans if begin < max_length)
+            examples.append(Example(example.tokens[: min(spans[-1][1], max_length)], tuple(cut)))
     if not examples:
         raise ValueError(
             f"{', '.join(map(str, files))}: nothing is left to train on ({dropped} answers were loops, {too_long} "
             f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
         )
     kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
-    return Dataset(examples, kept[:prompts], dropped, too_long, bad)
+    return Dataset(examples, kept[:prompts], dropped, too_long)
+
+
+def _ends_in_loop(answer: Sequence[int], renderer: Renderer) -> bool:
+    """Whether an answer ends in a loop. Blanks and an end token may follow the loop."""
+    return any(has_looped(answer[:end]) for end in range(renderer.count_visible(answer), len(answer) + 1))
 
 
 def _check_tokens(texts: Any, place: str) -> Texts:

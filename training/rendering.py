@@ -1,9 +1,9 @@
 """Rendering: a conversation's text and tokens as the model sees them, in its chat template or without one.
 
 Answers are joined to the rendered prompt and never rendered themselves: templates strip thoughts, put empty ones in
-front, and trim blanks. `Texts` are the tokens of a conversation: each text is [prompt, answer, prompt, answer, ...],
-and a new text begins where a later prompt does not go on with what was there, as with templates that strip thoughts
-from earlier answers.
+front, and trim blanks. The prompt of an answer ends with what opens an answer in the template. `Texts` are the tokens
+of a conversation: each text is [prompt, answer, prompt, answer, ...], and a new text begins where a later prompt does
+not go on with what was there, as with templates that strip thoughts from earlier answers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from typing import Any
 
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.requests.text import Tokenizer, encode
-from training.conversations import FLAGS, TEMPLATE_KEYS, Conversation, Message, list_answers
+from training.conversations import (
+    FLAGS,
+    STRUCTURED,
+    TEMPLATE_KEYS,
+    THOUGHTS,
+    Conversation,
+    Message,
+    is_blank,
+    list_answers,
+)
 
 Texts = list[list[list[int]]]
 
-PROBE = "Certainly."
-STRUCTURED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # text outside of content
+ASKED: Message = {"role": "user", "content": "Hello."}
+PROBE: Message = {"role": "assistant", "content": "Certainly."}
 
 
 def add_turn(texts: Texts, prompt: Sequence[int], answer: Sequence[int]) -> None:
@@ -66,25 +75,26 @@ class Renderer:
                 return encode(text, self.tokenizer, self.chat)
             except ValueError as error:
                 raise ValueError(f"{conversation.place}: {error}") from error
-        return self._tokenize(self._render(conversation, len(conversation.messages)))
+        return self._tokenize(self._render(conversation, conversation.messages, opened=True))
 
     def encode_answers(self, conversation: Conversation, finished: bool) -> Texts:
         """The tokens of a conversation with answers, each with its end token, the last one only if `finished`.
 
         Raises ValueError, naming the place, if the template fails, if an answer cannot be found in what it writes, or
-        if an answer has no tokens.
+        if its text has no tokens.
         """
         texts: Texts = []
         answers = list_answers(conversation.messages)
         for turn in answers:
-            prompt = self._render(conversation, turn)
+            prompt, blank = self._write_prompt(conversation, turn)
             answer = self._write_answer(conversation, turn, prompt, finished or turn < answers[-1])
+            answer = answer if answer.startswith(blank) else blank + answer
             prompt_ids, whole = self._tokenize(prompt), self._tokenize(prompt + answer)
             if whole[: len(prompt_ids)] == prompt_ids:
                 answer_ids = whole[len(prompt_ids) :]
             else:  # a token reaches over the border: the model writes its answer after the prompt's own tokens
                 answer_ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            if not answer_ids:
+            if not answer_ids and not is_blank(conversation.messages[turn]):
                 raise ValueError(f"{conversation.place}: the answer has no tokens")
             add_turn(texts, prompt_ids, answer_ids)
         return texts
@@ -94,19 +104,68 @@ class Renderer:
         """The fingerprint of the tokenizer's vocabulary."""
         return fingerprint_vocabulary(self.tokenizer)
 
+    def count_visible(self, tokens: Sequence[int]) -> int:
+        """The number of tokens up to the last one with a visible character: without blanks and end tokens after it."""
+        seen = (
+            place
+            for place in range(len(tokens), 0, -1)
+            if tokens[place - 1] not in self.ends
+            and self.tokenizer.decode([tokens[place - 1]], skip_special_tokens=True).strip()
+        )
+        return next(seen, 0)
+
     @cached_property
     def ending(self) -> str:
         """What the model writes after an answer: up to the first end token in the template's text, or else EOS."""
-        after, names = "", [str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.ends]
-        if self.has_template:
-            probe = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": PROBE}]
-            with suppress(ValueError):
-                after = self._apply(probe, self.options, answer_next=False).rpartition(PROBE)[2]
-        found = [(after.index(name), name) for name in names if name in after]
+        found = [(self._after.index(name), name) for name in self._end_names if name in self._after]
         if not found:
             return str(self.tokenizer.eos_token or "")
         begin, name = min(found)
-        return after[: begin + len(name)]
+        return self._after[: begin + len(name)]
+
+    @cached_property
+    def _end_names(self) -> list[str]:
+        return [str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.ends]
+
+    @cached_property
+    def _after(self) -> str:
+        """The template's text after the last answer."""
+        with suppress(ValueError):
+            if self.has_template:
+                return self._apply([ASKED, PROBE], self.options, opened=False).rpartition(PROBE["content"])[2]
+        return ""
+
+    @cached_property
+    def _opens_answers(self) -> bool:
+        """Whether prompts for an answer have text that opens it. Else the template writes that before an answer."""
+        with suppress(ValueError):
+            asked, before = (self._apply([ASKED], self.options, opened) for opened in (True, False))
+            return asked != before
+        return True
+
+    def _write_prompt(self, conversation: Conversation, turn: int) -> tuple[str, str]:
+        """The text before an answer, and the blanks between them that the model writes.
+
+        This is the prompt that the model would get. After another answer, and with templates that have no such prompts,
+        it is what the template writes before an answer there. Raises ValueError if the template fails.
+        """
+        before = conversation.messages[:turn]
+        asked = self._render(conversation, before, opened=True)
+        if not self.has_template or (self._opens_answers and before[-1]["role"] != "assistant"):
+            return asked, ""
+        unopened = self._render(conversation, before, opened=False)
+        found, probe, _ = self._render(conversation, [*before, PROBE], opened=False).rpartition(PROBE["content"])
+        if not probe:
+            raise ValueError(f"{conversation.place}: the chat template leaves out an answer")
+        if asked == unopened:
+            blank = found.removeprefix(asked)
+            return (asked, blank) if found.startswith(asked) and not blank.strip() else (found, "")
+        if found.startswith(asked) or asked.startswith(found):  # one of them opens a thought
+            return asked, ""
+        # The answer before is written in another way where one follows, for example without an empty thought.
+        opening = asked.removeprefix(unopened)
+        place = found.find(opening, max(0, found.rfind(self.ending)))
+        return (found if place < 0 else found[: place + len(opening)]), ""
 
     def _write_answer(self, conversation: Conversation, turn: int, prompt: str, finished: bool) -> str:
         """The text of an answer with its ending. Tool calls and thoughts in keys of their own need the template."""
@@ -114,38 +173,61 @@ class Renderer:
         if not any(message.get(name) for name in STRUCTURED):
             answer = str(message["content"])
             return answer + self.ending if finished and not answer.endswith(self.ending) else answer
-        whole = self._render(conversation, turn + 1)
+        whole = self._render(conversation, conversation.messages[: turn + 1], opened=False)
         if not whole.startswith(prompt):
+            given = next(name for name in STRUCTURED if message.get(name))
             raise ValueError(
-                f"{conversation.place}: the chat template changes the text before an answer with {STRUCTURED[0]} or "
-                "thoughts; it cannot be masked"
+                f"{conversation.place}: the chat template changes the text before an answer with {given}; it cannot be "
+                "masked"
             )
-        answer = whole[len(prompt) :]
-        end = answer.rfind(self.ending) if self.ending else -1
-        return answer if end < 0 else answer[: end + len(self.ending) * finished]
+        answer = self._drop_empty_thought(conversation, turn, prompt, whole[len(prompt) :])
+        if self._after and answer.endswith(self._after):
+            return answer.removesuffix(self._after) + self.ending * finished
+        written = answer.rstrip()
+        name = next((name for name in self._end_names if written.endswith(name)), None)  # another one than usual
+        return answer + self.ending * finished if name is None else written.removesuffix(name) + name * finished
 
-    def _render(self, conversation: Conversation, end: int) -> str:
-        """The text of the first `end` messages: a prompt, or a conversation whose last message is an answer."""
-        messages, options = conversation.messages[:end], self.options | conversation.options
+    def _drop_empty_thought(self, conversation: Conversation, turn: int, prompt: str, answer: str) -> str:
+        """A rendered answer without the empty thought that some templates write in front of a last answer only."""
+        messages = conversation.messages
+        if turn + 1 == len(messages) or any(messages[turn].get(name) for name in THOUGHTS):
+            return answer
+        followed = self._render(conversation, messages[: turn + 2], opened=False)
+        if followed.startswith(prompt + answer):
+            return answer
+        probed = self._render(conversation, [*messages[:turn], PROBE], opened=False)
+        shorter = answer.removeprefix(probed.removeprefix(prompt).rpartition(PROBE["content"])[0])
+        ended = shorter.removesuffix(self._after)
+        return shorter if followed.startswith(prompt + ended) else answer
+
+    def _render(self, conversation: Conversation, messages: Sequence[Message], opened: bool) -> str:
+        """The text of messages: a prompt with what opens its answer, or without."""
+        options = self.options | conversation.options
         try:
             self._refuse_unknown(options, "the row")
             for message in messages:
                 self._refuse_unknown({name: 1 for name in STRUCTURED if message.get(name)}, "a message")
             if not self.has_template:
-                return _join(messages)
-            text = self._apply(messages, options, answer_next=messages[-1]["role"] != "assistant")
-            for message in messages:
-                if message["role"] in ("system", "developer") and message["content"].strip() not in text:
-                    raise ValueError(f"the chat template leaves out the {message['role']} message")
+                return _join(messages, opened)
+            text = self._apply(messages, options, opened)
+            for place, message in enumerate(messages):
+                if message["role"] != "assistant" and message["content"].strip() not in text:
+                    changed = [*messages]
+                    changed[place] = message | {"content": PROBE["content"]}
+                    if self._apply(changed, options, opened) == text:
+                        raise ValueError(f"the chat template leaves out the {message['role']} message")
         except ValueError as error:
             raise ValueError(f"{conversation.place}: {error}") from error
         return text
 
-    def _apply(self, messages: Sequence[Message], options: Mapping[str, Any], answer_next: bool) -> str:
-        shown = [{name: value for name, value in each.items() if name not in FLAGS} for each in messages]
+    def _apply(self, messages: Sequence[Message], options: Mapping[str, Any], opened: bool) -> str:
+        shown = [
+            {name: value for name, value in each.items() if name not in FLAGS and value is not None and value != []}
+            for each in messages
+        ]
         try:
             return str(
-                self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=answer_next, **options)
+                self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opened, **options)
             )
         except Exception as error:  # a template is a program: it may refuse a role, or crash
             raise ValueError(f"the chat template cannot render this conversation ({error})") from error
@@ -173,9 +255,14 @@ class Renderer:
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters)
 
 
-def _join(messages: Sequence[Message]) -> str:
-    """Texts without a template: an answer follows its question at once, and an empty line separates the others."""
-    return "".join(
-        ("" if turn == 0 or message["role"] == "assistant" else "\n\n") + message["content"]
-        for turn, message in enumerate(messages)
-    )
+def _join(messages: Sequence[Message], opened: bool) -> str:
+    """Texts without a template: an answer follows its question at once, and an empty line separates all else.
+
+    opened: whether an answer follows.
+    """
+    text, last = "", ""
+    for message in [*messages, *([PROBE | {"content": ""}] if opened else [])]:
+        answers = message["role"] == "assistant" and last != "assistant"
+        text += ("\n\n" if last and not answers else "") + message["content"]
+        last = message["role"]
+    return text

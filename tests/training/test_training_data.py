@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from decode import Answer
 from scripts import distill
 from scripts.distillation.jobs import Job
+from tests.support.chat_templates import CHATML, make_tokenizer
 from tests.support.commands import write_rows
 from training.conversations import read_conversation
 from training.data import Dataset, Example, has_looped, load_dataset, make_examples
@@ -70,7 +71,6 @@ THOUGHTS = ENDING.replace("{{ one.content }}", "{{ one.content if loop.last else
         (ENDING, TURNS, True, ["u:hi a:yo</s>#u:ok a:no</s>", ["yo</s>", "no</s>"]]),
         (ENDING, TURNS, False, ["u:hi a:yo</s>#u:ok a:no", ["yo</s>", "no"]]),
         (ENDING, [("system", "be"), *TURNS[:2]], True, ["s:be u:hi a:yo</s>", ["yo</s>"]]),
-        (ENDING, [("user", "hi"), ("assistant", "")], True, ["u:hi a:</s>", ["</s>"]]),
         # The first message is no answer.
         (ENDING, [("assistant", "hey"), *TURNS[:2]], True, ["a:hey</s>#u:hi a:yo</s>", ["yo</s>"]]),
         (ENDING.replace("<", "--<"), TURNS, True, ["u:hi a:yo--</s>#u:ok a:no--</s>", ["yo--</s>", "no--</s>"]]),
@@ -210,6 +210,51 @@ def test_loops() -> None:
     assert not has_looped(list(range(20)) * 10)  # a period of 20 may be a table
 
 
+@pytest.mark.parametrize("after", ["", " ", "\n", " \n ", "</s>", " </s>", "\n</s>"])
+@pytest.mark.parametrize("loop", ["no " * 30, "." * 60, "\n" * 60, " \n." * 20])
+def test_a_loop_may_end_in_blanks_and_in_any_answer(tmp_path: Path, loop: str, after: str) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    rows: list[Any] = [{"prompt": "x", "response": "well " + loop + after.removesuffix("</s>")}]
+    if not after.endswith("</s>"):
+        rows[0]["finished"] = False
+    rows.append({"prompt": "." * 70, "response": "." * 9})  # the prompt's own repetition
+    talk = chat(("user", "one"), ("assistant", "yes"), ("user", "two"), ("assistant", "so " + loop), ("user", "three"))
+    rows += [talk | {"messages": [*talk["messages"], {"role": "assistant", "content": "good"}]}]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows, max_length=400)
+    found = [[tokenizer.decode(one.tokens[begin:end]) for begin, end in one.spans] for one in dataset.examples]
+    assert found == [["." * 9 + "<|im_end|>"], ["yes<|im_end|>", "good<|im_end|>"]]
+    assert dataset.dropped == 2 and not dataset.bad
+    assert dataset.examples[1].tokens[-1] == tokenizer.eos_token_id
+
+
+def test_what_comes_after_the_last_answer_that_is_no_loop_is_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [chat(*TURNS[:3], ("assistant", "no " * 30))]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows, max_length=400)
+    assert [spell(one, tokenizer) for one in dataset.examples] == [["u:hi a:yo</s>", ["yo</s>"]]]
+    assert dataset.dropped == 1
+
+
+def test_empty_answers_are_counted_and_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
+    """Unless they are token ids that the model wrote."""
+    row = chat(("user", "hi"), ("assistant", ""), ("user", "ok"), ("assistant", "no"), ("user", "so"))
+    row["messages"].append({"role": "assistant", "content": " \n"})
+    good = [{"prompt": "x", "response": "y"}] * 30
+    rows = [*good, row, {"prompt": "one", "response": ""}, {"prompt": "two", "response": "  "}]
+    dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
+    assert [spell(one, tokenizer) for one in dataset.examples[30:]] == [["u:hi a:</s>#u:ok a:no</s>", ["no</s>"]]]
+    place = tmp_path / "data.jsonl"
+    faults = f"{place}, line 32: the answer is empty; {place}, line 33: the answer is empty"
+    assert dataset.bad == f"2 of 33 rows cannot be trained on: {faults}; empty answers in other rows: 2"
+    dataset = load(tmp_path / "data.jsonl", tokenizer, [*good, row])
+    assert dataset.bad == "empty answers in other rows: 2"
+
+    ids = {"token_ids": [[[5, 6], [2]]], "vocabulary": Renderer(tokenizer).vocabulary}
+    dataset = load(tmp_path / "data.jsonl", tokenizer, [*good, {"prompt": "one", "response": ""} | ids])
+    assert dataset.examples[-1] == Example((5, 6, 2), ((2, 3),)) and not dataset.bad
+    with pytest.raises(ValueError, match=r"1 of 1 rows cannot be trained on: .* line 1: the answer is empty; that is"):
+        load(tmp_path / "data.jsonl", tokenizer, [{"prompt": "one", "response": " "}])
+
+
 def load(
     file: Path, tokenizer: Any, rows: list[Any], max_length: int = 100, prompts: int = 100, **settings: Any
 ) -> Dataset:
@@ -282,7 +327,7 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b'{"messages": ["x"]}', "messages are a list of objects"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
         (b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}', "are of type text, not 7"),
-        (b'{"prompt": "x", "response": "", "finished": false}', "the answer has no tokens"),
+        (b'{"prompt": "x", "response": "", "finished": false}', "the answer is empty"),
     ],
 )
 def test_a_bad_line_is_named(tokenizer: Any, tmp_path: Path, line: bytes, message: str) -> None:
