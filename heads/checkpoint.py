@@ -47,7 +47,8 @@ def load_head(
 ) -> Head:
     """A head from a local folder, ours or a published one, on the CPU.
 
-    dtype: of its weights; None keeps the file's. vocab_size, layers: the target's, for files without them.
+    dtype: of its weights; None keeps the file's. vocab_size, layers: the target's, for files without them. Embeddings
+    and an output matrix in the file are the head's own, until `share` finds that they are copies of the target's.
     Raises ValueError if there is no head, if it is damaged, or with the names of missing, unexpected or wrong tensors.
     """
     path = find_folder(folder)
@@ -122,7 +123,7 @@ def _find_layout(
     """The layout of published tensors. Raises ValueError if they are of no known head."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
-    layout = layout or read_dflash(shapes, config, vocab_size)
+    layout = layout or read_dflash(shapes, config, vocab_size, layers)
     layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
     if layout:
         return layout

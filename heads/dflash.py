@@ -35,8 +35,9 @@ class DFlashConfig(HeadConfig):
     Only for DFlash2: candidates: the pair score chooses among so many of a row's most likely tokens. taps, group: of
     `LocalConvolution`.
 
-    Only of published heads: embedding_scale: of the target's raw embeddings. logit_factor, logit_cap: a logit l of the
-    output layer becomes cap * tanh(factor * l / cap), without a cap factor * l.
+    Only of published heads: embedding: its own token embeddings instead of the target's. embedding_scale: of these, or
+    of the target's raw ones. logit_factor, logit_cap: a logit l of the output layer becomes cap * tanh(factor * l /
+    cap), without a cap factor * l.
     """
 
     layer: LayerConfig
@@ -52,6 +53,7 @@ class DFlashConfig(HeadConfig):
     candidates: int = 0
     taps: int = 0
     group: int = 0
+    embedding: bool = False
     embedding_scale: float = 1.0
     logit_factor: float = 1.0
     logit_cap: float | None = None
@@ -107,12 +109,11 @@ class DFlashHead(VocabularyHead):
     """Predicts the tokens after an anchor, the last known token, from the features of all tokens before it.
 
     The layers' keys and values come from the fused features, and from the block: the anchor's embedding, then that of
-    the mask token for each token that is to be drafted. Parameters are named as published. Embeddings are the target's.
+    the mask token for each token that is to be drafted. Parameters are named as published.
     """
 
     kind = "dflash"
     reads_all_features = True
-    embed_tokens = None
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:

@@ -26,6 +26,12 @@ class EagleConfig(HeadConfig):
 
     layer: LayerConfig
     bias: bool = False  # of fc; vLLM ignores it silently
+    embedding: bool = False  # its own token embeddings instead of the target's
+    output: Output = "target"
+
+    def __post_init__(self) -> None:
+        if self.output == "own":
+            raise ValueError("an EAGLE head has one output matrix; choose shared or target")
 
 
 class EagleHead(VocabularyHead):
@@ -36,11 +42,10 @@ class EagleHead(VocabularyHead):
 
     kind = "eagle"
     reads_all_features = True
-    embed_tokens = None  # token embeddings are the target's
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__(config, "target")
+        super().__init__(config, config.output)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([DecoderLayer(config.hidden_size, config.layer)])
         copy_last(self.fc)
@@ -116,7 +121,6 @@ class Eagle3Head(VocabularyHead):
             {name: DecoderLayer(size, replace(config.layer, input_norm=True)) for name in further}
         )
         self.norm = make_norm(size, eps, config.final_norm)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.embedding else None
         copy_last(self.fc)
 
     def fuse(self, features: Tensor) -> Tensor:

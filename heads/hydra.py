@@ -26,6 +26,7 @@ class HydraConfig(HeadConfig):
     output: Output = "shared"
     output_bias: bool = False
     projected: bool = False  # the residual of the first block is a learned matrix, as published; else the feature
+    embedding: bool = False  # its own token embeddings instead of the target's
     prefix: LayerConfig | None = None  # Hydra++: attention over the features of all tokens so far
 
     def __post_init__(self) -> None:

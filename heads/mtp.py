@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from heads.eagle import copy_last
 from heads.layer_cache import Attend, attend
-from heads.vocabulary import HeadConfig, VocabularyHead
+from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
 ATTENTION = "draftless_head"  # transformers' name for attention that `Attend` computes
 UNKNOWN = "s_aux", "softcap", "position_bias"  # of an attention layer, which `Attend` cannot compute
@@ -31,11 +31,18 @@ class MtpConfig(HeadConfig):
 
     block: the config of a transformers model with this one layer, see `describe_block`. normed_feedback: feed normed
     states back, as Qwen and MiMo do and DeepSeek and GLM do not. states_first: MiMo's order of the two inputs.
+    embedding, output: its own token embeddings and output matrix instead of the target's.
     """
 
     block: Mapping[str, Any] = field(default_factory=dict)
     normed_feedback: bool = False
     states_first: bool = False
+    embedding: bool = False
+    output: Output = "target"
+
+    def __post_init__(self) -> None:
+        if self.output == "own":
+            raise ValueError("an MTP module has one output matrix; choose shared or target")
 
 
 class MtpHead(VocabularyHead):
@@ -47,11 +54,10 @@ class MtpHead(VocabularyHead):
 
     kind = "mtp"
     reads_all_features = True
-    embed_tokens = None  # token embeddings are the target's
     config: MtpConfig
 
     def __init__(self, config: MtpConfig) -> None:
-        super().__init__(config, "target")
+        super().__init__(config, config.output)
         size = config.hidden_size
         model = make_block(config.block)
         self.in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -5,7 +5,7 @@ Shapes: K heads, H hidden size, V the target's vocabulary, D draft vocabulary (D
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,7 +29,7 @@ class HeadConfig:
 
 
 class VocabularyHead(nn.Module):
-    """Base of all heads: the output layer and the draft vocabulary.
+    """Base of all heads: the output layer, the draft vocabulary, and token embeddings of its own if its config has any.
 
     output: "own" is an output matrix [D, H] for each of the `matrices` heads, "shared" one for all, "target" the
     target's with its bias, which `borrow` sets and the state dict omits. With a draft vocabulary, `token_map` [D]
@@ -41,6 +41,7 @@ class VocabularyHead(nn.Module):
     reads_all_features = False  # of a text, to attend to them; else the last committed token's alone
     in_float32: tuple[str, ...] = ()  # parts of names of tensors that no format narrower than float32 may hold
     config: Any  # the config class of its kind
+    embed_tokens: nn.Embedding | None  # None: the target's
     token_map: Tensor | None
     borrowed: Tensor | None
     borrowed_bias: Tensor | None
@@ -56,6 +57,7 @@ class VocabularyHead(nn.Module):
         self.config, self.output = config, output
         self.hidden_size, self.target_hidden_size = hidden_size, hidden_size
         self.vocab_size, self.draft_size = vocab_size, draft_size
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size) if getattr(config, "embedding", False) else None
         if output == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, draft_size, bias=bias) for _ in range(matrices))
         elif output == "shared":
@@ -80,6 +82,18 @@ class VocabularyHead(nn.Module):
             linear.weight.data.copy_(rows)
             if linear.bias is not None:
                 linear.bias.data.copy_(torch.zeros(()) if offsets is None else offsets)
+
+    def share(self, embeddings: Tensor | None, output: Tensor | None) -> None:
+        """Drop the head's own embeddings [V, H] and output matrix [V, H] where they are copies of the target's.
+
+        Copies are equal in the narrower of the two dtypes. None is for a matrix that cannot be shared. A head that
+        loses its output matrix needs `borrow`.
+        """
+        if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, embeddings):
+            self.embed_tokens, self.config = None, replace(self.config, embedding=False)
+        if self.output == "shared" and self.lm_head.bias is None and is_copy(self.lm_head.weight, output):
+            self.output, self.config = "target", replace(self.config, output="target")
+            del self.lm_head
 
     def drafted_rows(self, weight: Tensor) -> Tensor:
         """The rows [D, ...] of a matrix or bias [V, ...] that belong to the draft vocabulary."""
@@ -135,6 +149,14 @@ class VocabularyHead(nn.Module):
         if self.output == "own":
             return list(self.lm_heads)
         return [self.lm_head] if self.output == "shared" else []
+
+
+def is_copy(own: Tensor, given: Tensor | None) -> bool:
+    """Whether a matrix is equal to a given one, in the narrower of their dtypes."""
+    if given is None or given.shape != own.shape or given.device.type == "meta":
+        return False
+    given = given.to(own.device)
+    return torch.equal(own, given.to(own.dtype)) or torch.equal(own.to(given.dtype), given)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

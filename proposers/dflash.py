@@ -31,8 +31,10 @@ class DFlashProposer(HeadProposer):
         return {}
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """As z-lab's code: the raw embeddings, with the head's own scale."""
-        embed, scale = super().embedding(target), self.head.config.embedding_scale / target.embedding_scale
+        """As z-lab's code: the head's own embeddings or the target's raw ones, with the head's own scale."""
+        embed, scale = super().embedding(target), self.head.config.embedding_scale
+        if self.head.embed_tokens is None:
+            scale /= target.embedding_scale
         return embed if scale == 1 else lambda tokens: scale * embed(tokens)
 
     def is_fixed(self, inputs: Inputs) -> bool:

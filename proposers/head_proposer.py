@@ -151,7 +151,7 @@ class HeadProposer(TreeProposer):
 
     def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
         """A function from tokens [...] to the embeddings [..., H] that the head reads: its own, or the target's."""
-        embed: Any = getattr(self.head, "embed_tokens", None) or target.model.get_input_embeddings()
+        embed: Any = self.head.embed_tokens or target.model.get_input_embeddings()
         return lambda tokens: embed(tokens).to(self.dtype)
 
     def is_fixed(self, inputs: Inputs) -> bool:

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
@@ -306,8 +307,26 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
     halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
+    share_matrices(head, target)
     _warn_of_weights(str(folder), head.config.target_weights, target)
     return head
+
+
+def share_matrices(head: Head, target: Target) -> None:
+    """Let a head use the target's embeddings and output matrix where its own are copies of them.
+
+    The head's code looks up the rows of its own embeddings. So in a target that scales its embeddings, such as Gemma, a
+    copy is equal to the scaled rows; only block heads, which have a scale of their own, read the raw ones.
+    """
+    embeddings = output = None
+    if head.embed_tokens is not None:
+        embeddings = target.embedding_matrix
+        if head.kind != "dflash" and target.embedding_scale != 1:
+            embeddings = embeddings * target.embedding_scale
+    if head.output == "shared" and head.kind in ("eagle", "mtp") and target.output_bias is None:  # others train theirs
+        with suppress(ValueError):  # it has no dense one
+            output = target.output_matrix
+    head.share(embeddings, output)
 
 
 def _warn_of_weights(folder: str, trained: str | None, target: Target) -> None:

@@ -23,6 +23,7 @@ from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head, save_head
+from proposers.load import share_matrices
 from scripts.distillation.answers_file import settings_path
 from scripts.head_training.measurements import describe_validation, plot_training, print_plan, validate
 from scripts.head_training.options import DRAFT_LAYERS, SHAPE, TrainOptions, make_parser
@@ -179,6 +180,7 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
 def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     sizes = target.vocabulary, target.config.num_hidden_layers
     head: Any = load_head(options.init, torch.float32, *sizes)
+    share_matrices(head, target)
     head.check_target(target.config.hidden_size, *sizes)
     if options.kind == "peagle" and head.kind == "eagle3":
         torch.manual_seed(options.seed)

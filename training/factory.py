@@ -155,15 +155,16 @@ def make_objective(
         return MedusaObjective(head, loss, None, decay, temperature)
     with torch.no_grad():  # a call and not the weight: some models scale their embeddings
         table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
+    if head.embed_tokens is not None:
+        table = head.embed_tokens.requires_grad_(False).weight
     if head.kind == "hydra":
         return MedusaObjective(head, loss, table, decay, temperature)
     if head.kind == "dflash":
         if head.config.candidates or head.config.logit_factor != 1 or head.config.logit_cap is not None:
             raise ValueError("DFlash2 heads, and those with scaled or capped logits, cannot be trained here")
-        table = table * (head.config.embedding_scale / target.embedding_scale)
+        scale = target.embedding_scale if head.embed_tokens is None else 1
+        table = table * (head.config.embedding_scale / scale)
         return BlockObjective(head, loss, table, decay, temperature)
-    if head.embed_tokens is not None:
-        table = head.embed_tokens.requires_grad_(False).weight
     if head.kind == "peagle":
         return PEagleObjective(head, loss, table, head.depth, decay=decay, temperature=temperature, **eagle)
     return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)

@@ -2,8 +2,8 @@
 
 z-lab's config (SpecForge's too) is flat: a Qwen3 config with an object `dflash_config`; layers are numbered from 0 by
 the one that outputs them. speculators nests the layers' config and numbers hidden states as transformers does. DSpark
-is DFlash with a Markov head, our pair score; DFlash2 has a selector in its place, and convolutions. None has embeddings
-of its own, and an output matrix only where a part of the vocabulary is drafted.
+is DFlash with a Markov head, our pair score; DFlash2 has a selector in its place, and convolutions. Published ones have
+an output matrix only where a part of the vocabulary is drafted, and embeddings only as copies of the target's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from heads.formats.layout import (
     ConfigDict,
     Layout,
     Shapes,
+    check_width,
     count,
     export_token_map,
     extent,
     number,
     read_common,
+    read_layer_list,
     section,
 )
 
@@ -43,8 +45,8 @@ ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "df
 READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
 
 
-def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a block head; None if the file has none."""
+def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, target_depth: int | None) -> Layout | None:
+    """The layout of a block head; None if the file has none. target_depth: the target's number of layers."""
     if not {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= shapes.keys():
         return None
     if any(tensor.startswith(DOMINO) for tensor in shapes):
@@ -56,11 +58,12 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     hidden_size = extent(shapes, ["hidden_norm.weight"], 0)
     is_speculators = READ in config
     listed = settings.get(READ if is_speculators else READ_FROM_0)
-    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+    if listed is None:
         raise ValueError(f"its config must list the layers that it reads, as {INNER}.{READ_FROM_0} or {READ}")
-    if len(listed) * hidden_size != extent(shapes, ["fc.weight"], 1):
-        read = f"{len(listed)} layers of {hidden_size}"
-        raise ValueError(f"wrong: fc.weight has {extent(shapes, ['fc.weight'], 1)} columns, but it reads {read}")
+    key = READ if is_speculators else f"{INNER}.{READ_FROM_0}" if READ_FROM_0 in inner else READ_FROM_0
+    target_layers = number(settings, "num_target_layers")
+    features = read_layer_list(key, listed, 1 - is_speculators, target_layers or target_depth)
+    check_width(key, features, 1 - is_speculators, extent(shapes, ["fc.weight"], 1), hidden_size)
     layers = count("layers.{}.self_attn.q_proj.weight", shapes)[0]
     if (kinds := layer_config.get("layer_types")) and len(kinds) != layers:
         raise ValueError(f"its config's layer_types has {len(kinds)} entries; the head has {layers} layers")
@@ -72,7 +75,9 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     head_config = DFlashConfig(
         **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
         layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True, window=window),
-        features=tuple(listed if is_speculators else (layer + 1 for layer in listed)),
+        features=features,
+        target_layers=target_layers,
+        embedding=EMBEDDING in shapes,
         mask_token=_read_whole(settings, "mask_token_id"),
         output="shared" if "lm_head.weight" in shapes else "target",
         heads=size if from_anchor else size - 1,
@@ -83,7 +88,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
         **{ours: value for ours, name in SCALES.items() if (value := number({name: settings.get(name) or None}, name))},
         **(_read_dflash2(shapes, settings, hidden_size) if is_dflash2 else {"pair_rank": rank}),
     )
-    ignored = {EMBEDDING, "t2d", *(name for name in shapes if name.startswith("confidence_head."))}
+    ignored = {"t2d", *(name for name in shapes if name.startswith("confidence_head."))}
     renamed = {name: f"{name}.weight" for name in CODEBOOKS if f"{name}.weight" in shapes}
     return Layout(head_config, renamed, ignored)
 

@@ -1,9 +1,9 @@
 """EAGLE heads as published, and as servers load them.
 
-An EAGLE-1 folder (of EAGLE-2 and HASS too) has a copy of the target's embeddings and a copy of its config with a few
-changes. Its `num_hidden_layers` and `num_key_value_heads` are often wrong, and a missing `bias` means true. EAGLE-3
-heads are published by the authors, SpecForge, ModelOpt and speculators. Their first layer is named `midlayer` or
-`layers.0`; speculators' config keeps its sizes in a nested object.
+An EAGLE-1 folder (of EAGLE-2 and HASS too) has embeddings, mostly a copy of the target's, and a copy of its config with
+a few changes. Its `num_hidden_layers` and `num_key_value_heads` are often wrong, and a missing `bias` means true.
+EAGLE-3 heads are published by the authors, SpecForge, ModelOpt and speculators. Their first layer is named `midlayer`
+or `layers.0`; speculators' config keeps its sizes in a nested object.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from heads.formats.layout import (
     ConfigDict,
     Layout,
     Shapes,
+    check_width,
     count,
     export_token_map,
     extent,
     find_first_layer,
     number,
     read_common,
+    read_layer_list,
     rename,
     replace_prefix,
     section,
 )
 
 LAYER = "layers.0."
+OUTPUT = "lm_head.weight"
 READ = "eagle_aux_hidden_state_layer_ids"
 NESTED = "transformer_layer_config"  # speculators' sizes of the layer
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
@@ -58,11 +61,13 @@ def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
     if bias and "fc.bias" not in shapes:
         raise ValueError("missing: fc.bias, which is required unless its config has bias: false")
     head_config = EagleConfig(
-        **read_common(shapes, extent(shapes, ["fc.weight"], 0), [], config, vocab_size),
+        **read_common(shapes, extent(shapes, ["fc.weight"], 0), [OUTPUT], config, vocab_size),
         layer=read_layer(shapes, LAYER, config),
         bias=bias,
+        embedding=EMBEDDING in shapes,
+        output="shared" if OUTPUT in shapes else "target",
     )
-    return Layout(head_config, ignored={EMBEDDING})
+    return Layout(head_config)
 
 
 def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -95,26 +100,25 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     shapes = rename(shapes, renamed)
     query_width = extent(shapes, [f"{MIDLAYER}self_attn.q_proj.weight"], 1, 2)
     hidden_size = extent(shapes, [f"{MIDLAYER}self_attn.o_proj.weight"], 0, query_width // 2)
-    features = _read_features(config, layers)
+    key, features, from_output = _read_features(config, layers)
     width = extent(shapes, ["fc.weight"], 1, len(features))
-    target_size = number(layer_config, "target_hidden_size") or width // len(features)
-    if target_size * len(features) != width:
-        read = f"{len(features)} layers of {target_size}"
-        raise ValueError(f"wrong: fc.weight has {width} columns, but it reads {read}; see {READ}")
+    target_size = number(layer_config, "target_hidden_size")
+    if not target_size and (EMBEDDING not in shapes or width % len(features)):
+        target_size = hidden_size
+    target_size = int(target_size or width // len(features))
+    check_width(key, features, from_output, width, target_size)
     depth = max((1, *count("layers.{}.self_attn.o_proj.weight", shapes)))
-    # A file's embeddings are a copy of the target's, unless they were trained.
-    is_embedding = EMBEDDING in shapes and bool(target_size != hidden_size or config.get("embed_requires_grad"))
     settings: dict[str, Any] = {
-        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
+        **read_common(shapes, hidden_size, [OUTPUT], layer_config, vocab_size),
         "layer": replace(
             read_layer(shapes, MIDLAYER, layer_config),
             window=read_window(layer_config) if NESTED in config else None,  # flat configs copy the target's
         ),
         "features": features,
         "layers": depth,
-        "output": "shared" if "lm_head.weight" in shapes else "target",
-        "target_hidden_size": None if target_size == hidden_size else int(target_size),
-        "embedding": is_embedding,
+        "output": "shared" if OUTPUT in shapes else "target",
+        "target_hidden_size": None if target_size == hidden_size else target_size,
+        "embedding": EMBEDDING in shapes,
         "bias": "fc.bias" in shapes,
         **norms,
     }
@@ -123,7 +127,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     else:
         head_config = Eagle3Config(**settings)
     unused = [f"layers.{number}.hidden_norm.weight" for number in range(1, depth)]  # vLLM has them in all layers
-    ignored = {EMBEDDING, "t2d", *unused, *([] if head_config.final_norm else ["norm.weight"])}
+    ignored = {"t2d", *unused, *([] if head_config.final_norm else ["norm.weight"])}
     return Layout(head_config, renamed, ignored)
 
 
@@ -145,21 +149,21 @@ def _refuse_unknown(config: ConfigDict) -> None:
         raise ValueError(f"its config has {unknown[0]}: true, which is unknown; known are {sorted(KNOWN)}")
 
 
-def _read_features(config: ConfigDict, layers: int | None) -> tuple[int, ...]:
-    """The hidden states to read, in transformers' numbering: L is the output of the first L layers.
+def _read_features(config: ConfigDict, layers: int | None) -> tuple[str, tuple[int, ...], int]:
+    """The key of the layers to read, the hidden states in transformers' numbering, and what that has more than the key.
+
+    In transformers' numbering, L is the output of the first L layers.
 
     vLLM and speculators use this numbering, at the top of the config. SGLang and SpecForge list them inside
     `eagle_config`, by the index of the layer that outputs them, from 0: one less.
     """
-    outer = config.get(READ)
-    given = outer or section(config, "eagle_config").get(READ)
-    if not given and layers is not None:
-        return choose_features(layers)
-    if not given:
-        raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
-    if not isinstance(given, list) or not all(type(layer) is int for layer in given):
-        raise ValueError(f"its config has {READ}: {given!r}; it must be a list of layers")
-    return tuple(given) if outer else tuple(layer + 1 for layer in given)
+    outer, nested = config.get(READ), section(config, "eagle_config").get(READ)
+    if outer is None and nested is None:
+        if layers is None:
+            raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
+        return f"the default of {READ}", choose_features(layers), 0
+    key, listed, from_output = (READ, outer, 0) if outer is not None else (f"eagle_config.{READ}", nested, 1)
+    return key, read_layer_list(key, listed, from_output, layers), from_output
 
 
 def norms_residual(config: ConfigDict) -> bool:

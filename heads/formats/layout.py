@@ -118,11 +118,12 @@ def read_common(
     Raises ValueError if that is needed and unknown, or if a draft vocabulary has no token map.
     """
     rows, mapped = extent(shapes, matrices, 0, 0), extent(shapes, [MAP], 0, 0)
-    shown = extent(shapes, [EMBEDDING, "t2d"], 0, 0)
-    size = shown or number(config, "vocab_size") or (not mapped and rows) or given
+    named, embedded = number(config, "vocab_size"), extent(shapes, [EMBEDDING], 0, 0)
+    is_padded = embedded > (named or 0) and named == given  # with rows for tokens that the target does not have
+    size = extent(shapes, ["t2d"], 0, 0) or (not is_padded and embedded) or named or (not mapped and rows) or given
     if not size:
         raise ValueError("it does not contain the target's vocabulary size; pass vocab_size=, or add it to its config")
-    if EMBEDDING in shapes and tuple(shapes[EMBEDDING]) != (size, hidden_size):
+    if embedded and (embedded < size or tuple(shapes[EMBEDDING][1:]) != (hidden_size,)):
         raise ValueError(f"wrong: {EMBEDDING} is {list(shapes[EMBEDDING])}, not {[size, hidden_size]}")
     if not mapped and rows not in (0, size):
         raise ValueError(f"missing: token_map or d2t, which must map its {rows} output rows to {size} tokens")
@@ -133,6 +134,30 @@ def read_common(
         "draft_size": None if mapped in (0, size) else mapped,
         "target_name": config.get("base_model_name_or_path") or verifier.get("name_or_path"),
     }
+
+
+def read_layer_list(key: str, listed: Any, from_output: int, layers: int | None) -> tuple[int, ...]:
+    """The hidden states that a head reads, in transformers' numbering, from the list at this key of its config.
+
+    from_output: 1 if the list numbers the layers that output them, from 0, and 0 if it numbers hidden states. layers:
+    the target's, if known. Raises ValueError unless these are ascending numbers of the target's layers.
+    """
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise ValueError(f"its config has {key}: {listed!r}; it must be a list of layers")
+    states = tuple(each + from_output for each in listed)
+    if not states or [*states] != sorted({*states}) or states[0] < 0 or (layers is not None and states[-1] > layers):
+        to = "" if layers is None else f" to {layers - from_output}, because the target has {layers} layers"
+        raise ValueError(f"its config has {key}: {listed}; it must be ascending layer numbers from {-from_output}{to}")
+    return states
+
+
+def check_width(key: str, states: Sequence[int], from_output: int, width: int, size: int) -> None:
+    """Raise ValueError unless the features of these hidden states, each of this size, have the width that fc reads."""
+    if len(states) * size != width:
+        listed = [state - from_output for state in states]
+        right = f"; a list of {width // size} would be right" if width % size == 0 else ""
+        read = f"it reads {len(states)} layers of {size}: {key} is {listed}{right}"
+        raise ValueError(f"wrong: fc.weight has {width} columns, but {read}")
 
 
 def find_first_layer(names: Iterable[str]) -> str:
@@ -195,6 +220,8 @@ def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype |
     expected = {name: list(state.shape) for name, state in head.state_dict().items()}
     names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
     states = {ours: tensors[name] for ours, name in names.items() if name in tensors}
+    if EMBEDDING in states:  # it can have rows for tokens that the target does not have
+        states[EMBEDDING] = states[EMBEDDING][: layout.config.vocab_size]
     if MAP in states:
         _sort_vocabulary(states, layout.config.vocab_size)
     wrong = []

@@ -6,7 +6,8 @@ the target's is used. A whole model's base weights are ignored. Its heads were t
 only the model in their own folder.
 
 Hydra's head i is `hydra_mlp.{i}`, a list of blocks with dropout between them ("prefix-mlp") or without ("mlp"), and
-`hydra_lm_head.{i}`. "prefix-mlp" has a prefix layer: a Llama model of one layer, whose embeddings are not used.
+`hydra_lm_head.{i}`. `input_embed_fn` has the embeddings of draft tokens, a copy of the base model's. "prefix-mlp" has a
+prefix layer: a Llama model of one layer, whose embeddings are not used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.formats.decoder_layer import read_layer
-from heads.formats.layout import ConfigDict, Layout, Shapes, count, extent, read_common, rename
+from heads.formats.layout import EMBEDDING, ConfigDict, Layout, Shapes, count, extent, read_common, rename
 from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
@@ -26,9 +27,9 @@ WHOLE = "medusa_head."
 PREFIXES = ("medusa_heads.", WHOLE, "")
 BLOCKS = ("blocks.{}.layers.{}.", "{}.{}.linear.")
 BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
+EMBEDDINGS = "input_embed_fn."
 PREFIX = "prefix_embeding_layer."  # misspelt in published files
-IGNORED = {  # copies of the target's tensors, and a computed one
-    "input_embed_fn.weight",
+IGNORED = {  # embeddings that are never looked up, and a computed tensor
     f"{PREFIX}embed_tokens.weight",
     f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq",
 }
@@ -90,7 +91,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
     dropout = not count("hydra_mlp.{}.0.linear.weight", shapes)
     first, *further = range(dropout, places, 1 + dropout)
     matrix = "hydra_lm_head.{}.1." if count("hydra_lm_head.{}.1.weight", shapes) else "hydra_lm_head.{}."
-    renamed = {"prefix.layer.": f"{PREFIX}layers.0.", "prefix.norm.": f"{PREFIX}norm."}
+    renamed = {"prefix.layer.": f"{PREFIX}layers.0.", "prefix.norm.": f"{PREFIX}norm.", "embed_tokens.": EMBEDDINGS}
     for i in range(heads):
         renamed[f"grounded.{i}.linear."] = f"hydra_mlp.{i}.{first}.linear."
         renamed[f"grounded.{i}.residual."] = f"hydra_mlp.{i}.{first}.res_connection."
@@ -108,6 +109,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
         output="own",
         output_bias=True,
         projected=True,
+        embedding=EMBEDDING in shapes,
         prefix=read_layer(shapes, "prefix.layer.", config) if has_prefix else None,
     )
     return Layout(head_config, renamed, IGNORED)

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from heads.formats.layout import list_names
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
@@ -29,20 +31,20 @@ def refuse_pointer(path: Path) -> None:
             raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
 
 
-def _find_weights(folder: Path) -> list[Path]:
-    """The weight file, or the shards that an index lists."""
+def _find_weights(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The weight file, or the shards that an index lists, and the index: the file of each tensor."""
     found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if found is None:
         raise ValueError(f"it holds none of {', '.join(NAMES)}")
     if not found.name.endswith(INDEX):
-        return [found]
+        return [found], {}
     listed = read_json(found).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{found.name} has no weight_map from tensors to files")
     names = sorted({str(name) for name in listed.values()})
     if missing := [name for name in names if Path(name).name != name or not (folder / name).is_file()]:
         raise ValueError(f"{found.name} lists files that do not exist: {', '.join(missing)}")
-    return [folder / name for name in names]
+    return [folder / name for name in names], listed
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -52,7 +54,8 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     missing, is damaged or holds more than tensors.
     """
     tensors, metadata = dict[str, Tensor](), dict[str, str]()
-    for path in _find_weights(folder):
+    paths, index = _find_weights(folder)
+    for path in paths:
         refuse_pointer(path)
         try:
             if path.suffix == ".safetensors":
@@ -72,6 +75,8 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, original in metadata.items():  # safetensors stores a shared tensor once and lists its other names here
         if original in tensors:
             tensors.setdefault(name, tensors[original])
+    if lost := [f"{name} in {file}" for name, file in index.items() if name not in tensors]:
+        raise ValueError(f"the index lists tensors that its files do not hold: {list_names(lost)}")
     return tensors, metadata
 
 

@@ -131,20 +131,20 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
 
 
 def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: Target) -> Iterator[Finding]:
-    """SGLang takes the target's embeddings; vLLM takes the file's if they differ. Loading ignores untrained ones."""
+    """SGLang takes the target's embeddings, and its output matrix for EAGLE-1. vLLM takes the file's embeddings if they
+    differ, as loading does here."""
     if head.kind == "eagle3" and config.get("tie_word_embeddings"):
         text = "with tie_word_embeddings: true, SGLang takes the embeddings for the output matrix: write false"
         yield error("sglang", "embeddings", text)
+    if head.kind == "eagle" and head.output == "shared":
+        yield error("sglang", "output", "SGLang takes the target's output matrix, not the head's: train without it")
     own = tensors.get(EMBEDDING)
     if own is None:
         return
     theirs = target.embedding_matrix.cpu().float()
-    if own.shape == theirs.shape and torch.dist(own.float(), theirs) <= DIFFERENT * theirs.norm():
-        return
-    if getattr(head.config, "embedding", False):
-        yield error("sglang", "embeddings", "SGLang takes the target's embeddings, not the head's: train without them")
-    else:
-        yield error("vllm", "embeddings", f"{EMBEDDING} differs from the target's, and vLLM uses it: remove it")
+    if own.shape != theirs.shape or torch.dist(own.float(), theirs) > DIFFERENT * theirs.norm():
+        text = f"SGLang takes the target's embeddings, not {EMBEDDING}: train without it, or remove it if it is random"
+        yield error("sglang", "embeddings", text)
 
 
 def check_layer_ids(head: Head, config: ConfigDict, layers: int) -> Iterator[Finding]:

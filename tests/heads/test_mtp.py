@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
 from decode import Sampling, Target, generate
 from heads import load_head, save_head
-from proposers import MtpProposer, load_proposer
+from proposers import MtpProposer, load_draft_head, load_proposer
 from tests.support.models import tiny
 from training.data import Example
 from training.factory import make_head
@@ -62,7 +62,8 @@ def write_checkpoint(kind: str, folder: Path, change: Change = unchanged) -> tup
     copied = {name.replace(last, inner): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     tensors |= copied | {f"{outer}{name}.weight": tensor for name, tensor in zip(names, drawn, strict=True)}
     if CHECKPOINTS[kind] == "deepseek":  # copies of the target's matrices
-        tensors |= {f"{outer}{name}.weight": torch.ones(3) for name in ("embed_tokens", "shared_head.head")}
+        given = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        tensors |= {f"{outer}{own}.weight": tensors[f"{name}.weight"].clone() for own, name in given.items()}
     config = json.loads((folder / "config.json").read_text())
     change(tensors, config)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -193,6 +194,180 @@ def quantize(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 def add(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     tensors["mtp.layers.0.mlp.side_proj.weight"] = torch.ones(1)
+
+
+def give(kind: str, embeddings: float | None = None, output: float | None = None, then: Change = unchanged) -> Change:
+    """Give the module matrices of its own: the target's plus noise of these sizes. None: as they are."""
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        outer = LAYOUTS[CHECKPOINTS[kind]][4].format(config["num_hidden_layers"])
+        head = "shared_head.head" if CHECKPOINTS[kind] == "deepseek" else "lm_head"
+        for name, given, added in (("embed_tokens", "model.embed_tokens", embeddings), (head, "lm_head", output)):
+            if added is not None:
+                weight = tensors[f"{given}.weight"]
+                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+                tensors[f"{outer}{name}.weight"] = weight + added * noise
+        then(tensors, config)
+
+    return change
+
+
+def keep_module(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """As a file of the module alone."""
+    for name in [*tensors]:
+        if not name.startswith("model.layers.2."):
+            del tensors[name]
+
+
+def draft(proposer: Any, target: Target) -> tuple[Tensor, Tensor]:
+    """A head's logits after a text, as a proposer computes them, and the features that it read."""
+    ids = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
+    _, states = target.open(1, proposer.head.features).extend([ids[0, :-1].tolist()])
+    assert states is not None
+    found = proposer.head(proposer.embedding(target)(ids[:, 1:]), states, torch.arange(ids.shape[1] - 1)[None])
+    return proposer.head.logits(found), states
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen2"])
+@pytest.mark.parametrize(("embeddings", "output"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.03), (0.0, 0.0)])
+@torch.no_grad()
+def test_a_modules_own_matrices_are_used_if_they_differ(
+    kind: str, embeddings: float, output: float, tmp_path: Path
+) -> None:
+    model, parts = write_checkpoint(kind, tmp_path, give(kind, embeddings, output))
+    target = Target(model.eval())
+    target.model.config.name_or_path = target.model.name_or_path = str(tmp_path)
+    proposer: Any = load_proposer("mtp", target, nodes=9)
+    head, tensors = proposer.head, load_file(tmp_path / "model.safetensors")
+    assert (head.config.embedding, head.config.output) == (embeddings > 0, "shared" if output else "target")
+
+    outer = LAYOUTS[CHECKPOINTS[kind]][4].format(model.config.num_hidden_layers)
+    name = "shared_head.head" if CHECKPOINTS[kind] == "deepseek" else "lm_head"
+    found, states = draft(proposer, target)
+    embedded = tensors[f"{outer}embed_tokens.weight"][[9, 5, 9, 5, 7, 8]][None]
+    expected = compute(model, parts, embedded, states, head.config.states_first)
+    expected = make_norm(model, parts["norm"])(expected) @ tensors[f"{outer}{name}.weight"].T
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+    plain = generate(target, PROMPTS, None, max_new_tokens=8, stop_ids=[])
+    drafted = generate(target, PROMPTS, proposer, max_new_tokens=8, stop_ids=[])
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+
+
+COPIED = [f"model.layers.2.{name}" for name in ("embed_tokens", "shared_head.head")]
+
+
+def pad(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for name in COPIED:
+        tensors[f"{name}.weight"] = torch.cat([tensors[f"{name}.weight"], tensors[f"{name}.weight"][:5]])
+
+
+def round_copies(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for name in COPIED:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()
+
+
+def quantize_all(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Every matrix of the vocabulary, the target's own too."""
+    for name in ("model.embed_tokens", "lm_head", *COPIED):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_inv"] = torch.ones(1)
+
+
+def tie(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["tie_word_embeddings"] = True
+    tensors["model.layers.2.shared_head.head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    del tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize("change", [unchanged, pad, round_copies, quantize_all, tie])
+def test_copies_of_the_targets_matrices_are_not_kept(change: Change, tmp_path: Path) -> None:
+    write_checkpoint("deepseek_v3", tmp_path, change)
+    head = load_head(tmp_path)
+    assert (head.config.embedding, head.config.output) == (False, "target")
+    assert head.embed_tokens is None and not hasattr(head, "lm_head")
+
+
+@pytest.mark.parametrize("change", [unchanged, pad, round_copies])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [None, 1.0])
+def test_a_file_of_the_module_alone_is_compared_with_the_target(
+    change: Change, dtype: torch.dtype, added: float | None, tmp_path: Path
+) -> None:
+    """Also if the target has another dtype."""
+
+    def all_changes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        give("deepseek_v3", added, added, change)(tensors, config)
+        keep_module(tensors, config)
+
+    model, _ = write_checkpoint("deepseek_v3", tmp_path, all_changes)
+    apart = load_head(tmp_path)
+    assert apart.config.embedding and apart.config.output == "shared"
+    head: Any = load_draft_head(tmp_path, Target(model.to(dtype).eval()))
+    assert (head.config.embedding, head.config.output) == ((False, "target") if added is None else (True, "shared"))
+    save_head(head, tmp_path / "saved")
+    torch.testing.assert_close(load_head(tmp_path / "saved").state_dict(), head.state_dict(), rtol=0, atol=0)
+
+
+def move(number: int) -> Change:
+    """Give the module, or its layer, another number."""
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        for name in [*tensors]:
+            for before in ("model.layers.2.", "model.mtp_layers.0.", "mtp.layers.0."):
+                if name.startswith(before):
+                    after = ".".join([*before.split(".")[:-2], str(number), ""])
+                    tensors[after + name.removeprefix(before)] = tensors.pop(name)
+
+    return change
+
+
+def remove_layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    parts = ("attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    for name in [*tensors]:
+        is_inside = name.startswith(("model.layers.2.", "model.mtp_layers.0.", "mtp.layers.0."))
+        if is_inside and any(part in name for part in parts):
+            del tensors[name]
+
+
+NO_LAYER = "missing: all tensors of the layer of its MTP module, whose names begin with "
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("deepseek_v3", move(3), "its first MTP module, model.layers.2, is missing; it has model.layers.3$"),
+        ("qwen2", move(1), "its first MTP module, model.mtp_layers.0, is missing; it has model.mtp_layers.1$"),
+        ("qwen3_5_text", move(1), f"{NO_LAYER}mtp.layers.0$"),
+        ("qwen3_5_text", remove_layer, f"{NO_LAYER}mtp.layers.0$"),
+        ("deepseek_v3", remove_layer, f"{NO_LAYER}model.layers.2$"),
+        ("qwen2", remove_layer, f"{NO_LAYER}model.mtp_layers.0$"),
+        (
+            *("deepseek_v3", shorten("model.layers.2.embed_tokens.weight")),
+            r"wrong in its MTP module: model.layers.2.embed_tokens.weight is \[95, 32\], not \[96, 32\]$",
+        ),
+        (
+            *("deepseek_v3", give("deepseek_v3", 0.0, 1.0, quantize_all)),
+            r"its MTP module is quantized \(model.layers.2.shared_head.head.weight\), which is not supported",
+        ),
+    ],
+)
+def test_what_a_module_lacks_is_named(kind: str, change: Change, message: str, tmp_path: Path) -> None:
+    write_checkpoint(kind, tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+
+
+def test_a_module_apart_from_its_model_may_be_numbered_from_0(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        keep_module(tensors, config)
+        move(0)(tensors, config)
+
+    write_checkpoint("deepseek_v3", tmp_path / "whole")
+    write_checkpoint("deepseek_v3", tmp_path / "apart", change)
+    whole, apart = (load_head(tmp_path / name).state_dict() for name in ("whole", "apart"))
+    assert {*apart} - {*whole} == {"embed_tokens.weight", "lm_head.weight"}
+    torch.testing.assert_close({name: apart[name] for name in whole}, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -127,12 +127,13 @@ LAYER_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"intermediate_size": 77}, {}, {"error both sizes"}),
     ({"head_dim": GONE}, {}, set()),  # hidden_size / num_attention_heads
     ({"max_position_embeddings": CONTEXT - 1}, {}, {"warning both sizes"}),
-    ({}, EMBEDDING, {"error vllm embeddings"}),
+    ({}, EMBEDDING, {"error sglang embeddings"}),
 ]
 EAGLE_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     *LAYER_FAULTS,
     ({}, {"fc.bias": ones(HIDDEN)}, {"error vllm biases"}),
     ({"bias": False}, {"fc.bias": GONE}, {"error sglang biases"}),
+    ({}, {"lm_head.weight": ones(VOCABULARY, HIDDEN)}, {"error sglang output"}),
 ]
 EAGLE3_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     *LAYER_FAULTS,

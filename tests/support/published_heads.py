@@ -117,7 +117,7 @@ def name_medusa(head: Any, prefix: str = "") -> Tensors:
 
 def name_hydra(head: Any, dropout: bool = True) -> Tensors:
     """Names as in Ankner et al.'s repository. All blocks after the first are the same one, with several names."""
-    first, tensors = int(dropout), {"input_embed_fn.weight": drawn(VOCABULARY, HIDDEN)}
+    first, tensors = int(dropout), {"input_embed_fn.weight": EMBEDDING["embed_tokens.weight"]}
     for i in range(head.depth):
         for layer in head.blocks[i].layers[1:]:
             layer.load_state_dict(head.blocks[i].layers[0].state_dict())
