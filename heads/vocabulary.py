@@ -86,8 +86,8 @@ class VocabularyHead(nn.Module):
     def share(self, embeddings: Tensor | None, output: Tensor | None) -> None:
         """Drop the head's own embeddings [V, H] and output matrix [V, H] where they are copies of the target's.
 
-        Copies are equal in the narrower of the two dtypes. None is for a matrix that cannot be shared. A head that
-        loses its output matrix needs `borrow`.
+        Copies can have another dtype (`is_copy`). None is for a matrix that cannot be shared. A head that loses its
+        output matrix needs `borrow`.
         """
         if self.embed_tokens is not None and is_copy(self.embed_tokens.weight, embeddings):
             self.embed_tokens, self.config = None, replace(self.config, embedding=False)
@@ -152,11 +152,16 @@ class VocabularyHead(nn.Module):
 
 
 def is_copy(own: Tensor, given: Tensor | None) -> bool:
-    """Whether a matrix is equal to a given one, in the narrower of their dtypes."""
+    """Whether a matrix is equal to a given one in the dtype of either, or in half precision if that holds them."""
     if given is None or given.shape != own.shape or given.device.type == "meta":
         return False
     given = given.to(own.device)
-    return torch.equal(own, given.to(own.dtype)) or torch.equal(own.to(given.dtype), given)
+    if torch.equal(own.to(given.dtype), given):
+        return True
+    exact = (
+        dtype for dtype in (own.dtype, torch.bfloat16, torch.float16) if torch.equal(own.to(dtype).to(own.dtype), own)
+    )
+    return any(torch.equal(own.to(dtype), given.to(dtype)) for dtype in exact)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -442,6 +442,16 @@ def test_the_module_of_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     torch.testing.assert_close(load_head(tmp_path).state_dict(), whole.state_dict(), rtol=0, atol=0)
 
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    kept = {name: tensor for name, tensor in load_file(shard).items() if name != "mtp.fc.weight"}
+    save_file(kept, shard)
+    message = f"the index lists tensors that its files do not hold: mtp.fc.weight in {shard.name}$"
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"index.json lists files that do not exist: {shard.name}$"):
+        load_head(tmp_path)
+
 
 def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
     """A narrower format would change which experts are chosen."""
