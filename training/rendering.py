@@ -170,9 +170,14 @@ class Renderer:
     def _write_answer(self, conversation: Conversation, turn: int, prompt: str, finished: bool) -> str:
         """The text of an answer with its ending. Tool calls and thoughts in keys of their own need the template."""
         message = conversation.messages[turn]
-        if not any(message.get(name) for name in STRUCTURED):
-            answer = str(message["content"])
-            return answer + self.ending if finished and not answer.endswith(self.ending) else answer
+        if any(message.get(name) for name in STRUCTURED):
+            return self._cut_answer(self._render_answer(conversation, turn, prompt), finished)
+        answer = str(message["content"])
+        return answer + self.ending if finished and not answer.endswith(self.ending) else answer
+
+    def _render_answer(self, conversation: Conversation, turn: int, prompt: str) -> str:
+        """What the template writes for an answer, and after it. Raises ValueError if it changes or leaves out text."""
+        message = conversation.messages[turn]
         whole = self._render(conversation, conversation.messages[: turn + 1], opened=False)
         if not whole.startswith(prompt):
             given = next(name for name in STRUCTURED if message.get(name))
@@ -181,6 +186,17 @@ class Renderer:
                 "masked"
             )
         answer = self._drop_empty_thought(conversation, turn, prompt, whole[len(prompt) :])
+        # Thoughts inside of the content may be written in another way.
+        texts = {"content": message["content"].rpartition("</think>")[2]} | {
+            each: message.get(each) for each in THOUGHTS
+        }
+        for name, text in texts.items():
+            if isinstance(text, str) and text.strip() not in answer:
+                raise ValueError(f"{conversation.place}: the chat template leaves out the {name} of an answer")
+        return answer
+
+    def _cut_answer(self, answer: str, finished: bool) -> str:
+        """A rendered answer up to its ending, which it loses or gets as needed."""
         if self._after and answer.endswith(self._after):
             return answer.removesuffix(self._after) + self.ending * finished
         written = answer.rstrip()

@@ -61,7 +61,9 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, targ
     if listed is None:
         raise ValueError(f"its config must list the layers that it reads, as {INNER}.{READ_FROM_0} or {READ}")
     key = READ if is_speculators else f"{INNER}.{READ_FROM_0}" if READ_FROM_0 in inner else READ_FROM_0
-    target_layers = number(settings, "num_target_layers")
+    target_layers = None
+    if settings.get("num_target_layers") is not None:
+        target_layers = _read_whole(settings, "num_target_layers")
     features = read_layer_list(key, listed, 1 - is_speculators, target_layers or target_depth)
     check_width(key, features, 1 - is_speculators, extent(shapes, ["fc.weight"], 1), hidden_size)
     layers = count("layers.{}.self_attn.q_proj.weight", shapes)[0]

@@ -176,7 +176,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
             )
         ),
         ("dflash", {}, {"aux_hidden_state_layer_ids": "all"}, "layer_ids: 'all'; it must be a list of layers$"),
-        ("dflash", {}, {"num_target_layers": "many"}, "num_target_layers: 'many'; it must be a positive number$"),
+        ("dflash", {}, {"num_target_layers": "many"}, "num_target_layers: 'many'; it must be a whole number$"),
         (
             "eagle3",
             {},

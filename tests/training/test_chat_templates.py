@@ -170,6 +170,12 @@ def test_content_may_be_null_where_another_key_has_the_text(key: str) -> None:
 @pytest.mark.parametrize(
     ("name", "messages", "row", "reason"),
     [
+        (
+            "llama3",
+            [user(), call("so"), RESULT, answer()],
+            {},
+            "the chat template leaves out the content of an answer$",
+        ),
         ("gemma", [*EARLIER, answer("no")], {}, r"cannot render this conversation \(Conversation roles must alternate"),
         (
             "gemma",
@@ -195,6 +201,14 @@ def test_content_may_be_null_where_another_key_has_the_text(key: str) -> None:
 def test_what_a_template_does_not_write_is_refused(name: str, messages: list, row: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^here: .*{reason}"):
         read(NAMES[name], messages, **row)
+
+
+def test_thoughts_that_the_template_mentions_and_leaves_out_are_refused() -> None:
+    tokenizer: Any = make_tokenizer(CHATML)
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if m.reasoning %}!{% endif %}")
+    row = read_conversation({"messages": [user(), answer(reasoning="why")]}, "here", True)
+    with pytest.raises(ValueError, match=r"^here: the chat template leaves out the reasoning of an answer$"):
+        make_examples(row, Renderer(tokenizer))
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
