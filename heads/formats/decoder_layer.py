@@ -1,8 +1,10 @@
-"""A decoder layer's sizes from names, shapes and config. Shapes come first, because published configs are wrong."""
+"""A decoder layer's sizes, and the target's layers that a head reads, from names, shapes and config. Shapes come first,
+because published configs are wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from heads.dflash import DFlashConfig
@@ -71,6 +73,30 @@ def read_windows(config: ConfigDict) -> tuple[int | None, tuple[int, ...]]:
         raise ValueError("its config has windows, and use_sliding_window: false; remove one of them")
     full_layers = tuple(index for index, kind in enumerate(kinds) if kind == FULL)
     return int(window), full_layers if WINDOWED in kinds else ()
+
+
+def read_layer_list(key: str, listed: Any, from_output: int, layers: int | None) -> tuple[int, ...]:
+    """The hidden states that a head reads, in transformers' numbering, from the list at this key of its config.
+
+    from_output: 1 if the list numbers the layers that output them, from 0, and 0 if it numbers hidden states. layers:
+    the target's, if known. Raises ValueError unless these are ascending numbers of the target's layers.
+    """
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise ValueError(f"its config has {key}: {listed!r}; it must be a list of layers")
+    states = tuple(each + from_output for each in listed)
+    if not states or [*states] != sorted({*states}) or states[0] < 0 or (layers is not None and states[-1] > layers):
+        to = "" if layers is None else f" to {layers - from_output}, because the target has {layers} layers"
+        raise ValueError(f"its config has {key}: {listed}; it must be ascending layer numbers from {-from_output}{to}")
+    return states
+
+
+def check_width(key: str, states: Sequence[int], from_output: int, width: int, size: int) -> None:
+    """Raise ValueError unless the features of these hidden states, each of this size, have the width that fc reads."""
+    if len(states) * size != width:
+        listed = [state - from_output for state in states]
+        right = f"; a list of {width // size} would be right" if width % size == 0 else ""
+        read = f"it reads {len(states)} layers of {size}: {key} is {listed}{right}"
+        raise ValueError(f"wrong: fc.weight has {width} columns, but {read}")
 
 
 def _read_head_dim(shapes: Shapes, prefix: str, config: ConfigDict, query_size: int, key_size: int) -> int:

@@ -14,19 +14,26 @@ from typing import Any
 from torch import Tensor
 
 from heads.dflash import DFlashConfig, DFlashHead
-from heads.formats.decoder_layer import FULL, WINDOWED, describe_proposal, export_layer, read_layer, read_windows
+from heads.formats.decoder_layer import (
+    FULL,
+    WINDOWED,
+    check_width,
+    describe_proposal,
+    export_layer,
+    read_layer,
+    read_layer_list,
+    read_windows,
+)
 from heads.formats.layout import (
     EMBEDDING,
     ConfigDict,
     Layout,
     Shapes,
-    check_width,
     count,
     export_token_map,
     extent,
     number,
     read_common,
-    read_layer_list,
     section,
 )
 

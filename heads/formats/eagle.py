@@ -23,7 +23,14 @@ from heads.eagle import (
     PEagleHead,
     choose_features,
 )
-from heads.formats.decoder_layer import describe_proposal, export_layer, read_layer, read_window
+from heads.formats.decoder_layer import (
+    check_width,
+    describe_proposal,
+    export_layer,
+    read_layer,
+    read_layer_list,
+    read_window,
+)
 from heads.formats.layout import (
     EMBEDDING,
     MAP,
@@ -32,14 +39,12 @@ from heads.formats.layout import (
     ConfigDict,
     Layout,
     Shapes,
-    check_width,
     count,
     export_token_map,
     extent,
     find_first_layer,
     number,
     read_common,
-    read_layer_list,
     rename,
     replace_prefix,
     section,

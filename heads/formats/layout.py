@@ -136,30 +136,6 @@ def read_common(
     }
 
 
-def read_layer_list(key: str, listed: Any, from_output: int, layers: int | None) -> tuple[int, ...]:
-    """The hidden states that a head reads, in transformers' numbering, from the list at this key of its config.
-
-    from_output: 1 if the list numbers the layers that output them, from 0, and 0 if it numbers hidden states. layers:
-    the target's, if known. Raises ValueError unless these are ascending numbers of the target's layers.
-    """
-    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
-        raise ValueError(f"its config has {key}: {listed!r}; it must be a list of layers")
-    states = tuple(each + from_output for each in listed)
-    if not states or [*states] != sorted({*states}) or states[0] < 0 or (layers is not None and states[-1] > layers):
-        to = "" if layers is None else f" to {layers - from_output}, because the target has {layers} layers"
-        raise ValueError(f"its config has {key}: {listed}; it must be ascending layer numbers from {-from_output}{to}")
-    return states
-
-
-def check_width(key: str, states: Sequence[int], from_output: int, width: int, size: int) -> None:
-    """Raise ValueError unless the features of these hidden states, each of this size, have the width that fc reads."""
-    if len(states) * size != width:
-        listed = [state - from_output for state in states]
-        right = f"; a list of {width // size} would be right" if width % size == 0 else ""
-        read = f"it reads {len(states)} layers of {size}: {key} is {listed}{right}"
-        raise ValueError(f"wrong: fc.weight has {width} columns, but {read}")
-
-
 def find_first_layer(names: Iterable[str]) -> str:
     """What `MIDLAYER` is in a file with these names of tensors."""
     return MIDLAYER if any(name.startswith(MIDLAYER) for name in names) else "layers.0."
@@ -238,7 +214,9 @@ def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype |
     }
     if found := [f"{fault}: {list_names(named)}" for fault, named in faults.items() if named]:
         raise ValueError("; ".join(found))
-    dtype = dtype or next(state.dtype for state in states.values() if state.is_floating_point())
+    if dtype is None:  # copies can have the target's
+        others = (each for ours, each in states.items() if ours not in (EMBEDDING, "lm_head.weight"))
+        dtype = next(each.dtype for each in others if each.is_floating_point())
     formats = {ours: choose_dtype(head, ours, dtype) for ours in states}
     states = {ours: convert(state, formats[ours], copy=True) for ours, state in states.items()}  # out of the file's map
     if bad := [names[ours] for ours, state in states.items() if not bool(state.isfinite().all())]:

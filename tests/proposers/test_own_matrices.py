@@ -111,7 +111,11 @@ def test_copies_are_shared_in_any_dtype(kind: str, file_dtype: int, target_dtype
     target = Target(model.to(dtypes[target_dtype]))
     matrices = {"embed_tokens.weight": embeddings} | ({"lm_head.weight": output} if kind == "eagle" else {})
     matrices = {name: matrix.to(dtypes[file_dtype]) for name, matrix in matrices.items()}
-    head: Any = load_draft_head(publish(tmp_path / "head", make(kind, target), matrices), target)
+    folder = publish(tmp_path / "head", make(kind, target), matrices)
+    assert {each.dtype for each in load_head(folder, vocab_size=VOCABULARY).parameters()} == {
+        target.dtype
+    }  # of the rest
+    head: Any = load_draft_head(folder, target)
     assert head.embed_tokens is None and not head.config.embedding
     assert kind != "eagle" or head.config.output == head.output == "target"
     save_head(head, tmp_path / "saved")
