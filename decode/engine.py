@@ -67,6 +67,7 @@ class Engine:
         self.proposer = as_proposer(proposer, target)
         kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
         self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
+        self._version = target.read_version(deep=True)  # of the weights that all that is kept was computed with
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
         self._requests: dict[int, Request] = {}  # that have not ended, by id
@@ -160,7 +161,7 @@ class Engine:
         with self._stepping:
             try:
                 with torch.inference_mode():  # a step makes hundreds of small calls, which cost less in this mode
-                    chunks = self._cancel()
+                    chunks = self._cancel() + self._follow_weights()
                     if self._batch is not None and self._batch.requests:
                         chunks += self._batch.step()
                         self._release()
@@ -211,12 +212,15 @@ class Engine:
 
     def _admit(self) -> list[Chunk]:
         """Read prompts: all that there are rows for if nothing is decoded, else a part of the next ones."""
+        chunks = list[Chunk]()
+        if self._waiting and self._reading is None and len(self._batch.requests if self._batch else ()) < self.rows:
+            chunks += self._follow_weights(deep=True)
         if self._batch is None and self._reading is None:
             requests = self._take_waiting(self.rows)
             if not any(self._find(request.prompt) for request in requests):
-                return self._begin(requests) if requests else []
+                return chunks + (self._begin(requests) if requests else [])
             self._reading = self._begin_reading(requests)
-        chunks, left = list[Chunk](), self.part if self._batch is not None else WHOLE
+        left = self.part if self._batch is not None else WHOLE
         while left > 0:
             free = self.rows - len(self._batch.requests if self._batch else ())
             if self._reading is None and free and (requests := self._take_alike(free, left)):
@@ -312,6 +316,21 @@ class Engine:
         if self._reading is not None and not self._reading.keep_running():
             self._reading = None
         self._release()
+        return chunks
+
+    def _follow_weights(self, deep: bool = False) -> list[Chunk]:
+        """If the model's weights have changed, drop what was kept, and end the requests that earlier ones decode."""
+        version = self.target.read_version(deep)
+        if version == self._version:
+            return []
+        self._version = version
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        begun = [*(self._batch.requests if self._batch else ()), *(self._reading.requests if self._reading else ())]
+        error = ValueError("the model's weights changed while this answer was decoded; ask again")
+        chunks = [self._end(request, "error", error) for request in begun if request.finish is None]
+        self._reading = None
+        self._end_batch()
         return chunks
 
     def _release(self) -> None:

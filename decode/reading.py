@@ -86,6 +86,10 @@ class Prefixes:
         while self.bytes > self.most:
             self._texts.popitem(last=False)
 
+    def clear(self) -> None:
+        """Drop all texts."""
+        self._texts.clear()
+
     def find(self, prompt: Sequence[int], running: Iterable[Text]) -> Text | None:
         """The longest beginning of a prompt, but for its last token, that any text has; None if it is too short."""
         known = [(count_common(text.tokens, prompt[:-1]), text) for text in (*running, *self._texts.values())]

@@ -16,8 +16,9 @@ from transformers.utils import ModelOutput
 from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
 from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
-from decode.cpu.packed_linear import PackedLinear
+from decode.cpu.packed_linear import PackedLayer
 from decode.gpu.fixed_session import FixedSessions, find_graph_fault
+from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
 from decode.models.grouped_attention import ATTENTION
@@ -33,7 +34,7 @@ class Target(TimedModel):
 
     model: any decoder-only transformers model with sdpa, eager or flex attention. It is never changed.
     accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy
-    (`decode.cpu.acceleration`), in which later changes of the weights take effect only in part.
+    (`decode.cpu.acceleration`). Changes of the weights are noticed, see `read_version`.
     deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed
     cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
     the first rank's counts, and all ranks must decode the same prompts.
@@ -52,10 +53,13 @@ class Target(TimedModel):
         model = unwrap(model)
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
+        self.accelerate, self._shares_all = accelerate, self.model is model
         self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
         self_test(self)
         if (mode := getattr(self.model, "graphs", None)) is not None:
             self._use_graphs(must=mode == "graphs")
+        self._watch = ModelWatch(model)
+        self._missed: str | None = None  # a change that its copies do not have
 
     @classmethod
     def load(
@@ -82,20 +86,43 @@ class Target(TimedModel):
             raise ValueError(f"{self.config.model_type} cannot have CUDA graphs ({fault}); choose auto or packed")
         self.has_graphs = fault is None
 
+    def read_version(self, deep: bool = False) -> int:
+        """A number that rises when the model's weights or adapters have changed. What was computed before is void then.
+
+        Whole tensors are compared, before each step. Writing into a tensor through `.data` is not seen.
+        deep: compare the config and some elements of each tensor as well, which takes a millisecond and sees most such
+        writing. It is done before prompts are read.
+
+        Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
+        target has copies of weights that have changed.
+        """
+        change = self._watch.look(deep) or self._missed
+        if change and (self.is_packed or (change == MOVED and not (self._shares_all and not self.has_graphs))):
+            self._missed = change
+            raise ValueError(
+                "the model's weights have changed since this target was made, and it has copies of them; make a new "
+                f"one: Target(model, tokenizer, accelerate={self.accelerate!r})"
+            )
+        return self._watch.version
+
     @cached_property  # every pass asks, and finding out takes half a millisecond
     def compiled(self) -> bool:
         """Whether passes over a few tokens run compiled kernels."""
         return bool(compiled_layers(self.model))
 
     @cached_property
+    def is_packed(self) -> bool:
+        """Whether it has packed copies of weights."""
+        return any(isinstance(module, PackedLayer) for module in self.model.modules())
+
+    @cached_property
     def passes_flat(self) -> bool:
         """Where the project's own attention op runs, if the model computes the same in a flat pass."""
         is_own = self.model.config._attn_implementation == ATTENTION and self.dtype in DTYPES
-        is_packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         if (
             self.device.type != "cpu"
             or self.is_recurrent
-            or not (is_own and is_packed)
+            or not (is_own and self.is_packed)
             or load_native_ops() is not None
         ):
             return False

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from decode.cpu.packed_linear import can_pack
 from decode.hf.arguments import (
     drop_ignored,
     find_generate_argument,
@@ -29,7 +28,7 @@ from decode.hf.outputs import make_output
 from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts
 from decode.hf.session import PromptTarget, Recording
-from decode.models.compatibility import attention_windows, refuse_unsupported
+from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.requests.answer import Chunk
@@ -37,9 +36,8 @@ from decode.sampling import copy_processor
 from decode.stream import stream
 from decode.target import Target
 
-# The targets of each model and the state that they were made in, by `accelerate`. A target that uses the model itself
-# is kept without it.
-_TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Any, Target]]] = WeakKeyDictionary()
+# The targets of each model by `accelerate`. One that uses the model itself is kept without it.
+_TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, Target]] = WeakKeyDictionary()
 
 
 def speculate(
@@ -62,8 +60,8 @@ def speculate(
     reproducible by `torch.manual_seed`. Rows also end at the model's context length.
 
     proposer, nodes: as in `decode.stream`. accelerate, deterministic: as in `Target`. The accelerated copy is kept
-    until the weights change. Hooks that are added later are not noticed, nor adapters that are switched. The model is
-    tested once and never changed.
+    until the model's weights or adapters change (`Target.read_version`). Hooks that are added later are not noticed.
+    The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
     A single row has the objects themselves. In a batch each row has a deep copy of yours, with its own row of the
@@ -141,29 +139,26 @@ def _collect(
 
 
 def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | CostCurve) -> Target:
-    """The model as a target. A new one is made, and tested, only if the model is new or has changed."""
-    targets, state = _TARGETS.setdefault(model, {}), _state_of(model, accelerate)
-    if accelerate not in targets or targets[accelerate][0] != state:
+    """The model as a target. A new one is made, and tested, if the model is new or has changed too much."""
+    targets = _TARGETS.setdefault(model, {})
+    target = copy(targets[accelerate]) if accelerate in targets else None
+    if target is not None:
+        target.model = model if target.model is None else target.model
+    if target is None or not _is_current(target):
         target = Target(model, accelerate=accelerate)
-        if target.model is model:
-            target.model = None  # otherwise the dictionary's value would keep its key alive
-        targets[accelerate] = state, target
-    target = copy(targets[accelerate][1])
-    target.model = model if target.model is None else target.model
+        kept = targets[accelerate] = copy(target)
+        if kept.model is model:
+            kept.model = None  # otherwise the dictionary's value would keep its key alive
     if deterministic:
+        target = copy(target)
         target.deterministic, target._cost_curves = deterministic, {}
     return target
 
 
-def _state_of(model: PreTrainedModel, accelerate: str) -> Any:
-    """Changes if the model moves or gets another vocabulary, window or attention or, if accelerated, other weights.
-
-    Merging adapters changes weights without a new version, so 64 elements of each packed weight are compared too.
-    """
-    packed = [module.weight.detach() for module in model.modules() if accelerate != "off" and can_pack(module)]
-    samples = [weight.flatten()[:: max(1, weight.numel() // 64)].tolist() for weight in packed]
-    versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in packed]
-    shared = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()) if accelerate != "off"]
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    kind = model.config._attn_implementation, model.dtype, model.device, vocabulary, attention_windows(model)
-    return kind, shared, versions, samples
+def _is_current(target: Target) -> bool:
+    """Whether a target is still right for its model."""
+    try:
+        target.read_version(deep=True)
+    except ValueError:
+        return False
+    return True

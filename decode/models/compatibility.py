@@ -24,6 +24,7 @@ ATTENDING = {
 }  # of recurrent models
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "draftless_grouped_sdpa")
 CACHE_NAMES = "cache", "past_key_values"  # of the KV cache in transformers: since 5.24, and before
+TRAINING = "the model is in training mode, where dropout changes its logits; call model.eval() first"
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -63,8 +64,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
     The state of a target must be able to branch, and its layers must place tokens by position, not by cache slot.
     """
-    if any(module.training for module in model.modules()):
-        raise ValueError("the model is in training mode, where dropout changes its logits; call model.eval() first")
+    if any(map(in_training, model.modules())):
+        raise ValueError(TRAINING)
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -98,6 +99,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
+
+
+def in_training(module: nn.Module) -> bool | None:
+    """Whether a module is in training mode; None if that changes nothing, as in the matrices of a new vocabulary."""
+    return None if isinstance(module, nn.Embedding | nn.Linear) else module.training
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

@@ -205,6 +205,7 @@ def read_requests(
     is_alone, sampled: see `RequestProcessors`. Raises ValueError or TypeError for settings that are out of range,
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
+    target.read_version()  # a prompt must be checked against the model as it is
     _check_kinds(sampling, chat, text)
     nodes = NODES if nodes is None else read_nodes(nodes)
     log_probs = None if log_probs is None else read_whole(log_probs, "log_probs", 0)

@@ -1,0 +1,160 @@
+"""Notices that a model has changed since a target was made from it: its form, its mode, its weights, its adapters.
+
+What is computed from weights (kept texts, packed copies, graphs) is right for these weights alone.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.models.compatibility import TRAINING, in_training
+
+SAMPLES = 64  # elements of each tensor
+QUICK = "vocab_size", "sliding_window", "_attn_implementation"  # of a config: what changes without a change of weights
+ADAPTER = "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"  # of a layer of peft
+WRITTEN, MOVED = "written", "moved"  # to the same tensors; to other tensors, modules or adapters
+
+
+class Snapshot:
+    """A model as it was. It holds the model's parts, but not the model itself.
+
+    Parameters and persistent buffers are compared: which tensors they are, where these lie, and torch's version of
+    each. Writing through `.data` changes none of these. Others are left out, because some models make them anew in a
+    pass, and so are the tensors of modules that accelerate moves between devices.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        modules, config = [*model.modules()], model.config.get_text_config(decoder=True)
+        still = [module for module in modules if not hasattr(module, "_hf_hook")]
+        self._config, self._quick = config, _read_quick(config)
+        self.form = describe_form(model)
+        self._dicts = [*(each._modules for each in modules), *(each._parameters for each in still)]
+        self._held = [*chain.from_iterable(map(dict.values, self._dicts))]
+        self._buffers = [
+            (each._buffers, name, buffer)
+            for each in still
+            for name, buffer in each._buffers.items()
+            if name not in each._non_persistent_buffers_set
+        ]
+        found = {id(each): each for each in (*self._held, *(buffer for *_, buffer in self._buffers))}
+        tensors = [each for each in found.values() if isinstance(each, Tensor)]
+        self._placed = [each for each in tensors if _has(each, Tensor.data_ptr)]
+        self._versioned = [each for each in tensors if _has(each, lambda tensor: tensor._version)]
+        self._plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.device.type != "meta"]
+        self._marks, self._samples = self._read_marks(), self._read_samples()
+        parts = modules[1:]  # the first one is the model
+        self._adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
+        self._adapters = self._read_adapters()
+        self._modes = [each for each in parts if in_training(each) is not None]
+
+    def find_change(self, deep: bool) -> str | None:
+        """What has changed of the weights and adapters: `WRITTEN`, `MOVED` or nothing.
+
+        deep: whether to compare `SAMPLES` elements of each tensor, too.
+        """
+        held = chain.from_iterable(map(dict.values, self._dicts))
+        if sum(map(len, self._dicts)) != len(self._held) or not all(map(is_, self._held, held)):
+            return MOVED
+        if any(held.get(name) is not buffer for held, name, buffer in self._buffers):
+            return MOVED
+        (places, versions), (old_places, old_versions) = self._read_marks(), self._marks
+        if places != old_places or (self._adapted and self._read_adapters() != self._adapters):
+            return MOVED
+        if versions != old_versions or (deep and not _equal(self._samples, self._read_samples())):
+            return WRITTEN
+        return None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a part of the model is in training mode now."""
+        return any(module.training for module in self._modes)
+
+    @property
+    def has_other_settings(self) -> bool:
+        """Whether one of the config's settings `QUICK` has changed."""
+        return _read_quick(self._config) != self._quick
+
+    def _read_marks(self) -> tuple[list[int], list[int]]:
+        return [each.data_ptr() for each in self._placed], [each._version for each in self._versioned]
+
+    @torch.no_grad()
+    def _read_samples(self) -> list[Tensor]:
+        parts: dict[torch.device, list[Tensor]] = {}
+        for each in self._plain:
+            chosen = each.detach().flatten()[:: max(1, each.numel() // SAMPLES)]
+            parts.setdefault(each.device, []).append(chosen.double())
+        return [torch.cat(each) for each in parts.values()]
+
+    def _read_adapters(self) -> list[Any]:
+        values = (getattr(layer, name, None) for layer in self._adapted for name in ADAPTER)
+        return [
+            [*each.items()] if isinstance(each, dict) else [*each] if isinstance(each, list) else each
+            for each in values
+        ]
+
+
+class ModelWatch:
+    """Compares a model with what it was. It does not keep the model alive."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.version = 0  # counts the changes of the weights
+        self._snapshots: WeakKeyDictionary[PreTrainedModel, Snapshot] = WeakKeyDictionary({model: Snapshot(model)})
+
+    def look(self, deep: bool = False) -> str | None:
+        """What has changed of the weights since the last call, as `Snapshot.find_change` tells it.
+
+        Raises ValueError if the model is in training mode, or has another form.
+        """
+        for model, snapshot in self._snapshots.items():  # one, if the model still is
+            if model.training or snapshot.is_training:
+                raise ValueError(TRAINING)
+            change = snapshot.find_change(deep)
+            if change or deep or snapshot.has_other_settings:
+                _refuse_form(snapshot.form, describe_form(model))
+            if change:
+                self._snapshots[model], self.version = Snapshot(model), self.version + 1
+            return change
+        return None
+
+
+def describe_form(model: PreTrainedModel) -> dict[str, Any]:
+    """What a target reads of a model once: its config, dtype, device and attention."""
+    config = model.config.get_text_config(decoder=True)
+    own = {name: value for name, value in config.to_dict().items() if name[0] != "_" and name != "transformers_version"}
+    return own | {"dtype": model.dtype, "device": model.device, "attention": config._attn_implementation}
+
+
+def _refuse_form(before: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [name for name in now if before.get(name) != now[name]]
+    if changed:
+        name = changed[0]
+        raise ValueError(
+            f"the model has changed since this target was made ({name} was {before.get(name)}, and is {now[name]}); "
+            "make a new one: Target(model, tokenizer)"
+        )
+
+
+def _read_quick(config: Any) -> list[Any]:
+    return [getattr(config, name, None) for name in QUICK]
+
+
+def _has(tensor: Tensor, read: Any) -> bool:
+    """Whether a tensor has a place or a version: some of torchao's have no place, inference tensors no version."""
+    try:
+        read(tensor)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _equal(before: list[Tensor], now: list[Tensor]) -> bool:
+    """NaN counts as equal to NaN."""
+    pairs = zip(before, now, strict=True)
+    return all(bool(((old == new) | (old.isnan() & new.isnan())).all()) for old, new in pairs)
