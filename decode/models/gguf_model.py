@@ -24,8 +24,9 @@ from transformers import (
 
 from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
 from decode.cpu.packed_linear import StoredLayer
-from decode.models.gguf_description import describe
+from decode.models.gguf_description import describe, is_installed, make_generation_config, require_gguf
 from decode.models.gguf_file import GgufFile
+from decode.models.gguf_tokenizer import Vocabulary
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
@@ -37,12 +38,13 @@ FREQUENCIES = "rope_freqs.weight"
 def find_gguf(name: str) -> Path | None:
     """The GGUF file that a name means: a file, the only one in a folder without other weights, or one on the hub.
 
-    Raises ValueError for a folder with several.
+    Raises ValueError for a folder with several, and for one on the hub without the package gguf.
     """
     path = Path(name)
     if path.suffix == ".gguf":
         if path.is_file() or len(path.parts) < 3 or path.is_absolute():
             return path
+        require_gguf()
         return Path(hf_hub_download("/".join(path.parts[:2]), "/".join(path.parts[2:])))
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not files or _has_other_weights(path):
@@ -64,8 +66,9 @@ def load_gguf(
     dtype: "auto" is float32. in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration`, where
     that is possible. Else they are unpacked.
 
-    Raises ValueError for a file that cannot be read, or that transformers cannot read.
+    Raises ValueError for a file that cannot be read, or that transformers cannot read, and without the package gguf.
     """
+    require_gguf()
     file = GgufFile.open(path)
     folder = describe(file)
     model = None if device_map is not None else load_in_blocks(file, folder)
@@ -75,9 +78,18 @@ def load_gguf(
         unpack_layers(model)
         model = model.to(torch.float32 if dtype == "auto" else dtype)
     _scale_frequencies(file, model)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = _read_generation_config(file, folder, model.config)
     model.name_or_path = model.config.name_or_path = str(path)
     return model, str(folder)
+
+
+def _read_generation_config(file: GgufFile, folder: Path, config: Any) -> GenerationConfig:
+    """That of the folder, or what the file's header names. A file may lack a tokenizer if there is one next to it."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    if "tokenizer.ggml.tokens" in file.fields:
+        return make_generation_config(Vocabulary(file))
+    return GenerationConfig.from_model_config(config)
 
 
 def _load_with_transformers(file: GgufFile, folder: Path, dtype: Any, device_map: Any) -> PreTrainedModel:
@@ -131,6 +143,8 @@ def restore_blocks(model: PreTrainedModel) -> None:
     name, place = model.config.name_or_path, Path(model.config.name_or_path)
     if not name or model.dtype != torch.float32 or model.device.type != "cpu" or _has_other_weights(place):
         return
+    if not is_installed("gguf"):
+        return  # then transformers unpacked nothing
     for path in [place] if place.suffix == ".gguf" else sorted(place.glob("*.gguf")):
         try:
             file = GgufFile.open(path)

@@ -23,6 +23,7 @@ from transformers import (
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
+from decode.models.gguf_description import has_description
 from decode.models.gguf_model import find_gguf, load_gguf
 from decode.requests.text import Tokenizer
 
@@ -103,7 +104,8 @@ def _refuse_files(path: Path) -> None:
     weights = next((found for pattern in WEIGHTS if (found := sorted(path.glob(pattern)))), [])
     if path.is_file() and path.suffix != ".gguf":
         raise ValueError("it is a file; name the folder with config.json, tokenizer and weights, or a GGUF file")
-    for file in (path, *weights, *map(path.joinpath, FILES)):
+    folder = path.parent if path.is_file() and has_description(path.parent) else path
+    for file in (path, *weights, *map(folder.joinpath, FILES)):
         if not file.is_file():
             continue
         with file.open("rb") as stream:

