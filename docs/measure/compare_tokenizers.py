@@ -27,10 +27,12 @@ TEXTS, SHOWN = 3000, 3
 SHARES = 6, 4, 4, 0.3, 0.7  # of words, other parts, spaces, special tokens and single characters
 LINES = (
     "the Don't WE'LL I'm you'RE don\u2019t iPhone camelCaseWord SCREAMING_CASE https://example.org/a?b=c user@mail.com",
-    "l'ann\u00e9e Stra\u00dfe \u00c0\u00c9\u00ce na\u00efve e\u0301a\u0308 Vi\u1ec7t \u0130stanbul \u0133ssel \u01c4 \ufb01re",
-    "\u041c\u043e\u0441\u043a\u0432\u0430 \u0451\u043b\u043a\u0430 \u0395\u03bb\u03bb\u03ac\u03b4\u03b1 \u05e9\u05dc\u05d5\u05dd",
-    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35",
-    "\u4f60\u597d\u4e16\u754c \u6771\u4eac\u30bf\u30ef\u30fc \ud55c\uad6d\uc5b4 \u00bd \u00b2 \u216b \u0663\u0664 \u4e00\u4e8c\u4e09",
+    "l'ann\u00e9e Stra\u00dfe \u00c0\u00c9\u00ce na\u00efve e\u0301a\u0308 Vi\u1ec7t \u0130stanbul \u01c4 \ufb01re",
+    "\u041c\u043e\u0441\u043a\u0432\u0430 \u0451\u043b\u043a\u0430 \u0395\u03bb\u03bb\u03ac\u03b4\u03b1",
+    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+    "\u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35",
+    "\u4f60\u597d\u4e16\u754c \u6771\u4eac\u30bf\u30ef\u30fc \ud55c\uad6d\uc5b4",
+    "\u00bd \u00b2 \u216b \u0663\u0664 \u4e00\u4e8c\u4e09",
     "#tag $9.99 50% C++ x**2 a->b != === // /* */ <br/> {{x}} [0:3] \\n",
 )
 WORDS = [word for line in LINES for word in line.split()]
