@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     GgufConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
@@ -60,8 +63,8 @@ def _has_other_weights(folder: Path) -> bool:
 
 def load_gguf(
     path: Path, dtype: torch.dtype | str, *, in_blocks: bool, device_map: Any = None
-) -> tuple[PreTrainedModel, str]:
-    """The model of a GGUF file, and a folder that its tokenizer can be loaded from.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a GGUF file and its tokenizer.
 
     dtype: "auto" is float32. in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration`, where
     that is possible. Else they are unpacked.
@@ -80,7 +83,9 @@ def load_gguf(
     _scale_frequencies(file, model)
     model.generation_config = _read_generation_config(file, folder, model.config)
     model.name_or_path = model.config.name_or_path = str(path)
-    return model, str(folder)
+    # By a model's type, AutoTokenizer may choose a class that splits text in its own way.
+    reader = AutoTokenizer if folder == path.parent else PreTrainedTokenizerFast
+    return model, reader.from_pretrained(folder, trust_remote_code=False)
 
 
 def _read_generation_config(file: GgufFile, folder: Path, config: Any) -> GenerationConfig:

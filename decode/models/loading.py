@@ -66,11 +66,10 @@ def load_model(
         _refuse_files(path or Path(place))
         options: dict[str, Any] = {"dtype": chosen_dtype, "device_map": device_map}
         if path is None:
-            model, folder = _load(place, **options), place
+            model, tokenizer = _load(place, **options), AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         else:
             may_pack = chosen_device.type == "cpu" and device_map is None and accelerate != "off"
-            model, folder = load_gguf(path, in_blocks=may_pack and chosen_dtype == torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            model, tokenizer = load_gguf(path, in_blocks=may_pack and chosen_dtype == torch.float32, **options)
     except Exception as error:  # each file format has errors of its own
         raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
     if device_map is None and chosen_device.type != "cpu":

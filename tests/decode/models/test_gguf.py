@@ -266,6 +266,13 @@ def test_no_token_ends_an_answer_that_the_file_does_not_name(file: Path) -> None
         assert tokenizer.eos_token is None and not Target(model, tokenizer).stop_ids
 
 
+def test_a_tokenizer_is_the_files_whatever_the_architecture(tmp_path: Path) -> None:
+    """AutoTokenizer has a class for Qwen2 with a token that this file lacks."""
+    write_model("qwen2", tmp_path / "m.gguf")
+    model, tokenizer = load_model(tmp_path / "m.gguf", accelerate="off")
+    assert len(tokenizer) == model.config.vocab_size and "<|endoftext|>" not in tokenizer.get_vocab()
+
+
 def test_all_ends_of_a_file_end_an_answer(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "m.gguf", fields={"eot_token_id": 7, "eom_token_id": 8})
     model, tokenizer = load_model(tmp_path / "m.gguf", accelerate="off")
