@@ -22,6 +22,7 @@ import llama_cpp
 
 from decode.models.gguf_file import GgufFile
 from decode.models.gguf_tokenizer import CONTROL, USER_DEFINED, Vocabulary, make_tokenizer
+from scripts.benchmark.files import find_commit
 
 TEXTS, SHOWN = 3000, 3
 SHARES = 6, 4, 4, 0.3, 0.7  # of words, other parts, spaces, special tokens and single characters
@@ -128,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, None)
-    report: dict[str, Any] = {"llama-cpp-python": llama_cpp.__version__}
+    report: dict[str, Any] = {"llama-cpp-python": llama_cpp.__version__, "commit": find_commit()}
     for path in args.files:
         report[path.name] = compare(path, args.questions)
         for pre in args.pre:
