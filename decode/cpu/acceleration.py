@@ -17,7 +17,7 @@ from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import PackedLayer, StoredLayer, can_pack, pack_layers
 from decode.cpu.quantized_weights import store_quantized_layers
 from decode.models.fingerprint import fingerprint_weights
-from decode.models.gguf_model import restore_blocks
+from decode.models.gguf.model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
 from decode.models.user_cache import print_notice
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from decode.models.gguf_description import FORM, GGUF_ADVICE, is_installed, write_description
-from decode.models.gguf_file import GgufFile
+from decode.models.gguf.description import FORM, GGUF_ADVICE, is_installed, write_description
+from decode.models.gguf.file import GgufFile
 from decode.models.user_cache import print_notice, remove, scratch, user_cache
 
 NAME = "smollm2-135m-instruct"

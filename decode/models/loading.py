@@ -23,8 +23,8 @@ from transformers import (
 from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.cpu.acceleration import check_mode
 from decode.models.default_model import default_model
-from decode.models.gguf_description import has_description
-from decode.models.gguf_model import find_gguf, load_gguf
+from decode.models.gguf.description import has_description
+from decode.models.gguf.model import find_gguf, load_gguf
 from decode.requests.text import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
@@ -49,7 +49,7 @@ def load_model(
     name: of a GGUF file on the hub, "OWNER/REPOSITORY/FILE.gguf".
 
     dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. In float32
-    on a CPU, a GGUF file's weights stay in its blocks (`decode.models.gguf_model`). device: for example "cuda:0";
+    on a CPU, a GGUF file's weights stay in its blocks (`decode.models.gguf.model`). device: for example "cuda:0";
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
     see `decode.cpu.acceleration.accelerate`.
 

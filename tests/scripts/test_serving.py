@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from decode import Target, generate
-from decode.models import gguf_description
 from decode.models.fingerprint import fingerprint_weights
+from decode.models.gguf import description
 from heads import PRETRAINED, save_head
 from scripts import check
 from scripts.checking import serving
@@ -126,7 +126,7 @@ def test_a_head_that_is_served_as_here(serve: Call, agreeing: dict[str, Any], tm
 
 
 def test_a_gguf_file_is_served_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_description, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(description, "user_cache", lambda: tmp_path / "cache")
     monkeypatch.setattr(serving, "_serve_head", lambda *given: (AutoModelForCausalLM.from_pretrained(given[-1]), []))
     write_model("llama", tmp_path / "m.gguf")
     target = Target.load(tmp_path / "m.gguf", accelerate="packed")

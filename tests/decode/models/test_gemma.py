@@ -21,7 +21,7 @@ import scripts.calibrate
 import scripts.check
 from decode import Target, generate
 from decode.models.default_model import download
-from decode.models.gguf_file import GgufFile
+from decode.models.gguf.file import GgufFile
 from decode.models.loading import load_model
 from decode.models.user_cache import remove, scratch, user_cache
 from heads import load_head

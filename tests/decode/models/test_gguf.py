@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from decode import Target, generate
 from decode.cpu import acceleration, packed_linear
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
-from decode.models import gguf_description, gguf_model
 from decode.models.fingerprint import fingerprint_weights
-from decode.models.gguf_description import write_description
-from decode.models.gguf_file import GgufFile
+from decode.models.gguf import description
+from decode.models.gguf import model as gguf_model
+from decode.models.gguf.description import write_description
+from decode.models.gguf.file import GgufFile
 from decode.models.loading import load_model
 from tests.support.gguf_files import write_model
 from tests.support.models import needs_compiler, tiny
@@ -42,7 +43,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(gguf_description, "user_cache", lambda: folder)
+    monkeypatch.setattr(description, "user_cache", lambda: folder)
     return folder
 
 
@@ -233,7 +234,7 @@ def test_a_header_is_that_of_gguf_py(file: Path) -> None:
 def test_missing_packages_are_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is fetched, and if the header was read when the package was there."""
     load_model(file)
-    monkeypatch.setattr(gguf_description, "is_installed", lambda package: False)
+    monkeypatch.setattr(description, "is_installed", lambda package: False)
     monkeypatch.setattr(gguf_model, "hf_hub_download", lambda *names: pytest.fail("something is fetched"))
     for name in (file, "owner/repository/m.gguf"):
         with pytest.raises(ValueError, match=r'pip install "draftless\[gguf\]"'):
@@ -300,6 +301,6 @@ def test_a_description_of_an_older_form_is_made_again(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for form in (1, 2, 2):
-        monkeypatch.setattr(gguf_description, "FORM", form)
+        monkeypatch.setattr(description, "FORM", form)
         load_model(file)
     assert capsys.readouterr().err.count("reading the header") == 2

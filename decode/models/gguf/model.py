@@ -27,9 +27,9 @@ from transformers import (
 
 from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
 from decode.cpu.packed_linear import StoredLayer
-from decode.models.gguf_description import describe, is_installed, make_generation_config, require_gguf
-from decode.models.gguf_file import GgufFile
-from decode.models.gguf_tokenizer import Vocabulary
+from decode.models.gguf.description import describe, is_installed, make_generation_config, require_gguf
+from decode.models.gguf.file import GgufFile
+from decode.models.gguf.tokenizer import Vocabulary
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.

@@ -15,8 +15,8 @@ from filelock import FileLock
 from transformers import AutoConfig, GenerationConfig
 
 from decode.cpu.build_cache import digest
-from decode.models.gguf_file import GgufFile
-from decode.models.gguf_tokenizer import Vocabulary, make_tokenizer
+from decode.models.gguf.file import GgufFile
+from decode.models.gguf.tokenizer import Vocabulary, make_tokenizer
 from decode.models.user_cache import print_notice, scratch, user_cache
 
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'

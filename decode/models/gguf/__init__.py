@@ -1,0 +1,1 @@
+"""GGUF files: their header, tokenizer and config, and their models in blocks."""
