@@ -103,7 +103,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 def in_training(module: nn.Module) -> bool | None:
     """Whether a module is in training mode; None if that changes nothing, as in the matrices of a new vocabulary."""
-    return None if isinstance(module, nn.Embedding | nn.Linear) else module.training
+    return None if isinstance(module, nn.Embedding | nn.Linear | nn.Identity) else module.training
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
