@@ -101,7 +101,8 @@ class Batch:
         with seconds.measure("accept"):
             accepted = self._accept(requests, tree, verdict, upload)
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
-            drafted.to(torch.device("cpu")).check(len(requests), most, self.target.vocabulary)
+            with self._use.checking():
+                drafted.to(torch.device("cpu")).check(len(requests), most, self.target.vocabulary, step.bonus)
             wrong = requests[accepted.bonus.index(WRONG_TREE)].request_id
             raise ValueError(f"request {wrong}: the draft tree is not valid")
         self.session.keep(accepted.path)
@@ -226,11 +227,11 @@ class Batch:
         depths, most = [room - 1 for room in step.room], max(limits)
         if "cpu" in (tree.tokens.device.type, upload.device.type) or self.target.is_recurrent:
             tree = tree.to(torch.device("cpu"))
-            tree.check(len(step.room), most, self.target.vocabulary, step.bonus)
+            with self._use.checking():
+                tree.check(len(step.room), most, self.target.vocabulary, step.bonus)
             tree = (tree.best_chains() if self.target.is_recurrent else tree).cut(depths)
         else:
             tree = tree.to(upload.device)
-            tree.check_shapes(len(step.room))
             tree = self.session.check(tree, upload["roots"], most).cut(depths, upload["limits"])
         return tree if min(limits) >= tree.width else tree.limit(limits)
 

@@ -5,11 +5,13 @@ Shapes: B rows, N nodes, T committed tokens (padded to the longest row), V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from inspect import signature
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -17,11 +19,13 @@ from transformers import PreTrainedModel
 
 from decode.device.transfer import Upload
 from decode.models.stock_model import StockModel
+from decode.requests.text import as_whole
 from decode.sampling import Sampling
 from decode.target import Target
 from decode.tree import Tree
 
 LOAD_CALL = "load_proposer(name, target)"
+TREE_CALL = "Tree.chain([[root, draft_token, ...], ...])"
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,37 @@ class Use:
         self._current[id(proposer)] = self
 
     def propose(self, step: Step, budget: int) -> Tree:
-        """The proposer's trees. Raises RuntimeError if another stream has begun to use the proposer."""
+        """The proposer's trees, whose tensors fit together.
+
+        Raises RuntimeError if another stream has begun to use the proposer, and ValueError for anything but such trees.
+        What `propose` itself raises gets a note that names its class and line.
+        """
         if self._current.get(id(self.proposer)) is not self:
             self._refuse()
         self._is_drafting = True
         try:
-            return self.proposer.propose(step, budget)
+            tree: Any = self.proposer.propose(step, budget)
+        except Exception as error:
+            if frames := extract_tb(error.__traceback__)[1:]:
+                file, line = Path(frames[0].filename).name, frames[0].lineno
+                error.add_note(f"raised in {type(self.proposer).__name__}.propose ({file}, line {line})")
+            raise
         finally:
             self._is_drafting = False
+        with self.checking():
+            if not isinstance(tree, Tree):
+                kind = "None" if tree is None else f"a {type(tree).__name__}"
+                raise ValueError(f"{kind}; return a Tree with a row for each request, for example {TREE_CALL}")
+            tree.check_shapes(len(step.room), step.target.vocabulary)
+        return tree
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Name the proposer in an error that tells what is wrong with its trees."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{type(self.proposer).__name__}.propose returned {error}") from error
 
     def end(self) -> None:
         if self._current.get(id(self.proposer)) is self:
@@ -164,6 +191,20 @@ def check_proposer(proposer: Any) -> None:
         call = "sampling=... by name" if isinstance(proposer, Sampling) else LOAD_CALL
         lacks = " and no ".join(missing)
         raise TypeError(f"the proposer is a {type(proposer).__name__}, which has no {lacks}; give {call}")
+    _check_members(proposer)
+
+
+def _check_members(proposer: Any) -> None:
+    """Raise TypeError if a proposer's `layers` are no numbers, or `propose` cannot be called as the loop calls it."""
+    name, layers = type(proposer).__name__, proposer.layers
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or None in map(as_whole, layers):
+        raise TypeError(f"{name}.layers is {layers!r}; it is a list of numbers of hidden states, or () for none")
+    try:
+        signature(proposer.propose).bind(None, 1)
+    except TypeError as error:
+        raise TypeError(f"{name}.propose is called with a step and a budget: propose(step, budget); {error}") from error
+    except ValueError:  # a function whose parameters Python does not know
+        pass
 
 
 def as_proposer(proposer: Proposer | str | Path | None, target: Target) -> Proposer:

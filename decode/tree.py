@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,38 +192,67 @@ class Tree:
     def check(self, batch: int, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
         """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize.
 
-        roots: the token that each row's tree must begin with.
+        Messages begin with what is there, and say what is right. roots: the token that each row's tree must begin with.
         """
-        self.check_shapes(batch)
+        self.check_shapes(batch, vocabulary)
         if not 1 <= int(self.sizes.min()) <= int(self.sizes.max()) <= min(budget, self.width):
-            raise ValueError(f"tree sizes {self.sizes.tolist()} are not between 1 and the budget of {budget} nodes")
+            raise ValueError(
+                f"trees of {self.sizes.tolist()} nodes; a tree has its root and at most the budget of {budget} nodes, "
+                f"and its tensors have {self.width} columns"
+            )
         nodes = torch.arange(self.width)
         inner = self.real & (nodes > 0)
         if bool((torch.where(inner, (self.parents >= nodes) | (self.parents < 0), self.parents != -1)).any()):
-            raise ValueError("a tree's root and padding must have parent -1, every other node a parent before itself")
+            raise ValueError(
+                "a tree with wrong parents; root and padding must have parent -1, every other node a parent before "
+                "itself"
+            )
         if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
-            raise ValueError("a tree with is_chain=True must be a chain: each node's parent is the node before it")
+            raise ValueError(
+                "a tree with is_chain=True that is no chain; it must be a chain: each node's parent is the node before"
+            )
         wrong = (self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1) | (self.depth > self.height)
         if bool(wrong[inner].any()):
-            raise ValueError(f"a tree is deeper than its height of {self.height}")
+            raise ValueError(f"a tree that is deeper than its height of {self.height}; no node may be")
         drafted = self.tokens[self.real]
         if int(drafted.min()) < 0 or int(drafted.max()) >= vocabulary:
             raise ValueError(
-                f"a tree drafts token {int(drafted.min())} or {int(drafted.max())}, outside the vocabulary "
-                f"of {vocabulary}"
+                f"draft token {int(drafted.min() if int(drafted.min()) < 0 else drafted.max())}, which is outside the "
+                f"vocabulary of {vocabulary}"
             )
         if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
-            raise ValueError(f"the trees' roots are {given}; each must be its row's bonus token, here {[*roots]}")
+            raise ValueError(f"trees with the roots {given}; each must be its row's bonus token, here {[*roots]}")
 
-    def check_shapes(self, batch: int) -> None:
-        """Raise ValueError if the tensors do not fit together. Never synchronizes."""
-        if self.tokens.shape != self.parents.shape or self.tokens.shape[0] != batch or self.sizes.shape != (batch,):
+    def check_shapes(self, batch: int, vocabulary: int) -> None:
+        """Raise ValueError if the tensors do not fit together. Never synchronizes. Messages: see `check`."""
+        for name, letters in (("tokens", "B, N"), ("parents", "B, N"), ("sizes", "B")):
+            tensor: Any = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.long:
+                kind = str(tensor.dtype) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ValueError(f"a tree whose {name} are {kind}; they are a tensor [{letters}] of torch.int64")
+        shape = self.tokens.shape
+        fits = len(shape) == 2 and shape[0] == batch and shape[1] > 0
+        if not fits or shape != self.parents.shape or self.sizes.shape != (batch,):
             raise ValueError(
-                f"a tree for {batch} rows has tokens {tuple(self.tokens.shape)}, parents {tuple(self.parents.shape)} "
-                f"and sizes {tuple(self.sizes.shape)}; expected [{batch}, N], [{batch}, N] and [{batch}]"
+                f"a tree with tokens {[*shape]}, parents {[*self.parents.shape]} and sizes {[*self.sizes.shape]}; "
+                f"for {batch} rows, they are [{batch}, N], [{batch}, N] and [{batch}]"
+            )
+        if isinstance(self.height, bool) or not isinstance(self.height, int) or self.height < 0:
+            raise ValueError(f"a tree of height {self.height!r}; it is the greatest depth of a node, a whole number")
+        devices = {str(tensor.device) for tensor in self.tensors().values()}
+        if len(devices) > 1 or "meta" in devices:
+            raise ValueError(
+                f"a tree with tensors on {', '.join(sorted(devices))}; all must be on the CPU or on one GPU"
             )
         if self.q is not None and not self.is_chain:
-            raise ValueError("a tree with `q` is a sampled draft, which must be a chain: make it with Tree.chain_of")
+            raise ValueError(
+                "a tree with `q`, which is a sampled draft and must be a chain: make it with Tree.chain_of"
+            )
+        if self.q is not None and (self.q.shape != (*shape, vocabulary) or not self.q.is_floating_point()):
+            raise ValueError(
+                f"a tree whose q is {[*self.q.shape]} of {self.q.dtype}; for these tokens, it is "
+                f"{[*shape, vocabulary]} of a floating-point dtype: probabilities after each node"
+            )
 
 
 def find_ancestors(parents: Tensor, height: int) -> Tensor:

@@ -1,11 +1,13 @@
 """Drafts from logits that are NaN or infinite, as half precision may give them, and trees with much padding.
 
-They change no text and end no request.
+They change no text and end no request. What is no tree is refused, with the class of the proposer.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode import Engine, Proposer, Sampling, Step, Target, Tree, generate, stream
 from decode.accept import accept_lossily
 from decode.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
@@ -159,3 +161,95 @@ def test_padding_beyond_the_budget_needs_no_noise(target: Target) -> None:
         for proposer in (PaddedTrees(), None)
     ]
     assert [each.tokens for each in answers[0]] == [each.tokens for each in answers[1]]
+
+
+class Drafting:
+    """Drafts what a function makes of a right tree."""
+
+    layers: Any = ()
+
+    def __init__(self, change: Callable[[Tree, Step], Any]) -> None:
+        self.change = change
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        made: Tree = self.change(Tree.chain([[root, 5] for root in step.bonus]), step)
+        return made
+
+
+def with_q(width: int, dtype: torch.dtype = torch.float32) -> Callable[[Tree, Step], Tree]:
+    return lambda tree, _: replace(tree, q=torch.ones(2, 2, width, dtype=dtype))
+
+
+RETURNED: dict[str, tuple[Callable[[Tree, Step], Any], str]] = {
+    "None": (lambda *_: None, "returned None; return a Tree with a row for each request, for example Tree.chain([["),
+    "a list": (lambda tree, _: [[3, 4]], "returned a list; return a Tree"),
+    "tokens": (lambda tree, _: tree.tokens, "returned a Tensor; return a Tree"),
+    "too few rows": (lambda tree, _: tree.select([0]), "tokens [1, 2], parents [1, 2] and sizes [1]; for 2 rows, they"),
+    "too many rows": (lambda tree, _: tree.select([0, 1, 1]), "a tree with tokens [3, 2]"),
+    "a row of tokens": (lambda tree, _: replace(tree, tokens=tree.tokens[0]), "a tree with tokens [2], parents [2, 2]"),
+    "no column": (lambda tree, _: Tree.chain([[], []]), "tokens are torch.float32; they are a tensor [B, N] of torch"),
+    "fractions": (lambda tree, _: replace(tree, tokens=tree.tokens / 2), "a tree whose tokens are torch.float32"),
+    "short numbers": (lambda tree, _: replace(tree, parents=tree.parents.int()), "whose parents are torch.int32"),
+    "sizes in a list": (
+        lambda tree, _: replace(tree, sizes=[2, 2]),
+        "whose sizes are a list; they are a tensor [B] of",
+    ),
+    "no height": (lambda tree, _: replace(tree, height=None), "a tree of height None; it is the greatest depth"),
+    "a wrong height": (lambda tree, _: replace(tree, height=0), "a tree that is deeper than its height of 0"),
+    "no memory": (lambda tree, _: tree.to(torch.device("meta")), "a tree with tensors on meta; all must be on the CPU"),
+    "two devices": (lambda tree, _: replace(tree, sizes=tree.sizes.to("meta")), "with tensors on cpu, meta"),
+    "sampled, but no chain": (
+        lambda tree, _: replace(tree, q=torch.ones(2, 2, 96), is_chain=False),
+        "a tree with `q`, which is a sampled draft and must be a chain",
+    ),
+    "another vocabulary": (with_q(50), "whose q is [2, 2, 50] of torch.float32; for these tokens, it is [2, 2, 96]"),
+    "counts": (with_q(96, torch.long), "whose q is [2, 2, 96] of torch.int64"),
+    "too many nodes": (
+        lambda tree, step: Tree.chain([[root] * 9 for root in step.bonus]),
+        "trees of [9, 9] nodes; a tree has its root and at most the budget of 4 nodes",
+    ),
+    "another root": (
+        lambda tree, step: Tree.chain([[90], [91]]),
+        "trees with the roots [90, 91]; each must be its row",
+    ),
+    "an unknown token": (lambda tree, step: replace(tree, tokens=tree.tokens + 95), "outside the vocabulary of 96"),
+    "no parents": (lambda tree, step: replace(tree, parents=tree.parents - 1), "a tree with wrong parents; root and"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_anything_but_a_tree_is_refused_with_the_class_of_the_proposer(target: Target, name: str) -> None:
+    change, message = RETURNED[name]
+    with pytest.raises(
+        ValueError, match=rf"Drafting\.propose returned .*{re.escape(message.removeprefix('returned '))}"
+    ):
+        generate(target, PROMPTS, Drafting(change), max_new_tokens=5, nodes=4)
+
+
+def test_an_error_in_propose_stays_as_it_is_and_gets_its_place(target: Target) -> None:
+    with pytest.raises(KeyError, match="7") as caught:
+        generate(target, PROMPTS, Drafting(lambda *_: {}[7]), max_new_tokens=5)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"raised in Drafting\.propose \(test_broken_drafts\.py, line \d+\)", note)
+
+
+@pytest.mark.parametrize("layers", [None, 3, "last", ["2"], {1, 2}, [1.5], iter([1])])
+def test_layers_that_are_no_list_of_numbers_are_refused_before_any_pass(target: Target, layers: Any) -> None:
+    proposer = Drafting(lambda tree, _: tree)
+    proposer.layers = layers
+    with pytest.raises(
+        TypeError, match=r"Drafting\.layers is .*; it is a list of numbers of hidden states, or \(\) for"
+    ):
+        stream(target, PROMPTS, proposer)
+    with pytest.raises(TypeError, match=r"Drafting\.layers is "):
+        Engine(target, proposer)
+
+
+@pytest.mark.parametrize("propose", [lambda step: None, lambda step, budget, more: None, 3])
+def test_propose_with_other_parameters_is_refused_before_any_pass(target: Target, propose: Any) -> None:
+    proposer = Drafting(lambda tree, _: tree)
+    proposer.propose = propose  # type: ignore[method-assign]
+    with pytest.raises(
+        TypeError, match=r"Drafting\.propose is called with a step and a budget: propose\(step, budget\); "
+    ):
+        stream(target, PROMPTS, proposer)

@@ -119,8 +119,8 @@ def test_a_cut_chain_is_a_chain() -> None:
         ([[1, 9]], [[-1, 0]], [2], "outside the vocabulary of 9"),
         ([[1, -1]], [[-1, 0]], [2], "outside the vocabulary"),
         ([[1, 2, 3]], [[-1, 0, 1]], [3], "budget of 2"),
-        ([[1, 2]], [[-1, 0]], [0], "between 1 and"),
-        ([[1, 2], [1, 2]], [[-1, 0], [-1, 0]], [2, 2], "a tree for 1 rows"),
+        ([[1, 2]], [[-1, 0]], [0], "has its root and at most"),
+        ([[1, 2], [1, 2]], [[-1, 0], [-1, 0]], [2, 2], "for 1 rows, they are"),
     ],
 )
 def test_invalid_trees_are_refused(tokens: list, parents: list, sizes: list, message: str) -> None:
