@@ -20,6 +20,7 @@ from decode.models.cost_curve import FIXED
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.reading import Prefixes, Reading, Text
 from decode.requests.answer import Chunk
+from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import read_count, read_whole
 from decode.requests.request import Request, read_nodes, read_requests
 from decode.requests.text import Prompt
@@ -31,6 +32,8 @@ PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one to
 LONGEST = 1 << 13  # tokens of a part, whatever it costs
 WHOLE = 1 << 30  # tokens of a part: whole prompts
 MOST_AT_ONCE = 1 << 12  # requests with the same prompt
+# Of a request, as `read_requests` takes them.
+SETTINGS = "sampling", "max_new_tokens", "stop", "stop_ids", "criterion", "chat", "nodes", "text", "log_probs"
 
 
 class Engine:
@@ -49,6 +52,7 @@ class Engine:
     ValueError and TypeError as `stream` does.
     """
 
+    @naming_arguments("Engine")
     def __init__(
         self,
         target: Target,
@@ -84,6 +88,7 @@ class Engine:
     @overload
     def add(self, prompt: Prompt, *, n: int, **settings: Any) -> list[Request]: ...
 
+    @naming_arguments("Engine.add", SETTINGS)
     def add(
         self, prompt: Prompt, *, request_id: int | None = None, n: int | None = None, **settings: Any
     ) -> Request | list[Request]:

@@ -11,6 +11,7 @@ from typing import Any
 from decode.engine import WHOLE, Engine
 from decode.proposer import Proposer, check_proposer
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
+from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import as_whole_numbers, read_count
 from decode.requests.request import NODES, read_requests
 from decode.requests.text import Prompt, as_list
@@ -18,22 +19,7 @@ from decode.sampling import Sampling
 from decode.target import Target, check_target
 
 
-def generate(
-    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
-) -> list[Answer]:
-    """The answers to the prompts, in order. Arguments and errors are those of `stream`.
-
-    Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
-    """
-    chunks = stream(target, prompts, proposer, **{"text": False, **settings})
-    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
-    for answer in answers.values():
-        if answer.error is not None:
-            warnings.warn(answer.error, RuntimeWarning, stacklevel=2)
-    given = settings.get("request_ids")
-    return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
-
-
+@naming_arguments("stream")
 def stream(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
@@ -106,6 +92,23 @@ def stream(
     engine.submit(requests)
     del requests  # those that are finished are freed
     return _run(engine)
+
+
+@naming_arguments("generate", signature(stream).parameters)
+def generate(
+    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
+) -> list[Answer]:
+    """The answers to the prompts, in order. Arguments and errors are those of `stream`.
+
+    Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
+    """
+    chunks = stream(target, prompts, proposer, **{"text": False, **settings})
+    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
+    for answer in answers.values():
+        if answer.error is not None:
+            warnings.warn(answer.error, RuntimeWarning, stacklevel=3)  # of the call
+    given = settings.get("request_ids")
+    return [answers[each] for each in (sorted(answers) if given is None else as_whole_numbers(given, "request_ids"))]
 
 
 def _run(engine: Engine) -> Iterator[Chunk]:

@@ -25,6 +25,7 @@ from decode.models.grouped_attention import ATTENTION
 from decode.models.loading import load_model
 from decode.models.self_test import agrees_flat, self_test
 from decode.models.timed_model import TimedModel
+from decode.requests.arguments import naming_arguments
 from decode.requests.text import Tokenizer
 from decode.session import Session
 
@@ -42,6 +43,7 @@ class Target(TimedModel):
     Raises ValueError for a model that cannot verify a tree, or that `accelerate` cannot compile or make graphs of.
     """
 
+    @naming_arguments("Target")
     def __init__(
         self,
         model: PreTrainedModel,
@@ -62,6 +64,7 @@ class Target(TimedModel):
         self._missed: str | None = None  # a change that its copies do not have
 
     @classmethod
+    @naming_arguments("Target.load")
     def load(
         cls,
         name: str | PathLike[str] | None = None,

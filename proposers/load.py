@@ -21,6 +21,7 @@ from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fingerprint import fingerprint_weights
 from decode.proposer import check_proposer
+from decode.requests.arguments import naming_arguments
 from decode.target import check_target
 from heads import PRETRAINED
 from heads.checkpoint import find_folder, is_saved_head, load_head
@@ -69,6 +70,7 @@ OWN_CLASS = re.compile(r"(.+\.py):(\w+)")
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[Any, HeadProposer | None]] = WeakKeyDictionary()
 
 
+@naming_arguments("load_proposer")
 def load_proposer(
     name: str | Path,
     target: Target,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 import warnings
 from array import array
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +19,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerFast, StoppingCriteriaList
 
-from decode import Answer, PlainProposer, Sampling, Target, generate, speculate, stream
+from decode import Answer, Engine, PlainProposer, Sampling, Target, generate, speculate, stream
+from decode.engine import SETTINGS
 from decode.requests.text import as_list, encode
 from proposers import NGramProposer, SuffixProposer, load_proposer
 from tests.decode.requests.test_text import TEMPLATE, build_tokenizer, merge_of
@@ -276,6 +279,70 @@ def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
     settings, message = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=message):
         stream(**{"target": target, "prompts": A, "proposer": None, **settings})
+
+
+UNKNOWN: list[tuple[Callable[..., Any], tuple[Any, ...], str, str]] = [  # call, arguments, unknown one, message
+    (generate, (A,), "max_tokens", "generate has no argument 'max_tokens'; did you mean max_new_tokens=...?"),
+    (stream, (A,), "max_tokens", "stream has no argument 'max_tokens'; did you mean max_new_tokens=...?"),
+    (generate, (A,), "max_new_token", "did you mean max_new_tokens=...?"),
+    (generate, (A,), "temperature", "did you mean sampling=Sampling(temperature=...)?"),
+    (generate, (A,), "temprature", "did you mean sampling=Sampling(temperature=...)?"),
+    (stream, (A,), "top_p", "did you mean sampling=Sampling(top_p=...)?"),
+    (generate, (A,), "stop_strings", "did you mean stop=...?"),
+    (generate, (A,), "eos_token_id", "did you mean stop_ids=...?"),
+    (generate, (A,), "logprobs", "did you mean log_probs=...?"),
+    (generate, (), "prompt", "did you mean prompts=...?"),
+    (generate, (A,), "head", "did you mean proposer=load_proposer(name, target, head=...)?"),
+    (generate, (A,), "device", "did you mean Target.load(name, device=...)?"),
+    (
+        generate,
+        (A,),
+        "zebra",
+        "generate has no argument 'zebra'; it has target, prompts, proposer, batch_size, request",
+    ),
+    (Engine, (), "batch_size", "Engine has no argument 'batch_size'; did you mean rows=...?"),
+    (
+        lambda target, **given: Engine(target, None).add(A, **given),
+        (),
+        "max_tokens",
+        "Engine.add has no argument 'max_t",
+    ),
+    (lambda target, **given: Engine(target, None).add(A, **given), (), "is_alone", "Engine.add has no argument 'is_al"),
+    (lambda target, **given: Target.load(**given), (), "torch_dtype", "Target.load has no argument 'torch_dtype'; did"),
+    (lambda target, **given: Target.load(**given), (), "model", "did you mean name=...?"),
+    (
+        lambda target, **given: Target(target.model, **given),
+        (),
+        "accelerated",
+        "Target has no argument 'accelerated'; did",
+    ),
+    (
+        lambda target, **given: load_proposer("ngram", target, **given),
+        (),
+        "draft",
+        "load_proposer has no argument 'draft'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "name", "message"), UNKNOWN)
+def test_an_unknown_argument_is_refused_with_the_one_that_was_meant(
+    target: Target, call: Callable[..., Any], arguments: tuple[Any, ...], name: str, message: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(target, *arguments, **{name: 10})
+
+
+def test_every_argument_of_the_signature_is_taken(target: Target) -> None:
+    """The defaults that `help` shows, each given by its name."""
+    for call in (generate, stream):
+        given = {
+            name: each.default for name, each in signature(call).parameters.items() if each.default is not each.empty
+        }
+        assert call(target, A, **{**given, "proposer": None}), call
+    settings = {name: each for name, each in given.items() if name in SETTINGS}
+    assert len(settings) == len(SETTINGS)
+    assert Engine(target, None).add(A, **settings).limits.max_new_tokens == 256
 
 
 def test_a_model_in_the_wrong_place_gets_the_right_call(target: Target) -> None:
