@@ -32,7 +32,9 @@ METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "
 PASS_OPTIONS = ("llama_bench", "gguf")
 CHOSEN_BY_PART = ("methods", "temperature", "seed", "batch_size", "json", "plot", *PASS_OPTIONS)  # of the first hour
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
-QUESTIONS_HELP = "JSONL with question_id, category and turns, as Spec-Bench's (default: 12 short ones of six tasks)"
+QUESTIONS_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line
+(docs/training.md has the formats), and "category" and "question_id" if you like, as Spec-Bench's; any other file, or -
+for standard input, is one plain-text prompt (default: 12 short questions of six tasks)"""
 GGUF, GGUF_HELP = (
     "DTYPE=FILE",
     "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable",
@@ -142,7 +144,8 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS[1:])}
     settings |= {"model": files.name_model(model), "methods": [method.text for method in named]}
     settings |= {"questions": args.questions.name, "commit": files.find_commit()}
-    settings["questions_sha256"] = hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
+    asked = repr([*questions, *(each.row for each in questions if each.row is not None)])
+    settings["questions_sha256"] = hashlib.sha256(asked.encode()).hexdigest()[:16]
     machine = {**files.describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
     machine["weights"] = files.describe_weights(target)
     setup = {"settings": settings, "machine": {**machine, "compiled": target.compiled}}

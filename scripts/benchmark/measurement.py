@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
 from decode import Target
 from scripts.benchmark.methods import Measured, Method, Prompts
-from scripts.shared.prompts import ask, encode_turn
-from training.conversations import Conversation, read_lines
+from scripts.shared.prompts import encode_turn, read_prompts
+from training.conversations import Conversation, read_conversation
 from training.data import count_before_loop, has_looped
 from training.rendering import Renderer
 
 WARM_UP = 64  # tokens of an answer that is not measured
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-ALL = "all"  # the row that sums all tasks
+ALL, CATEGORY = "all", "questions"  # the row that sums all tasks; the category of lines without one
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,36 @@ class Question:
 
     id: int | str
     category: str
-    turns: tuple[str, ...]
+    turns: tuple[str, ...]  # the last message that is there, and those after its answer
+    row: Mapping[str, Any] | None = field(
+        default=None, compare=False, repr=False
+    )  # the whole line, if it has more than turns
+
+    def open(self) -> Conversation:
+        """Its conversation, without an answer."""
+        row = {"turns": [*self.turns]} if self.row is None else self.row
+        return read_conversation(row, f"question {self.id}", answered=False)
 
 
 def load_questions(path: Path) -> list[Question]:
-    """Read a JSONL file with `question_id`, `category` and `turns` in each line; other fields are ignored.
+    """The questions of a file of prompts in any form of `read_prompts`.
 
-    Raises ValueError with the line's number for a bad line.
+    A line may also have `question_id` (by default its number) and `category` (by default "questions"), as those of
+    Spec-Bench do. Raises ValueError with the line's number for a bad line.
     """
     questions: dict[int | str, Question] = {}
-    for line, fields in read_lines(path):
-        place = f"{path}, line {line}"
-        number, category, turns = (fields.get(name) for name in ("question_id", "category", "turns"))
+    for asked in read_prompts(str(path)):
+        place, fields = asked.place, asked.fields
+        number, category = fields.get("question_id", asked.line), fields.get("category", CATEGORY)
         if isinstance(number, bool) or not isinstance(number, int | str):
             raise ValueError(f"{place}: question_id is a number or a name")
         if number in questions:
             raise ValueError(f"{place}: question_id {number!r} is there twice")
         if not isinstance(category, str) or category in ("", ALL):
             raise ValueError(f"{place}: category is a name, and not {ALL!r}")
-        ask(turns, place)  # refuses what is no list of texts
-        questions[number] = Question(number, category, tuple(turns))
+        has_more = len(asked.messages) > 1 or bool(asked.options)
+        turns = (asked.messages[-1]["content"], *asked.later)
+        questions[number] = Question(number, category, turns, fields if has_more else None)
     return list(questions.values())
 
 
@@ -83,7 +93,7 @@ def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]
 
 def open_conversations(questions: Sequence[Question]) -> list[Conversation]:
     """Conversations whose answers will be plain decoding's, so that all methods see the same prompts."""
-    return [ask([*question.turns], f"question {question.id}") for question in questions]
+    return [question.open() for question in questions]
 
 
 def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: Namespace) -> None:

@@ -26,7 +26,7 @@ from scripts.benchmark.measurement import Question, form_groups, load_questions,
 from scripts.benchmark.methods import parse_methods
 from scripts.benchmark.plot import label_method
 from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.prompts import ask
+from scripts.shared.prompts import ask, read_prompts
 from tests.support.commands import Call, Run, write_rows
 from tests.support.gguf_files import write_model
 from tests.support.models import limit_threads, needs_compiler, tiny
@@ -401,9 +401,10 @@ GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
     [
         ("\n \n", "is empty; it needs one JSON object a line"),
         (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
-        ('{"turns": ["?"]}', "line 1: question_id is a number or a name"),
-        ('{"question_id": 1, "turns": ["?"]}', "line 1: category is a name"),
-        ('{"question_id": 1, "category": "qa"}', 'line 1: "turns" is a list of at least one prompt'),
+        ('{"question_id": 1, "category": ["qa"], "turns": ["?"]}', "line 1: category is a name"),
+        ('{"question_id": 1, "category": "qa"}', 'line 1: a line is a JSON object with one of "prompt", "turns"'),
+        ('{"question_id": 1, "prompt": ""}', "line 1: the prompt is empty"),
+        ('{"question_id": 2, "prompt": "?"}\n{"prompt": "?"}', "line 2: question_id 2 is there twice"),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
         ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and not 'all'"),
         ('{"question_id": 1, "category": "qa", "turns": []}', '"turns" is a list of at least one prompt'),
@@ -415,6 +416,35 @@ def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: 
     (tmp_path / "bad.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_questions(tmp_path / "bad.jsonl")
+
+
+CHAT = [{"role": "system", "content": "be"}, {"role": "user", "content": "Hi"}]
+SAID = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}, {"from": "human", "value": "What?"}]
+
+
+def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, save_model: Callable[..., Path]) -> None:
+    """They are asked as `draftless generate` asks them."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Why?"},
+        {"messages": CHAT},
+        {"conversations": SAID},
+        {"turns": ["a", "b"]},
+    ]
+    rows.append({"prompt": "Who?", "system": "be", "category": "qa", "question_id": "last", "response": "Me."})
+    file = tmp_path / "prompts.jsonl"
+    questions = load_questions(Path(write_rows(file, rows)))
+    assert [(each.id, each.category) for each in questions] == [
+        *((n, "questions") for n in (1, 2, 3, 4)),
+        ("last", "qa"),
+    ]
+    assert [each.turns for each in questions] == [("Why?",), ("Hi",), ("What?",), ("a", "b"), ("Who?",)]
+    report = run("--questions", str(file), "--methods", "ngram", "--repeats", "1", json_file=tmp_path / "report.json")
+    renderer = Renderer(Target.load(str(save_model()), dtype="float64", device="cpu").tokenizer)
+    for read, record in zip(read_prompts(str(file)), report["records"], strict=True):
+        assert record["turns"][0]["prompt_tokens"] == [len(renderer.encode(read))]
+    assert [len(record["turns"]) for record in report["records"]] == [1, 1, 1, 2, 1]
+    (tmp_path / "one.txt").write_text("Just this?\n")
+    assert [each.turns for each in load_questions(tmp_path / "one.txt")] == [("Just this?",)]
 
 
 def test_there_are_questions_for_a_first_look() -> None:
