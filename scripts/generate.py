@@ -28,9 +28,11 @@ from training.conversations import Conversation
 from training.rendering import Renderer
 
 NODES = 64  # largest draft tree
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 PROMPT_FILE_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md
 has the formats); any other file, or - for standard input, is one plain-text prompt"""
 CHAT_HELP = """put prompts into the model's chat template, or leave them as they are (default: if it has a template)"""
+MIN_P_HELP = "sample from tokens at least P times as probable as the most likely one"
 LOSSY_HELP = """CHANGES THE TEXT at temperatures above 0: accept draft tokens that are merely plausible (Medusa's
 rule)"""
 EPILOG = """\
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+        sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=args.model is None)
         check_writable(args.store and Path(args.store), "--store")
@@ -104,6 +106,7 @@ def make_parser() -> Parser:
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens only")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the top-p nucleus only")
+    add("--min-p", type=float, default=0.0, metavar="P", help=MIN_P_HELP)
     add("--lossy-typical-acceptance", action="store_true", help=LOSSY_HELP)
     add("--seed", type=int, default=0, metavar="N", help="same seed, same text (default: %(default)s)")
     add("--batch-size", type=whole, default=1, metavar="N", help="prompts at a time (default: 1)")

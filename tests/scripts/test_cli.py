@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from decode import Chunk, Target
+from decode import Chunk, Sampling, Target
 from decode import generate as answer
 from scripts import generate
 from scripts.shared.terminal import has_colour
@@ -143,6 +144,19 @@ def test_a_seed_gives_the_same_text_with_any_proposer_and_batch_size(call: Call,
     assert [row["text"] for row in others] != [row["text"] for row in expected]
 
 
+def test_every_setting_of_sampling_is_an_option(call: Call, target: Target) -> None:
+    """But for processors, which are objects."""
+    given = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.4, "seed": 3}
+    assert {*given, "processors"} == {field.name for field in fields(Sampling)}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    (row,) = call(*BASE, "--prompt", "ab", "--no-chat", "--json", "--max-new-tokens", "30", *options).rows
+    texts = {}
+    for settings in (given, {**given, "min_p": 0.0}):
+        (expected,) = answer(target, "ab", None, max_new_tokens=30, chat=False, sampling=Sampling(**settings))
+        texts[settings["min_p"]] = expected.tokens
+    assert row["tokens"] == texts[0.4] != texts[0.0]
+
+
 @pytest.mark.parametrize("size", ["1", "3"])
 @pytest.mark.parametrize("colour", [True, False])
 def test_the_streamed_text_is_the_text_in_the_json(
@@ -221,6 +235,7 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
         (["--temperature", "-1"], "temperature is -1.0; it must be 0 (greedy) or a positive number"),
         (["--top-p", "0"], "top-p is 0.0; it must lie in (0, 1]"),
         (["--top-k", "-1"], "top-k is -1"),
+        (["--min-p", "2"], "min-p is 2.0; it must lie in [0, 1]"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--device", "abacus"], "unknown device 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not there"),
