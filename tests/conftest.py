@@ -17,6 +17,7 @@ from decode import Target
 from decode.cpu import build_cache, compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
+from decode.models import user_cache
 from tests.support.commands import Call, Run
 from tests.support.models import VOCABULARY, limit_threads, tiny
 
@@ -57,6 +58,7 @@ def kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kernels"
     keep_kernels_in(folder, monkeypatch)
     monkeypatch.setattr(compiled_layers, "_LOADED", {})
+    monkeypatch.setattr(user_cache, "_TOLD", set())
     return folder
 
 

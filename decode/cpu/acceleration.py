@@ -19,7 +19,7 @@ from decode.cpu.quantized_weights import store_quantized_layers
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.gguf.model import restore_blocks
 from decode.models.grouped_attention import ATTENTION
-from decode.models.user_cache import print_notice
+from decode.models.user_cache import print_notice_once
 
 MODES = ("auto", "packed", "compiled", "graphs", "off")
 WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
@@ -70,7 +70,8 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
             compile_layers(model, retry_failed=mode == "compiled")  # could take long at each start
             _release_memory()
         else:
-            print_notice(f"no compiled kernels ({load_native_ops()}): decoding will take about twice as long")
+            reason = f"no compiled kernels ({load_native_ops()})"
+            print_notice_once("no kernels", f"{reason}: decoding will take about twice as long")
     return model
 
 

@@ -29,7 +29,7 @@ from decode.cpu.layer_kernel import (
 )
 from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel, find_decoder
-from decode.models.user_cache import print_notice
+from decode.models.user_cache import print_notice_once
 from decode.session import Session
 from decode.tree import Tree
 
@@ -211,6 +211,7 @@ def _find_dimensions(one: LayerCall, other: LayerCall) -> list[tuple[Any, ...]] 
 
 
 _LOADED: dict[str, Kernel] = {}
+FAILED = "layers are not compiled"  # a kind of notice
 
 
 def _obtain_kernel(
@@ -220,11 +221,14 @@ def _obtain_kernel(
     if name not in _LOADED:
         failure = build_folder() / f"{name}.failed"
         if failure.exists() and not retry_failed:
-            print_notice(f"layers are not compiled, so decoding is slower; compiling them failed before: see {failure}")
+            reason = f"compiling them failed before: see {failure}"
+            print_notice_once(FAILED, f"layers are not compiled, so decoding is slower; {reason}")
             return None
 
         def build(into: Any) -> None:
-            print_notice("compiling a kernel for models of this kind, once; it takes some 10 seconds")
+            print_notice_once(
+                "compiling", "compiling kernels for models of this kind, once; each takes some 10 seconds"
+            )
             compile_kernel(layer, call, dimensions, into)
 
         try:
@@ -232,7 +236,7 @@ def _obtain_kernel(
             failure.unlink(missing_ok=True)
         except Exception as error:  # anything from torch.export, Inductor, the compiler, the model's code or the disk
             reason = f"{type(error).__name__}: {error}"
-            print_notice(f"layers are not compiled, so decoding is slower: {reason.splitlines()[0]}")
+            print_notice_once(FAILED, f"layers are not compiled, so decoding is slower: {reason.splitlines()[0]}")
             with suppress(OSError):
                 failure.write_text(reason)
             return None

@@ -59,3 +59,13 @@ def remove(path: Path) -> None:
 def print_notice(text: str) -> None:
     """Print a line for the user to stderr."""
     print(f"draftless: {text}", file=sys.stderr, flush=True)
+
+
+_TOLD: set[str] = set()  # the kinds of notices that this process has printed
+
+
+def print_notice_once(kind: str, text: str) -> None:
+    """Print a line for the user to stderr, unless one of this kind was printed since the start."""
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        print_notice(text)

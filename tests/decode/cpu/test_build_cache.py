@@ -187,11 +187,24 @@ def test_a_kernel_is_compiled_once_and_found_again(
     compiled: Mock, kernel_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start() and compiled.call_count == 1
-    assert capsys.readouterr().err.count("compiling a kernel") == 1
+    assert capsys.readouterr().err.count("compiling kernels") == 1
     assert start() and start(seed=1) and compiled.call_count == 1 and not capsys.readouterr().err
     (kernel,) = kernel_folder.glob("*.so")
     kernel.write_text("damaged")
     assert start() and compiled.call_count == 2 and is_whole(kernel)
+
+
+@needs_compiler
+def test_a_start_tells_once_that_it_compiles_or_that_it_cannot(
+    compiled: Mock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers of several kinds have a kernel each, and so has a draft model."""
+    assert start() and start(hidden_size=64) and compiled.call_count == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", Mock(side_effect=RuntimeError("no headers")))
+    assert not start(hidden_size=96) and not start(hidden_size=128) and compiled.call_count == 4
+    told = "draftless: layers are not compiled, so decoding is slower: RuntimeError: no headers\n"
+    assert capsys.readouterr().err == told
 
 
 @needs_compiler
