@@ -251,10 +251,7 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
     Raises ValueError for options that the head does not have, and for a head of another kind or for another target.
     """
     try:
-        head = load_draft_head(folder, target)
-        if kind not in (head.kind, None):
-            raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
-        HEAD_PROPOSERS[head.kind](head).check(target)
+        head = _load_fitting_head(kind, folder, target)
     except ValueError as error:
         if folder.parent != PRETRAINED:
             raise
@@ -265,7 +262,9 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **option
     _refuse_options(head.kind, options, OPTIONS[head.kind])
     # In the checkpoint of a model, it is that of the model as a draft.
     calibration = load_calibration(folder) if head.kind != "mtp" or is_saved_head(folder) else None
-    return HEAD_PROPOSERS[head.kind](head, calibration=calibration, **options).prepare(target)
+    proposer = HEAD_PROPOSERS[head.kind](head, calibration=calibration, **options).prepare(target)
+    _warn_of_weights(str(folder), head.config.target_weights, target)
+    return proposer
 
 
 def _load_draft_proposer(
@@ -287,7 +286,6 @@ def _load_draft_proposer(
     elif draft_layers is not None:
         raise ValueError("draft_layers is for a model to load, and draft_model is loaded already; give its name")
     folder = str(draft_model.model.name_or_path)
-    _warn_of_weights(folder, getattr(draft_model.model.config, "target_weights", None), target)
     proposer: DraftProposer | StagedProposer
     if draft_proposer is None:
         calibration = load_calibration(folder) if folder and draft_layers is None else None
@@ -297,6 +295,7 @@ def _load_draft_proposer(
             draft_proposer = load_proposer(draft_proposer, draft_model)
         proposer = StagedProposer(draft_model, draft_proposer, **options)
     proposer.begin(target)
+    _warn_of_weights(folder, getattr(draft_model.model.config, "target_weights", None), target)
     return proposer
 
 
@@ -304,13 +303,23 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
     """The head in a folder, in the dtype in which it should draft for this target. Errors as in `load_head`.
 
     Drafting takes as long as reading the weights. So it is bfloat16 for a float32 target on a CPU with fast bfloat16,
-    else the target's dtype. Warns if the head was trained for other weights of the same sizes.
+    else the target's dtype. Raises ValueError if the head was trained for another target, and warns if that had other
+    weights of the same sizes.
     """
+    head = _load_fitting_head(None, Path(folder), target)
+    _warn_of_weights(str(folder), head.config.target_weights, target)
+    return head
+
+
+def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> Head:
+    """`load_draft_head` without the warning, which would contradict an error that comes later."""
     halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
+    if kind not in (head.kind, None):
+        raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
+    HEAD_PROPOSERS[head.kind](head).check(target)
     share_matrices(head, target)
-    _warn_of_weights(str(folder), head.config.target_weights, target)
     return head
 
 

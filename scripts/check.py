@@ -12,6 +12,7 @@ from decode import Target
 from decode.models.loading import DTYPES
 from heads.checkpoint import load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
+from proposers.calibration import FILE, load_calibration
 from scripts.checking.report import check_folder
 from scripts.checking.serving import check_engine
 from scripts.shared.command import Parser, failing_clearly
@@ -56,13 +57,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export(folder: Path, into: Path, target: Target) -> Path:
-    """Write a copy of a Medusa head that needs no token map. Raises ValueError for other heads."""
-    head = load_head(folder, vocab_size=target.vocabulary)
+    """Write a copy of a Medusa head that needs no token map. Raises ValueError for other heads.
+
+    The copy drafts the same tokens, so the head's calibration holds for it.
+    """
+    head, calibration = load_head(folder, vocab_size=target.vocabulary), load_calibration(folder)
     if not isinstance(head, MedusaHead):
         raise ValueError(f"--export is for Medusa heads; {folder} has a head of kind {head.kind}")
     if head.output == "target":
         head.borrow(target.output_matrix)
     save_head(widen_medusa(head), into)
+    (into / FILE).unlink(missing_ok=True)  # of a head that was here before
+    if calibration is not None:
+        calibration.save(into)
     return into
 
 

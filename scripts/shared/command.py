@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +37,13 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def failing_clearly(parser: Parser) -> Iterator[None]:
-    """End without a traceback: bad input in one line with status 2, Ctrl-C with 130, a closed pipe with 141."""
+    """End without a traceback: bad input in one line with status 2, Ctrl-C with 130, a closed pipe with 141.
+
+    A warning is one line as well, without the code that it came from.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # commands ignore it during their imports
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{parser.prog}: warning: {' '.join(str(message).split())}\n"
     try:
         yield
         sys.stdout.flush()
@@ -50,7 +56,9 @@ def failing_clearly(parser: Parser) -> Iterator[None]:
     except OSError as error:
         parser.fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (ValueError, torch.OutOfMemoryError, SafetensorError) as error:  # SafetensorError: a full disk, for example
-        parser.fail(str(error))
+        parser.fail("; ".join([str(error), *getattr(error, "__notes__", ())]))
+    finally:
+        warnings.formatwarning = usual
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,7 +17,7 @@ import torch
 from decode import PlainProposer, Target, generate, speculate
 from decode.models.fingerprint import fingerprint_weights
 from heads.checkpoint import save_head
-from proposers import MergedProposer, NGramProposer, check_options, load, load_proposer
+from proposers import MergedProposer, NGramProposer, check_options, load, load_draft_head, load_proposer
 from proposers.calibration import Calibration, load_calibration
 from tests.decode.test_lossless import texts
 from tests.support.drafting import make_head
@@ -142,8 +143,8 @@ def test_speculate_loads_the_head_of_auto_once(monkeypatch: pytest.MonkeyPatch) 
     """Although each call has a target of its own."""
     model, loaded = tiny("llama"), list[str]()
     choose_fastest(monkeypatch, {fingerprint_weights(model): "hydra"})
-    real = load.load_draft_head
-    monkeypatch.setattr(load, "load_draft_head", lambda *given: [loaded.append(given[0].name), real(*given)][1])
+    real = load.load_head
+    monkeypatch.setattr(load, "load_head", lambda *given: [loaded.append(given[0].name), real(*given)][1])
     settings = {"max_new_tokens": 8, "do_sample": False}
     ids = torch.tensor([[1, 2, 3, 1, 2]])
     expected = model.generate(ids, **settings)
@@ -168,6 +169,31 @@ def test_auto_fits_every_model_without_a_warning(vocabulary: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert head_of(load_proposer("auto", small)) is None
+
+
+def test_a_head_that_cannot_draft_is_refused_without_a_warning_that_it_drafts(
+    target: Target, heads: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Fewer draft tokens may be accepted if the head's target had other weights: that is told of a head that works."""
+    monkeypatch.setattr(target.model, "weights_fingerprint", "x", raising=False)
+    for kind, settings in (("medusa", {}), ("wide", {"hidden_size": 48})):
+        head = make_head("medusa", Target(tiny("llama", **settings)))
+        head.config = replace(head.config, target_weights="y")
+        save_head(head, heads / "elsewhere" / kind)
+    for name, options, message in (
+        ("wide", {}, "hidden size is 48"),
+        ("medusa", {"depth": 2}, "medusa has no option depth"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_proposer(heads / "elsewhere" / name, target, **options)
+    with pytest.raises(ValueError, match="is of kind medusa, not hydra"):
+        load_proposer("hydra", target, head=heads / "elsewhere" / "medusa")
+    with pytest.raises(ValueError, match="hidden size is 48"):
+        load_draft_head(heads / "elsewhere" / "wide", target)
+    assert not recwarn.list
+    for load_it in (load_proposer, lambda folder, target: load_draft_head(folder, target)):
+        with pytest.warns(UserWarning, match="was trained for a model with other weights than this target's"):
+            load_it(heads / "elsewhere" / "medusa", target)
 
 
 # ---- what is refused ----

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decode import Target
 from heads import load_head, save_head
-from proposers.calibration import Calibration
+from proposers.calibration import Calibration, load_calibration
 from scripts import check
 from scripts.checking.report import USELESS_TAU, describe_speculation, judge_tau
 from scripts.checking.rules import find_faults
@@ -338,6 +338,19 @@ def test_an_exported_medusa_head_drafts_the_same_without_a_token_map(
         ours, theirs = head.logits(states[:, index], index), wide.logits(states[:, index], index)
         torch.testing.assert_close(theirs[:, head.token_map], ours)
         assert torch.equal(theirs.argmax(dim=-1), head.tokens(ours.argmax(dim=-1)))
+
+
+def test_an_exported_head_keeps_its_calibration(call: Call, tmp_path: Path, target: Target) -> None:
+    """It drafts the same tokens, so its draft tokens are accepted as often."""
+    save_head(make_head("medusa", target, draft_size=20), tmp_path / "narrow")
+    calibration = Calibration(((0.5, 0.25),) * 3, ((0.1, 1.0, 0.0),) * 3, (9,) * 3)
+    calibration.save(tmp_path / "narrow")
+    run = call(tmp_path / "narrow", "--export", tmp_path / "wide")
+    assert load_calibration(tmp_path / "wide") == calibration
+    assert f"calibration.json states an expected tau of {calibration.expect_tau(16)[-1]:.2f}" in run.out
+    (tmp_path / "narrow" / "calibration.json").unlink()
+    call(tmp_path / "narrow", "--export", tmp_path / "wide", "--no-decode")
+    assert load_calibration(tmp_path / "wide") is None  # not that of the head that was there before
 
 
 def test_tau_is_compared_with_the_calibration(call: Call, target: Target, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from decode import Chunk, Sampling, Target
 from decode import generate as answer
 from scripts import generate
+from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.terminal import has_colour
 from tests.support.commands import Call, Run, write_rows
 from tests.support.models import needs_compiler, tiny
@@ -252,6 +254,26 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
 def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
     given = [] if "--prompt-file" in arguments else ["--prompt", "x"]
     call(*BASE, *given, *arguments).refused(message)
+
+
+def test_a_warning_is_one_line_and_an_error_has_its_notes(run_main: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn_and_fail(arguments: Sequence[str]) -> None:
+        parser = Parser(prog="draftless tried")
+        with failing_clearly(parser):
+            shown = warnings.formatwarning
+            monkeypatch.setattr(warnings, "showwarning", lambda *given, **_: sys.stderr.write(shown(*given)))
+            warnings.warn("this is\nslow", stacklevel=1)
+            error = ValueError("no token")
+            error.add_note("raised in Mine.propose (mine.py, line 3)")
+            raise error
+
+    usual = warnings.formatwarning
+    run = run_main(warn_and_fail)
+    assert run.err.splitlines() == [
+        "draftless tried: warning: this is slow",
+        "draftless tried: error: no token; raised in Mine.propose (mine.py, line 3)",
+    ]
+    assert warnings.formatwarning is usual
 
 
 PROMPT_KINDS: dict[str, tuple[str | bytes, list[str], int, str]] = {  # prompt, options, status, message
