@@ -18,6 +18,7 @@ from heads.atomic_write import write_aside
 from heads.formats.dflash import export_dflash, read_dflash
 from heads.formats.eagle import export_eagle, export_eagle3, export_peagle, read_eagle, read_eagle3
 from heads.formats.layout import (
+    HEADS,
     OWN,
     Head,
     Layout,
@@ -33,6 +34,7 @@ from heads.formats.medusa import export_medusa, read_hydra, read_medusa
 from heads.formats.mtp import read_mtp
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
+LARGE = 1 << 20  # a size of targets that no head contradicts
 EXPORTS: dict[str, Any] = {
     "medusa": export_medusa,
     "eagle": export_eagle,
@@ -53,19 +55,35 @@ def load_head(
     """
     path = find_folder(folder)
     try:
-        tensors, metadata = read_weights(path)
-        config = _read_config(path, metadata)
-        own = section(config, OWN)
-        tensors = read_token_map(tensors, own)
-        if "kind" in own:
-            layout = read_own(own, tensors)
-        elif found := read_mtp(tensors, config):
-            layout, tensors = found
-        else:
-            layout = _find_layout(tensors, config, vocab_size, layers)
-        return assemble(layout, tensors, dtype)
+        return assemble(*_read(path, vocab_size, layers), dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
+
+
+def find_kind(folder: str | Path) -> str:
+    """The kind of the head in a folder, from its config and the shapes of its tensors alone.
+
+    Raises ValueError as `load_head` does where no head is; whether it is whole and fits a target is for `load_head`.
+    """
+    path = find_folder(folder)
+    try:
+        layout, _ = _read(path, LARGE, LARGE)  # the target's sizes, where a file does not have them
+    except ValueError as error:
+        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
+    return next(kind for kind, (_, config) in HEADS.items() if type(layout.config) is config)
+
+
+def _read(path: Path, vocab_size: int | None, layers: int | None) -> tuple[Layout, Mapping[str, Tensor]]:
+    """The layout and the tensors of the head in a folder."""
+    tensors, metadata = read_weights(path)
+    config = _read_config(path, metadata)
+    own = section(config, OWN)
+    tensors = read_token_map(tensors, own)
+    if "kind" in own:
+        return read_own(own, tensors), tensors
+    if found := read_mtp(tensors, config):
+        return found
+    return _find_layout(tensors, config, vocab_size, layers), tensors
 
 
 def find_folder(folder: str | Path) -> Path:
@@ -83,7 +101,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     docs/serving-and-check.md lists the servers that load it. Raises ValueError if the folder holds something else.
     """
     path = Path(folder)
-    _check_overwrite(path)
+    check_overwrite(path)
     export = EXPORTS.get(head.kind, lambda head: (head.state_dict(), {"model_type": head.kind}))
     states, config = export(head)
     config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
@@ -96,7 +114,7 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     write_aside(path / CONFIG, lambda file: file.write(_format(config).encode()))
 
 
-def _check_overwrite(path: Path) -> None:
+def check_overwrite(path: Path) -> None:
     """Raise ValueError if saving a head there would replace something else, such as the target."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"cannot save a head as {str(path)!r}: it is a file; name a folder")

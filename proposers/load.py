@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from importlib.util import module_from_spec, spec_from_file_location
-from inspect import signature
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,11 +16,13 @@ from transformers.utils import cached_file
 from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fingerprint import fingerprint_weights
-from decode.proposer import check_proposer
+from decode.models.loading import check_model
+from decode.requests.answer import read_count
 from decode.requests.arguments import naming_arguments
+from decode.requests.request import read_nodes
 from decode.target import check_target
 from heads import PRETRAINED
-from heads.checkpoint import find_folder, is_saved_head, load_head
+from heads.checkpoint import find_folder, find_kind, is_saved_head, load_head
 from heads.formats.layout import Head
 from proposers.calibration import load_calibration
 from proposers.dflash import DFlashProposer
@@ -37,6 +35,7 @@ from proposers.lookahead import LookaheadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
+from proposers.own_class import find_own, is_own_class, load_own
 from proposers.sources import AnswerStore
 from proposers.tree_proposer import TreeProposer
 
@@ -64,7 +63,6 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
 }
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
-OWN_CLASS = re.compile(r"(.+\.py):(\w+)")
 
 # What `find_pretrained` has loaded, by the model and its place and format. A target is made anew in each `speculate`.
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[Any, HeadProposer | None]] = WeakKeyDictionary()
@@ -112,8 +110,8 @@ def load_proposer(
         "sampled": sampled,
     }
     given = check_options(name, options)
-    if own := OWN_CLASS.fullmatch(str(name)):
-        return _load_own(Path(own[1]), own[2])
+    if is_own_class(name):
+        return load_own(str(name))
     if name not in OPTIONS and is_trained_draft(Path(name)):
         return _load_draft_proposer(target, name, **given)
     if name not in OPTIONS:
@@ -144,24 +142,27 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
     default model, which the pretrained heads are for.
 
     Raises ValueError for an unknown proposer, an option that this proposer does not have, options that exclude each
-    other, and a missing file, head or draft model.
+    other, sizes out of range, and a missing or unknown file, class, head or draft model.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
-    own = OWN_CLASS.fullmatch(str(name))
     is_folder = name not in OPTIONS and Path(name).is_dir()
-    if own and not Path(own[1]).is_file():
-        raise ValueError(f"cannot load {str(name)!r}: there is no such file")
-    if not own and not is_folder and name not in OPTIONS:
+    if is_own_class(name):
+        find_own(str(name))
+    elif not is_folder and name not in OPTIONS:
         known = f"{', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
         raise ValueError(f"unknown proposer {str(name)!r}; choose from {known}")
     if "head" in given and "draft_model" in given:
         raise ValueError("both head and draft_model name a drafter; give one")
     if is_folder and "head" in given:
         raise ValueError(f"both {str(name)!r} and head name a head; give one")
-    has: Container[str] = {*_TRAINED, *_SHAPE} if is_folder else OPTIONS.get(str(name), ())  # a head may have fewer
+    kind, has = str(name), OPTIONS.get(str(name), ())
     if is_folder and is_trained_draft(Path(name)):
-        has = {*OPTIONS["draft"]} - {"draft_model", "draft_layers"}
-    _refuse_options(str(name), given, has)
+        has = tuple({*OPTIONS["draft"]} - {"draft_model", "draft_layers"})
+    elif is_folder:
+        kind = find_kind(name)
+        has = tuple({*OPTIONS[kind]} - {"head"})
+    _refuse_options(kind, given, has)
+    _check_sizes(given)
     if "draft_proposer" in given and "sampled" in given:
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
@@ -170,7 +171,28 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         folder = find_head(str(name), options.get("head"))
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
+        _refuse_kind(str(name), folder, find_kind(folder))
+    if isinstance(given.get("draft_model"), str | Path):
+        check_model(given["draft_model"])
+    if isinstance(given.get("draft_proposer"), str | Path):
+        check_options(given["draft_proposer"], {}, pretrained=pretrained)
     return given
+
+
+def _check_sizes(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for sizes that are no whole numbers from 1 on."""
+    for option in ("nodes", "depth", "width", "draft_layers"):
+        try:
+            if option in given:
+                read_nodes(given[option]) if option == "nodes" else read_count(given[option], option)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def _refuse_kind(name: str, folder: Path, kind: str) -> None:
+    """Raise ValueError if a proposer of this name is for heads of another kind."""
+    if name in HEAD_PROPOSERS and name != kind:
+        raise ValueError(f"the head in {folder} is of kind {kind}, not {name}")
 
 
 def _refuse_options(name: str, given: Iterable[str], has: Container[str]) -> None:
@@ -222,27 +244,6 @@ def find_pretrained(target: Target) -> HeadProposer | None:
         loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
-
-
-def _load_own(file: Path, name: str) -> Proposer:
-    """An instance of a class in a Python file."""
-    spec = spec_from_file_location(f"proposer_in_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = module_from_spec(spec)  # a dataclass looks its module up there
-    spec.loader.exec_module(module)
-    own = getattr(module, name, None)
-    if not isinstance(own, type):
-        raise ValueError(f"{file} has no class {name}")
-    try:
-        signature(own).bind()
-    except TypeError as error:
-        raise ValueError(f"{name} in {file} must be made without arguments: {error}") from error
-    proposer = own()
-    try:
-        check_proposer(proposer)
-    except TypeError as error:
-        raise ValueError(f"{name} in {file} is no proposer: {error}") from error
-    return proposer
 
 
 def _load_head_proposer(kind: str | None, folder: Path, target: Target, **options: Any) -> HeadProposer:
@@ -316,8 +317,7 @@ def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> Head:
     halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
-    if kind not in (head.kind, None):
-        raise ValueError(f"the head in {folder} is of kind {head.kind}, not {kind}")
+    _refuse_kind(str(kind), folder, head.kind)
     HEAD_PROPOSERS[head.kind](head).check(target)
     share_matrices(head, target)
     return head

@@ -28,6 +28,7 @@ from decode.models.gguf.model import find_gguf, load_gguf
 from decode.requests.text import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
+ADAPTER = "adapter_config.json"
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 FILES = (  # that are read, if they are there; damaged ones of some kinds would be ignored
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
@@ -75,6 +76,23 @@ def load_model(
     if device_map is None and chosen_device.type != "cpu":
         model = model.to(chosen_device)
     return accelerate_model(model, accelerate), tokenizer
+
+
+def check_model(name: str | PathLike[str]) -> None:
+    """Raise ValueError, as `load_model` does, if there is no such model; its weights are not read.
+
+    Of a model on the hub, the config is fetched.
+    """
+    place = str(name)
+    try:
+        path = find_gguf(place)
+        _refuse_files(path or Path(place))
+        if path is not None and not path.is_file():
+            raise ValueError("there is no such file")
+        if path is None and not (Path(place) / ADAPTER).is_file():  # the base of an adapter alone is named in it
+            AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # each file format has errors of its own
+        raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
 
 
 def _load(name: str, **options: Any) -> PreTrainedModel:

@@ -42,6 +42,10 @@ class Greedy:
 class Other: ...
 
 
+class Blind:
+    def propose(self, step, budget): ...
+
+
 three = 3
 """
 
@@ -55,6 +59,10 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), folder / "wide")
     Calibration(((0.3, 0.0),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(folder / "hydra")
     (folder / "own.py").write_text(OWN)
+    (folder / "broken.py").write_text("x = 1\nx / 0\n")
+    (folder / "unwritten.py").write_text("class Mine\n")
+    (folder / "whole").mkdir()
+    (folder / "whole" / "config.json").write_text("{}")
     return folder
 
 
@@ -213,18 +221,27 @@ BEFORE_LOADING = [
     ("HEADS/hydra", {"store": 1}, "hydra has no option store; it is for suffix, merged, auto"),
     ("HEADS/none.py:Mine", {}, "none.py:Mine': there is no such file"),
     ("HEADS/own.py:Mine", {"nodes": 3}, "Mine has no option nodes; it is for"),
-]
-WHILE_LOADING = [
-    ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
     ("HEADS/hydra", {"depth": 2}, "hydra has no option depth; it is for draft, eagle, eagle3"),
-    ("HEADS/wide", {}, "hidden size"),
-    ("draft", {"draft_model": "TARGET", "width": 0}, "depth 16 and width 0 must be at least 1"),
-    ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
-    ("merged", {"nodes": 0}, "nodes is 0; a tree has at least its root"),
-    ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody"),
+    ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
+    ("HEADS/whole", {}, "cannot load a head from .*whole': it holds none of medusa_lm_head"),
+    ("merged", {"head": "HEADS/whole"}, "cannot load a head from .*whole': it holds none of medusa_lm_head"),
+    ("merged", {"draft_model": "HEADS/whole"}, "cannot load a model from .*whole': "),
+    ("draft", {"draft_model": "TARGET", "draft_proposer": "oak"}, "unknown proposer 'oak'"),
+    ("draft", {"draft_model": "TARGET", "width": 0}, "width is 0; it must be at least 1"),
+    ("merged", {"nodes": 0}, "nodes is 0; it must be at least 1"),
+    ("merged", {"nodes": 5000}, "nodes is 5000; a tree has its root and at most"),
+    ("merged", {"nodes": "many"}, "nodes is 'many'; it must be a whole number from 1 on"),
+    ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody; it has Mine, Greedy, Other, Blind"),
     ("HEADS/own.py:three", {}, "own.py has no class three"),
     ("HEADS/own.py:Greedy", {}, "Greedy in .* must be made without arguments: missing .* 'length'"),
-    ("HEADS/own.py:Other", {}, "Other in .* is no proposer: .* which has no layers and no propose"),
+    ("HEADS/own.py:Other", {}, "Other in .* is no proposer: it has no method propose\\(self, step, budget\\)"),
+    ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
+    ("HEADS/unwritten.py:Mine", {}, "unwritten.py, line 1: SyntaxError: "),
+]
+WHILE_LOADING = [
+    ("HEADS/wide", {}, "hidden size"),
+    ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
+    ("HEADS/own.py:Blind", {}, "Blind is no proposer: .* which has no layers"),
 ]
 
 
@@ -234,7 +251,8 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     """Before anything is loaded, if it can be known then."""
     is_early = (name, options, message) in BEFORE_LOADING
-    values = {"HEADS/hydra": heads / "hydra", "TARGET": target, "SMALL": Target(tiny("llama", vocab_size=50))}
+    values = {f"HEADS/{each}": heads / each for each in ("hydra", "whole")}
+    values |= {"TARGET": target, "SMALL": Target(tiny("llama", vocab_size=50))}
     name, options = name.replace("HEADS", str(heads)), {key: values.get(each, each) for key, each in options.items()}
     with pytest.raises(ValueError, match=message):
         load_proposer(name, target, **options)
