@@ -11,18 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import trange
 
 from decode import Sampling
 from decode.models.loading import DTYPES
 from proposers.load import check_options
 from scripts.benchmark import files, measurement
 from scripts.benchmark.first_hour import run_first_hour
-from scripts.benchmark.methods import METHODS_HELP, PEERS, make_methods, parse_methods
+from scripts.benchmark.methods import METHODS_HELP, PEERS, check_peer, make_methods, parse_methods
 from scripts.benchmark.passes import ROUNDS, format_passes, run_passes
 from scripts.benchmark.plot import describe, draw_methods, draw_passes
 from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.command import Parser, at_least, check_plot, check_writable, failing_clearly, named_value
+from scripts.shared.command import (
+    Parser,
+    at_least,
+    check_output_folder,
+    check_plot,
+    check_writable,
+    failing_clearly,
+    named_value,
+)
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.prompts import encode_turn
 from training.rendering import Renderer
@@ -69,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        check_output_folder(args.first_hour, "--first-hour")
         if args.first_hour is not None:
             for name in CHOSEN_BY_PART:
                 if getattr(args, name) != parser.get_default(name):
@@ -127,12 +135,16 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
     args.repeats = args.repeats or REPEATS
     for method in named:
-        if method.name not in PEERS:
+        if method.name in PEERS:
+            check_peer(method)
+        else:
             check_options(method.name, method.options, pretrained=model.model is None)
-        elif args.batch_size > 1:
+        if method.name in PEERS and args.batch_size > 1:
             raise ValueError(f"{method.text} answers one question at a time; leave it out, or --batch-size")
         if method.warm and method.name not in ("merged", "auto"):
             raise ValueError(f"{method.text}: warm is for merged and auto, which draft from earlier answers")
+        if "store" in method.options:
+            raise ValueError(f"{method.text}: a store is not read here; warm=true keeps answers between questions")
         if method.warm and args.repeats > 1:
             raise ValueError(f"{method.text} would draft from its answer to the same question; give --repeats 1")
     Sampling(args.temperature)  # refuses a bad temperature
@@ -156,10 +168,8 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     done, total = len(records), len(groups)
     if done:
         print(f"draftless bench: continuing after {done} of {total} groups of questions", file=sys.stderr)
-    if done < total:
-        measurement.warm_up(methods, max(groups, key=len), target, args)
-    for number in trange(done, total, initial=done, total=total, unit="group", disable=None):
-        records.append(measurement.measure_group(methods, groups[number], number, target, args))
+    for record in measurement.measure_groups(methods, groups, done, target, args):
+        records.append(record)
         if partial is not None:
             files.write_report(partial, {**setup, "records": records})
     differences = [difference for record in records for difference in record.pop("differences")]

@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from decode import Target, Tree, stream
+from decode.models.loading import check_model
 from heads import LayerCache
-from heads.checkpoint import find_folder, is_saved_head
+from heads.checkpoint import find_kind, is_saved_head
 from heads.vocabulary import top_tokens
 from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
@@ -26,7 +27,7 @@ from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
 from proposers.trees.search import RANKS, Drafter
 from scripts.benchmark.rows import to_markdown
-from scripts.shared.command import Parser, at_least, failing_clearly
+from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
 from scripts.shared.worth import NODES, count, describe_tau, find_worth
@@ -57,11 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         model = ModelOptions.from_args(args)
-        folder = args.draft_model or find_folder(args.head)
-        if not folder.is_dir():
+        folder = args.draft_model or args.head
+        if args.head is not None:
+            check_head(folder)
+        elif not folder.is_dir():
             raise ValueError(
                 f"--draft-model {folder}: there is no such local folder, and the calibration is kept in it"
             )
+        else:
+            check_model(folder)
+        check_output_folder(folder, "--draft-model" if args.head is None else "--head")
         conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
@@ -69,11 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         if args.head is not None:
             head = load_draft_head(folder, target)
-            if head.kind == "mtp" and not is_saved_head(folder):
-                raise ValueError(
-                    f"--head {folder} is a model's checkpoint, where no calibration is kept; save its MTP module in a "
-                    "folder of its own first: heads.save_head(heads.load_head(CHECKPOINT), FOLDER)"
-                )
             try_out: TryOut = partial(try_head, target, HEAD_PROPOSERS[head.kind](head).prepare(target))
         else:
             draft = load_draft(replace(model, model=str(folder)))
@@ -87,6 +88,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration.save(folder)
         drafts = load_proposer(folder, target) if args.head else load_proposer("draft", target, draft_model=draft)
         print(find_worth(target, drafts, prompts).describe())
+
+
+def check_head(folder: Path) -> None:
+    """Raise ValueError if a folder has no head, or one whose calibration is not kept there."""
+    if find_kind(folder) == "mtp" and not is_saved_head(folder):
+        raise ValueError(
+            f"--head {folder} is a model's checkpoint, where no calibration is kept; save its MTP module in a folder "
+            "of its own first: heads.save_head(heads.load_head(CHECKPOINT), FOLDER)"
+        )
 
 
 def make_parser() -> Parser:

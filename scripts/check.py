@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from decode import Target
+from decode.models.default_model import NAME
 from decode.models.loading import DTYPES
-from heads.checkpoint import load_head, save_head
+from heads.checkpoint import check_overwrite, load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
 from proposers.calibration import FILE, load_calibration
-from scripts.checking.report import check_folder
+from scripts.checking.report import UNSERVED, check_folder, find_kind_of, report_fault
 from scripts.checking.serving import check_engine
-from scripts.shared.command import Parser, failing_clearly
+from scripts.shared.command import Parser, check_output_folder, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 
 EPILOG = """\
@@ -47,23 +49,39 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
             check_engine(args.engine_python)
-        target = load_target(ModelOptions.from_args(args, accelerate="auto"))
-        folder = args.folder if args.export is None else export(args.folder, args.export, target)
-        name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
-        report = check_folder(folder, target, name, not args.no_decode, python)
+        try:
+            kind = find_kind_of(args.folder)
+        except ValueError as fault:  # before the target is loaded
+            report = report_fault(args.folder, args.model or NAME, fault)
+        else:
+            check_options(args, kind)
+            target = load_target(ModelOptions.from_args(args, accelerate="auto"))
+            folder = args.folder if args.export is None else export(args.folder, args.export, target)
+            name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
+            report = check_folder(folder, target, name, not args.no_decode, python)
         print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
 
 
+def check_options(args: Namespace, kind: str) -> None:
+    """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
+    if args.serve and kind in UNSERVED:
+        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
+    if args.export is not None:
+        if kind != "medusa":
+            raise ValueError(f"--export is for Medusa heads; {args.folder} has a head of kind {kind}")
+        check_output_folder(args.export, "--export")
+        check_overwrite(args.export)
+
+
 def export(folder: Path, into: Path, target: Target) -> Path:
-    """Write a copy of a Medusa head that needs no token map. Raises ValueError for other heads.
+    """Write a copy of a Medusa head that needs no token map.
 
     The copy drafts the same tokens, so the head's calibration holds for it.
     """
     head, calibration = load_head(folder, vocab_size=target.vocabulary), load_calibration(folder)
-    if not isinstance(head, MedusaHead):
-        raise ValueError(f"--export is for Medusa heads; {folder} has a head of kind {head.kind}")
+    assert isinstance(head, MedusaHead)
     if head.output == "target":
         head.borrow(target.output_matrix)
     save_head(widen_medusa(head), into)

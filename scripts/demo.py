@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from decode import Target, stream
-from scripts.benchmark.measurement import ALL, Question, measure_group, warm_up
+from scripts.benchmark.measurement import ALL, Question, measure_groups
 from scripts.benchmark.methods import make_methods, parse_methods
 from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.command import Parser, failing_clearly
@@ -53,8 +53,7 @@ def compare(target: Target, model: ModelOptions) -> str:
     options = Namespace(repeats=REPEATS, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, seed=0)
     methods = make_methods(parse_methods(METHODS), target, model, options.temperature)
     groups = [[Question(number, "demo", (prompt,))] for number, prompt in enumerate(PROMPTS)]
-    warm_up(methods, groups[0], target, options)
-    records = [measure_group(methods, group, number, target, options) for number, group in enumerate(groups)]
+    records = [*measure_groups(methods, groups, 0, target, options)]
     differences = [difference for record in records for difference in record["differences"]]
     rows = [row for row in make_rows(records, differences, [*methods]) if row["category"] == ALL]
     return format_tables(rows).partition("\n\n")[0]

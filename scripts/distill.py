@@ -17,7 +17,7 @@ from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.engine import WHOLE
 from decode.models.default_model import NAME
 from decode.models.fingerprint import describe_model
-from proposers import load_proposer
+from proposers import check_options, load_proposer
 from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         model = choose_dtype(ModelOptions.from_args(args))
+        check_options(choose_proposer(args), {}, pretrained=model.model is None)
         check_writable(args.out, "--out")
         for value in args.temperature:
             check_temperature(value, "--temperature")
@@ -102,11 +103,16 @@ def choose_dtype(model: ModelOptions) -> ModelOptions:
     return replace(model, dtype="bfloat16") if model.dtype is None and fast else model
 
 
+def choose_proposer(options: argparse.Namespace) -> str:
+    """The name of --proposer; without it, large batches draft nothing."""
+    return options.proposer or ("auto" if options.batch_size <= MOST_DRAFTED else "none")
+
+
 def distil(
     jobs: Sequence[Job], target: Target, renderer: Renderer, answers: AnswersFile, options: argparse.Namespace
 ) -> None:
     """Answer all jobs and add their rows to the file, with a progress bar."""
-    proposer = load_proposer(options.proposer or ("auto" if options.batch_size <= MOST_DRAFTED else "none"), target)
+    proposer = load_proposer(choose_proposer(options), target)
     engine = Engine(target, proposer, rows=min(options.batch_size, len(jobs)), part=WHOLE, kept_bytes=0)
     started, tokens, done, dropped = perf_counter(), 0, len(answers.rows), 0
     interval = 1 if sys.stderr.isatty() else 60  # one line a minute in a log

@@ -79,31 +79,54 @@ def load_dataset(
     Raises ValueError if more than `max_bad` of the rows are bad, if token ids are of another vocabulary, or if no
     example is left.
     """
-    bad: list[str] = []
-    read = [(f"{file}, line {line}", row) for file in files for line, row in read_lines(file, bad)]
-    rows = [(place, row) for place, row in read if "dropped" not in row]
+    rows, bad = read_rows(files, max_bad)
     count = len(rows) + len(bad)
     found: list[tuple[bytes, list[Example]]] = []
     empty = 0
-    for place, row in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
+    for conversation in tqdm(rows, "tokenizing", unit=" answers", leave=False, disable=None):
+        row = conversation.fields
         if TOKENS in row and not use_text and row.get(VOCABULARY) != renderer.vocabulary:
             raise ValueError(
-                f"{place}: the token ids are of another vocabulary (fingerprint {row.get(VOCABULARY)}, the model's is "
-                f"{renderer.vocabulary}); distil with this model, or give --use-text to train on the text"
+                f"{conversation.place}: the token ids are of another vocabulary (fingerprint {row.get(VOCABULARY)}, "
+                f"the model's is {renderer.vocabulary}); distil with this model, or give --use-text to train on the "
+                "text"
             )
         try:
-            conversation = read_conversation(row, place, answered=True)
             if made := make_examples(conversation, renderer, use_text):
                 found.append((_hash_prompt(conversation), made))
                 empty += sum(map(is_blank, _list_written(conversation, use_text)))
         except ValueError as error:
             bad.append(str(error))
+    described = _refuse_bad(bad, count, max_bad)
+    left_out = [*([described] if described else []), *([f"empty answers in other rows: {empty}"] if empty else [])]
+    return replace(_split(found, files, renderer, max_length, prompts), bad="; ".join(left_out))
+
+
+def read_rows(files: Sequence[Path], max_bad: float = MAX_BAD) -> tuple[list[Conversation], list[str]]:
+    """The conversations with answers in JSON Lines files, and what is wrong with other rows, but for dropped ones.
+
+    Raises ValueError if more than `max_bad` of the rows are bad.
+    """
+    bad: list[str] = []
+    read = [(f"{file}, line {line}", row) for file in files for line, row in read_lines(file, bad)]
+    rows = []
+    for place, row in read:
+        try:
+            if "dropped" not in row:
+                rows.append(read_conversation(row, place, answered=True))
+        except ValueError as error:
+            bad.append(str(error))
+    _refuse_bad(bad, len(rows) + len(bad), max_bad)
+    return rows, bad
+
+
+def _refuse_bad(bad: Sequence[str], count: int, max_bad: float) -> str:
+    """The bad ones of `count` rows in one line; none: "". Raises ValueError if they are more than `max_bad` of them."""
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     described = f"{len(bad)} of {count} rows cannot be trained on: {'; '.join(bad[:SHOWN])}{more}"
     if len(bad) > max_bad * count:
         raise ValueError(f"{described}; that is more than --max-bad {max_bad:g}")
-    left_out = [*([described] if bad else []), *([f"empty answers in other rows: {empty}"] if empty else [])]
-    return replace(_split(found, files, renderer, max_length, prompts), bad="; ".join(left_out))
+    return described if bad else ""
 
 
 def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False) -> list[Example]:

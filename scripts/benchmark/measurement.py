@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from decode import Target
-from scripts.benchmark.methods import Measured, Method, Prompts
+from scripts.benchmark.methods import Ask, Measured, Method, Prompts
 from scripts.shared.prompts import encode_turn, read_prompts
 from training.conversations import Conversation, read_conversation
 from training.data import count_before_loop, has_looped
@@ -96,6 +99,43 @@ def open_conversations(questions: Sequence[Question]) -> list[Conversation]:
     return [question.open() for question in questions]
 
 
+def follow_methods(methods: Mapping[str, Method], bar: Any) -> dict[str, Method]:
+    """The methods, whose batches of answers move a bar of tqdm's by one each."""
+
+    def follow(method: Method, is_warm_up: bool) -> Ask:
+        ask = method(is_warm_up)
+
+        def answer(prompts: Prompts, seed: int, max_new_tokens: int) -> Measured:
+            measured = ask(prompts, seed, max_new_tokens)
+            bar.update()
+            return measured
+
+        return answer
+
+    return {name: partial(follow, method) for name, method in methods.items()}
+
+
+def measure_groups(
+    methods: Mapping[str, Method], groups: Sequence[Sequence[Question]], done: int, target: Target, options: Namespace
+) -> Iterator[dict[str, Any]]:
+    """The record of each group from number `done` on, after a warm-up, and meanwhile a bar on a terminal's stderr."""
+    if done == len(groups):
+        return
+    ends = [*accumulate(len(methods) * options.repeats * _count_turns(group) for group in groups)]
+    ends = [len(methods) + end for end in ends]  # after the warm-up
+    begun = ends[done - 1] - len(methods) if done else 0
+    with tqdm(total=ends[-1], initial=begun, unit=" answers", disable=None) as bar:
+        followed = follow_methods(methods, bar)
+        warm_up(followed, max(groups, key=len), target, options)
+        for number in range(done, len(groups)):
+            yield measure_group(followed, groups[number], number, target, options)
+            bar.update(ends[number] - bar.n)  # turns that did not fit were not asked
+
+
+def _count_turns(group: Sequence[Question]) -> int:
+    return max(len(question.turns) for question in group)
+
+
 def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Target, options: Namespace) -> None:
     """Compile kernels, measure the cost curve, and let every method answer once without measuring it."""
     target.warm_up(len(group))
@@ -114,7 +154,7 @@ def measure_group(
     conversations, renderer = open_conversations(group), Renderer(target.tokenizer)
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
-    for turn in range(max(len(question.turns) for question in group)):
+    for turn in range(_count_turns(group)):
         asked, prompts = encode_turn(conversations, turn, target, renderer)
         if not asked:
             break

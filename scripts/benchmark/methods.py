@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
 from decode.models.fingerprint import fingerprint_vocabulary
+from decode.models.loading import check_model
 from decode.requests.text import Tokenizer
 from decode.stats import PARTS
 from proposers import AnswerStore, MergedProposer, load_proposer
@@ -56,6 +58,16 @@ def parse_methods(text: str) -> list[NamedMethod]:
         options = {option: _read_value(value) for option, _, value in pairs}
         found.append(NamedMethod(spec, name, options, bool(options.pop("warm", False))))
     return found
+
+
+def check_peer(named: NamedMethod) -> None:
+    """Raise ValueError for an option that transformers' `generate` does not have, and for a missing draft model."""
+    known = {*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters}
+    for option, value in named.options.items():
+        if option == "draft_model":
+            check_model(value)
+        elif option not in known:
+            raise ValueError(f"{named.text}: transformers' generate has no argument {option}")
 
 
 def _read_value(text: str) -> Any:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from tqdm import trange
+from tqdm import tqdm
 
 from decode import Target
 from decode.models.cost_curve import fill, random_chain, time_pass
@@ -94,14 +94,17 @@ def time_passes(
         for nodes, samples in zip(NODES, samples_ms, strict=True):
             turns.append((session, random_chain(nodes, batch, target), samples))
     peers = {dtype: begin(LLAMA, dtype, CONTEXTS[0], 1) for dtype in llamas}
-    for number in trange(repeats, unit="round", disable=None):
-        for session, chain, samples in Random(number).sample(turns, len(turns)):
-            time_pass(session, chain)  # passes of a decoding follow others of their kind, and so do llama-bench's
-            samples.append(1000 * time_pass(session, chain))
-        for dtype, run in llamas.items():
-            found = run(NODES, LLAMA_ROUNDS)
-            for nodes, samples in zip(NODES, peers[dtype], strict=True):
-                samples += [spent / 1e6 for spent in found[nodes]["samples_ns"]]
+    with tqdm(total=repeats * (len(turns) + len(llamas)), unit=" passes", disable=None) as bar:
+        for number in range(repeats):
+            for session, chain, samples in Random(number).sample(turns, len(turns)):
+                time_pass(session, chain)  # passes of a decoding follow others of their kind, and so do llama-bench's
+                samples.append(1000 * time_pass(session, chain))
+                bar.update()
+            for dtype, run in llamas.items():
+                found = run(NODES, LLAMA_ROUNDS)
+                for nodes, samples in zip(NODES, peers[dtype], strict=True):
+                    samples += [spent / 1e6 for spent in found[nodes]["samples_ns"]]
+                bar.update()
     return passes
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode import Target, generate
+from decode import Target, stream
+from heads.checkpoint import find_kind
 from heads.formats.layout import Head
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
@@ -24,10 +25,12 @@ from scripts.checking.rules import (
     warning,
 )
 from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
+from scripts.shared.terminal import show_progress
 from scripts.shared.worth import NODES, Worth, count, describe_tau, find_worth
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
+UNSERVED = ("hydra", "multi-token", "mtp")  # no server has a class for them
 ALL_AT_ONCE = ("medusa", "peagle", "dflash")  # they draft as many tokens as they have heads; only vLLM serves them
 NEW_TOKENS = 48  # of each answer here
 WIDTH = 4  # of a draft model's trees
@@ -73,6 +76,16 @@ class Report:
         return "\n".join(lines)
 
 
+def find_kind_of(path: Path) -> str:
+    """The kind of the head in a folder, or `DRAFT_MODEL`. Raises ValueError if there is none."""
+    return DRAFT_MODEL if is_trained_draft(path) else find_kind(path)
+
+
+def report_fault(path: Path, name: str, fault: ValueError) -> Report:
+    """The report on a folder whose head does not load. name: the target's."""
+    return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
+
+
 def check_folder(
     path: Path, target: Target, name: str, decode: bool = True, engine_python: str | None = None
 ) -> Report:
@@ -89,14 +102,13 @@ def check_folder(
             head = proposer.head
             findings = find_faults(path, head, target)
     except ValueError as fault:
-        return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
+        return report_fault(path, name, fault)
     kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
     commands = write_commands(kind, speculation, name)
-    if engine_python is not None and "vllm" not in commands:
-        raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
     tau, tokens, expected, worth, served = None, None, None, None, None
     if decode:
-        answers = generate(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES)
+        chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
+        answers = [chunk.answer for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS) if chunk.answer]
         tokens = sum(answer.stats.tokens for answer in answers)
         tau = tokens / sum(answer.stats.steps for answer in answers)
         calibration = getattr(proposer, "calibration", None)
@@ -140,7 +152,7 @@ def describe_speculation(head: Head | None, folder: str) -> dict[str, Any]:
 
 def write_commands(kind: str, speculation: Mapping[str, Any], model: str) -> dict[Engine, str]:
     """A command for each engine that serves heads of this kind, in chains. speculation: vLLM's settings."""
-    if kind in ("hydra", "multi-token", "mtp"):
+    if kind in UNSERVED:
         return {}
     vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculation)])
     if kind in ALL_AT_ONCE:

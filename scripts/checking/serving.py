@@ -26,6 +26,7 @@ from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from scripts.benchmark.rows import to_markdown
 from scripts.checking.rules import Finding, error, warning
+from scripts.shared.terminal import show_progress
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -152,7 +153,9 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
         head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
         proposer = HEAD_PROPOSERS[head.kind](head, **shape)
     made, stats, answers = Counter[int](), Stats(accepted_by_depth=[0] * count), {}
-    for chunk in stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS + count, text=False):
+    most = NEW_TOKENS + count
+    chunks = stream(target, PROMPTS, proposer, max_new_tokens=most, text=False)
+    for chunk in show_progress(chunks, most * len(PROMPTS)):
         if 0 < made[chunk.request_id] < NEW_TOKENS:  # the prefill has no draft
             stats.add(chunk.stats)
         made[chunk.request_id] += len(chunk.tokens)

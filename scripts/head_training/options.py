@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from decode.models.loading import check_model
+from heads.checkpoint import find_kind
 from heads.vocabulary import Output
-from scripts.shared.command import Parser, at_least, check_plot
+from scripts.shared.command import Parser, at_least, check_output_folder, check_plot
 from scripts.shared.prompts import TEMPLATE_OPTION, parse_template_option
 from training.checkpoint import METRICS
-from training.data import MAX_BAD
+from training.data import MAX_BAD, read_rows
 from training.factory import REGRESSION
 from training.losses import LOSSES
 from training.objectives import DECAY, PACE, Decay
@@ -226,19 +228,30 @@ class TrainOptions:
         return settings
 
     def check_files(self) -> None:
-        """Raise ValueError if input files are missing, or output files would be overwritten or cannot be written."""
+        """Raise ValueError if input files are missing or of another kind, or output files cannot be written there."""
         for file in self.data:
             if not file.is_file():
                 raise ValueError(f"--data {file}: there is no such file")
+        read_rows(self.data, self.max_bad)
+        self._check_start()
         check_plot(self.plot)
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"--out {self.out} is a file; give a folder")
+        check_output_folder(self.cache, "--cache")
+        check_output_folder(self.out, "--out")
         if self.plan or not self.out.is_dir():
             return
         if not self.resume and any(self.out.iterdir()):
             raise ValueError(f"--out {self.out} is not empty; give --resume to go on there, or another folder")
         if (self.out / "config.json").exists() and not (self.out / METRICS).exists():
             raise ValueError(f"--out {self.out} holds a model, but no training to resume; give another folder")
+
+    def _check_start(self) -> None:
+        """Raise ValueError if --init has nothing of the kind that is trained."""
+        if self.init is None:
+            return
+        if self.kind == "draft":
+            check_model(self.init)
+        elif (kind := find_kind(self.init)) != self.kind and (self.kind, kind) != ("peagle", "eagle3"):
+            raise ValueError(f"--init {self.init} holds a head of kind {kind}, not {self.kind}")
 
 
 def make_parser(description: str | None) -> Parser:

@@ -92,6 +92,17 @@ def check_writable(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} {path} cannot be written; it names a file in a folder that exists")
 
 
+def check_output_folder(path: Path | None, option: str) -> None:
+    """Raise ValueError if files cannot be written in such a folder, which may not exist yet. None was not given."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{option} {path} is a file; give a folder")
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written: {there} is no folder that may be written in")
+
+
 def check_plot(path: Path | None) -> None:
     """Raise ValueError if `--plot` cannot be drawn: a bad place or suffix, or no matplotlib."""
     check_writable(path, "--plot")

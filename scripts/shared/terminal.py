@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+from tqdm import tqdm
+
 from decode import Chunk
 
 # Colours of xterm's 256 for draft tokens 1, 2, ... tokens ahead: green over blue to pink.
@@ -47,3 +49,11 @@ def in_order(chunks: Iterable[Chunk], answers: int) -> Iterator[Chunk]:
             if kept and kept[-1].answer is not None:
                 yield from kept
         raise
+
+
+def show_progress(chunks: Iterable[Chunk], most: int) -> Iterator[Chunk]:
+    """The chunks, and meanwhile a bar of their tokens, `most` at most, if stderr is a terminal."""
+    with tqdm(total=most, unit=" tokens", leave=False, disable=None) as bar:
+        for chunk in chunks:
+            bar.update(len(chunk.tokens))
+            yield chunk
