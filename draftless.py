@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from proposers import *  # noqa: F403
 
 COMMANDS = {
-    "generate": "answer prompts, with the same text as plain decoding in fewer forward passes",
+    "generate": "answer prompts, faster and with the same text as plain decoding",
     "demo": "see it at work: an answer streams in, then methods are compared",
-    "bench": "measure proposers on questions, yours too; or the cost of a forward pass",
+    "bench": "measure proposers on questions, yours too; or forward passes",
     "distill": "write a model's own answers to prompts, to train a head on",
     "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head, or a draft model",
-    "calibrate": "measure the acceptance of a head or draft model, which shapes its draft trees",
+    "calibrate": "measure how often a head's or draft model's tokens are accepted",
     "check": "find out whether vLLM and SGLang serve a head as it was trained",
 }
 USAGE = """\

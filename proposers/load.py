@@ -109,7 +109,7 @@ def load_proposer(
         "width": width,
         "sampled": sampled,
     }
-    given = check_options(name, options)
+    given = _check_options(name, options)
     if is_own_class(name):
         return load_own(str(name))
     if name not in OPTIONS and is_trained_draft(Path(name)):
@@ -144,6 +144,14 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
     Raises ValueError for an unknown proposer, an option that this proposer does not have, options that exclude each
     other, sizes out of range, and a missing or unknown file, class, head or draft model.
     """
+    given = _check_options(name, options, pretrained)
+    if isinstance(given.get("draft_model"), str | Path):
+        check_model(given["draft_model"])
+    return given
+
+
+def _check_options(name: str | Path, options: Mapping[str, Any], pretrained: bool = True) -> dict[str, Any]:
+    """`check_options` but for the draft model, which fetches a config: its loading finds the same."""
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     is_folder = name not in OPTIONS and Path(name).is_dir()
     if is_own_class(name):
@@ -172,10 +180,8 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
         if folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
         _refuse_kind(str(name), folder, find_kind(folder))
-    if isinstance(given.get("draft_model"), str | Path):
-        check_model(given["draft_model"])
     if isinstance(given.get("draft_proposer"), str | Path):
-        check_options(given["draft_proposer"], {}, pretrained=pretrained)
+        _check_options(given["draft_proposer"], {}, pretrained)
     return given
 
 

@@ -114,18 +114,18 @@ def make_parser() -> Parser:
 
 
 def describe(calibration: Calibration, answers: int) -> str:
-    """Tables of the acceptance by head and rank, and of the expected tau by tree size. answers: those drafted along."""
-    measured = zip(calibration.positions, calibration.acceptance, strict=True)
-    heads = [["head", "positions", *(f"rank {rank}" for rank in range(len(calibration.acceptance[0])))]]
-    for number, (positions, row) in enumerate(measured, start=1):
-        heads.append([str(number), str(positions), *(f"{share:.1%}" for share in row)])
+    """Tables of the acceptance by rank and head, and of the expected tau by tree size. answers: those drafted along."""
+    acceptance = calibration.acceptance
+    ranks = [["rank", *(f"head {number}" for number in range(1, len(acceptance) + 1))]]
+    ranks += [[str(rank), *(f"{row[rank]:.1%}" for row in acceptance)] for rank in range(len(acceptance[0]))]
+    ranks.append(["positions", *map(str, calibration.positions)])
     trees = [["nodes", "expected tau"]]
     taus = calibration.expect_tau(max(SHOWN))
     for nodes in (size for size in SHOWN if size <= len(taus)):
         trees.append([str(nodes), f"{taus[nodes - 1]:.2f}"])
     basis = f"expected from {count(calibration.positions[0], 'position')} of {count(answers, 'answer')}"
     tau = describe_tau(taus[min(NODES, len(taus)) - 1], basis)
-    return f"{to_markdown(heads)}\n\n{to_markdown(trees)}\n\n{tau}"
+    return f"{to_markdown(ranks)}\n\n{to_markdown(trees)}\n\n{tau}"
 
 
 class Trials(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from decode import Target, stream
 from scripts.benchmark.measurement import ALL, Question, measure_groups
 from scripts.benchmark.methods import make_methods, parse_methods
-from scripts.benchmark.rows import format_tables, make_rows
+from scripts.benchmark.rows import list_methods, make_rows, to_markdown
 from scripts.shared.command import Parser, failing_clearly
 from scripts.shared.options import ModelOptions, load_target
 from scripts.shared.terminal import format_chunk, has_colour
@@ -56,7 +56,7 @@ def compare(target: Target, model: ModelOptions) -> str:
     records = [*measure_groups(methods, groups, 0, target, options)]
     differences = [difference for record in records for difference in record["differences"]]
     rows = [row for row in make_rows(records, differences, [*methods]) if row["category"] == ALL]
-    return format_tables(rows).partition("\n\n")[0]
+    return to_markdown(list_methods(rows))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
@@ -23,6 +24,8 @@ Row: TypeAlias = Mapping[str, Any]
 RESAMPLES = 2000
 INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)  # the ends of 95 %
 BASES = ("none", "hf")
+WIDTH, LONGEST = 100, 40  # characters of a table's line, and of a method's name in it
+FOLDERS = re.compile(r"[^,=:/]*/")
 
 
 def make_rows(records: Sequence[Row], differences: Sequence[Row], methods: Sequence[str]) -> list[dict[str, Any]]:
@@ -95,17 +98,13 @@ def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tenso
 def format_tables(rows: Sequence[Row]) -> str:
     """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by task.
 
-    If answers looped, also of tau without the loops, and if methods draft from several sources, of these. A last line
-    says what tau rests on.
+    If answers looped, also of tau without the loops, and if methods draft from several sources, of these. Long names of
+    methods are shortened. A last line says what tau rests on.
     """
+    labels = shorten([*dict.fromkeys(row["method"] for row in rows)])
+    rows = [{**row, "method": labels[row["method"]]} for row in rows]
     overall = [row for row in rows if row["category"] == ALL]
-    methods = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
-    for row in overall:
-        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
-        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
-        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
-        methods.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
-    tables = [methods]
+    tables = [list_methods(overall)]
     if timed := [row for row in overall if row.get("parts") is not None]:
         lines = [[row["method"], f"{row['nodes_per_step']:.1f}", *map(_share, row["parts"].values())] for row in timed]
         tables.append([["share of time", "nodes", *timed[0]["parts"]], *lines])
@@ -125,6 +124,28 @@ def format_tables(rows: Sequence[Row]) -> str:
     return "\n\n".join([*map(to_markdown, tables), note])
 
 
+def list_methods(overall: Sequence[Row]) -> list[list[str]]:
+    """The lines of the table of methods, the head first. overall: their rows over all questions."""
+    lines = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
+    for row in overall:
+        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
+        gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
+        head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
+        lines.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])
+    return lines
+
+
+def shorten(names: Sequence[str]) -> dict[str, str]:
+    """By name, the same without folders and of `LONGEST` characters at most. Different names stay different."""
+    short: dict[str, str] = {}
+    for name in names:
+        label = FOLDERS.sub("", name)
+        label = label if len(label) <= LONGEST else f"{label[: LONGEST - 15]}...{label[-12:]}"
+        same = sum(FOLDERS.sub("", other) == FOLDERS.sub("", name) or label == short[other] for other in short)
+        short[name] = f"{label[: LONGEST - 3]} #{same + 1}" if same else label
+    return short
+
+
 def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> list[list[str]]:
     """A line for each task, all of them last. A column for each method but none."""
     columns: dict[str, dict[str, str]] = {title: {}, "questions": {}}
@@ -137,7 +158,22 @@ def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> 
 
 
 def to_markdown(lines: Sequence[Sequence[str]]) -> str:
-    """The first line is the head; the first column is left-aligned, the others right-aligned."""
+    """A table, or several where one is wider than `WIDTH`: each has the first column and some of the others.
+
+    The first line is the head; the first column is left-aligned, the others right-aligned.
+    """
+    columns = [*zip(*lines, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    parts, used = [[0]], 0
+    for column in range(1, len(columns)):
+        used += widths[column] + 3
+        if widths[0] + 4 + used > WIDTH and len(parts[-1]) > 1:
+            parts, used = [*parts, [0]], widths[column] + 3
+        parts[-1].append(column)
+    return "\n\n".join(_format_table([[line[column] for column in part] for line in lines]) for part in parts)
+
+
+def _format_table(lines: Sequence[Sequence[str]]) -> str:
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines]
     rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in others)

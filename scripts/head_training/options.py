@@ -50,9 +50,10 @@ GROUPS = {  # of the help text, by their first option
 
 EPILOG = """\
 --out becomes the head's folder for --head of other commands, or the draft model's for --draft-model: always the one of
-the best validation so far. metrics.jsonl has
-loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out prompts (one in
-fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
+the best validation so far.
+
+metrics.jsonl has loss and agreement by depth of each logged step, and tau of each validation, which decodes held-out
+prompts (one in fifty). Tau is the mean acceptance length: tokens per forward pass of the model, bonus token included.
 """
 
 
@@ -81,9 +82,10 @@ class TrainOptions:
     """The command line of `draftless train`, a field for each option. Raises ValueError if they do not fit together."""
 
     kind: str = flag(
-        "the kind of head to train; draft: a small model with some of the model's own layers",
+        f"the kind of head to train: {', '.join(NOT_FOR)}. draft is a small model with some of the model's own layers",
         choices=[*NOT_FOR],
         required=True,
+        metavar="KIND",
     )
     data: tuple[Path, ...] = flag(
         "JSON Lines files of prompts with their answers, or of conversations (docs/training.md has the formats); best "

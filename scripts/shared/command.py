@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,15 +19,39 @@ import torch
 from safetensors import SafetensorError
 
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # a shell's exit statuses for programs ended by SIGINT and SIGPIPE
+WIDTH = 100  # characters of a line of help
 PLOT_FORMATS = (".png", ".svg")
 
 
+class Layout(argparse.HelpFormatter):
+    """Help as wide as the terminal, `WIDTH` characters at most. Descriptions and epilogs have paragraphs.
+
+    The usage shows what must be given; all options are listed below it.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDTH) - 2
+        super().__init__(*args, **{"width": width, **settings})
+
+    def add_usage(self, usage: Any, actions: Iterable[Any], groups: Iterable[Any], prefix: Any = None) -> None:
+        groups = [group for group in groups if group.required]
+        grouped = [action for group in groups for action in group._group_actions]
+        shown = [action for action in actions if action.required or action in grouped]
+        options = argparse.Action([], "options", nargs="?", metavar="options")
+        super().add_usage(usage, [*shown, options], groups, prefix)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join("\n".join(self._split_lines(part, width)) for part in text.strip().split("\n\n"))
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line, without the whole usage, and prints the epilog as it is."""
+    """An ArgumentParser that reports an error in one line, without the whole usage."""
 
     def __init__(self, **settings: Any) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"formatter_class": layout, "allow_abbrev": False, **settings})
+        super().__init__(**{"formatter_class": Layout, "allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message} (see {self.prog} --help)")

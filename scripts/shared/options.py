@@ -86,7 +86,11 @@ class ModelOptions:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ModelOptions`."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct, fetched once)",
+    )
     add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     add("--device-map", help="let accelerate place the layers, e.g. auto (instead of --device)")
@@ -97,7 +101,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     """Add --proposer, its options, and --deterministic."""
     add, whole = parser.add_argument_group("drafting").add_argument, at_least(1)
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
-    add("--draft-model", help=f"for draft: {DRAFT_MODEL_HELP}")
+    add("--draft-model", metavar="MODEL", help=DRAFT_MODEL_HELP)
     add("--draft-layers", type=whole, metavar="N", help=DRAFT_LAYERS_HELP)
     add("--draft-proposer", metavar="NAME", help=DRAFT_PROPOSER_HELP)
     add("--head", metavar="DIR", help=HEAD_HELP)

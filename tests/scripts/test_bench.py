@@ -149,7 +149,7 @@ def test_report_is_shown_again(folder: Path, report: dict[str, Any], run_main: C
     assert "| ngram " in part and "merged" not in part
     refused = run_main(bench.main, "--from", folder / "all.json", "--methods", "eagle")
     refused.refused("has no method eagle; it has none, hf")
-    assert "| none " in shown and "| mt_bench " in shown and f"| {OWN} " in shown
+    assert "| none " in shown and "| mt_bench " in shown and "| own_proposer.py:BigramProposer " in shown
 
 
 def test_the_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -162,8 +162,13 @@ def test_calibrate_writes_to_the_heads_folder(call: Call, folder: Path, kind: st
     assert status == 0
     calibration = load_calibration(kind)
     assert calibration is not None and calibration.positions[0] in range(2, 39)
-    rows = re.findall(r"^\| (\d) +\| +(\d+) \|((?: +[\d.]+% \|){10})$", out, re.M)
-    assert [int(row[1]) for row in rows] == list(calibration.positions)
+    ranks = re.findall(r"^\| (\d) +\|((?: +[\d.]+% \|)+)$", out, re.M)
+    shares = [[float(cell) for cell in re.findall("[\\d.]+", cells)] for _, cells in ranks]
+    assert shares == [
+        [pytest.approx(100 * p, abs=0.06) for p in row] for row in zip(*calibration.acceptance, strict=True)
+    ]
+    (positions,) = re.findall(r"^\| positions \|((?: +\d+ \|)+)$", out, re.M)
+    assert [*map(int, re.findall(r"\d+", positions))] == list(calibration.positions)
     taus = re.findall(r"^\| (\d+) +\| +([\d.]+) \|$", out, re.M)
     expected = calibration.expect_tau(64)
     assert [(int(nodes), float(tau)) for nodes, tau in taus] == [

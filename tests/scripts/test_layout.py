@@ -1,0 +1,134 @@
+"""Help and tables fit terminals of 100 columns, help those of 80 columns too; long work shows progress on them."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftless
+from decode import Target
+from heads import save_head
+from proposers.calibration import Calibration
+from scripts import calibrate, demo
+from scripts.bench import read_report
+from scripts.benchmark import passes
+from scripts.benchmark.passes import format_passes
+from scripts.benchmark.rows import LONGEST, WIDTH, format_tables, shorten, to_markdown
+from scripts.checking.report import check_folder
+from scripts.checking.serving import draft_chains
+from scripts.shared.options import ModelOptions
+from tests.support.commands import Call
+from tests.support.drafting import make_head
+from tests.support.models import tiny
+
+RESULTS = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*-cpu.json"))
+OWN = "some/where/in/a/folder/of/its/own/examples/my_proposer.py:BigramProposer"
+
+
+def measure_width(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+@pytest.mark.parametrize("command", draftless.COMMANDS)
+def test_help_fits_the_terminal(command: str, columns: int, run_main: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    run = run_main(import_module(f"scripts.{command}").main, "--help")
+    assert run.status == 0 and 60 < measure_width(run.out) < min(columns, 100)
+    assert not re.search(r"\w-\n", run.out)  # names such as --draft-model stay whole
+    usage, *_ = run.out.split("\n\n")
+    assert usage.count("\n") < 2 and usage.endswith("[options]")
+
+
+def test_the_list_of_commands_fits_80_columns(run_main: Call) -> None:
+    assert measure_width(run_main(draftless.main).out) <= 80
+
+
+def test_a_wide_table_becomes_several_with_the_same_lines() -> None:
+    lines = [[f"{row} and column {column}" * 2 for column in range(9)] for row in range(3)]
+    tables = [
+        [re.split(r" *\| *", line)[1:-1] for line in part.splitlines()] for part in to_markdown(lines).split("\n\n")
+    ]
+    assert len(tables) > 1 and measure_width(to_markdown(lines)) <= WIDTH
+    rows = [[table[row] for table in tables] for row in (0, 2, 3)]  # line 1 is the rule
+    assert [[cells[0] for cells in row] for row in rows] == [[line[0]] * len(tables) for line in lines]
+    assert [[cell for cells in row for cell in cells[1:]] for row in rows] == [line[1:] for line in lines]
+    assert len(to_markdown([["a", "b"], ["c" * 90, "d" * 90]]).split("\n\n")) == 1  # nothing is left to take apart
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_tables_of_reports_fit_100_columns(file: Path) -> None:
+    report = read_report(file, None)
+    if "passes" in report:
+        assert measure_width(format_passes(report)) <= 100
+        return
+    rows = report["rows"]
+    others = {name: f"{OWN}:nodes={n}" for n, name in enumerate({row["method"] for row in rows} - {"none"})}
+    for shown in (rows, [{**row, "method": others.get(row["method"], "none")} for row in rows]):
+        assert measure_width(format_tables(shown)) <= 100
+
+
+def test_names_of_methods_are_short_and_stay_different() -> None:
+    names = ["none", "merged:nodes=16,head=hydra", OWN, f"other/{OWN}", "draft:draft_model=A/Small,draft_proposer=b/c"]
+    names += [f"{OWN}:nodes={nodes},depth=3" for nodes in (16, 17, 18)]
+    short = shorten(names)
+    assert [short[name] for name in names[:2]] == names[:2] and short[OWN] == "my_proposer.py:BigramProposer"
+    assert short[names[4]] == "draft:draft_model=Small,draft_proposer=c"
+    assert len({*short.values()}) == len(names) and max(map(len, short.values())) <= LONGEST
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 15])
+def test_a_calibrations_tables_fit_100_columns(heads: int) -> None:
+    row = tuple(1 / (1 + rank) for rank in range(10))
+    calibration = Calibration((row,) * heads, ((0.0, 1.0, 0.0),) * heads, (123456,) * heads)
+    shown = calibrate.describe(calibration)
+    assert measure_width(shown) <= 100
+    assert shown.count("12.5%") == heads == shown.count("123456") and "| rank 7" not in shown
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[str]]:
+    """What some work shows on a terminal's stderr, and on one that is none, where it must be nothing."""
+
+    def run(work: Callable[[], Any]) -> list[str]:
+        shown = []
+        for stream in (Screen(), io.StringIO()):
+            monkeypatch.setattr(sys, "stderr", stream)
+            work()
+            shown.append(stream.getvalue())
+        assert shown[1] == ""
+        return shown[0].split("\r")
+
+    return run
+
+
+def test_the_demos_comparison_shows_progress(show: Any, monkeypatch: pytest.MonkeyPatch, save_model: Any) -> None:
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
+    model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
+    target = Target.load(model.model, dtype="float64", accelerate="off")
+    methods = len(demo.METHODS.split(",")) + 1
+    answers = methods * (1 + len(demo.PROMPTS))  # those of the warm-up too
+    monkeypatch.setattr(demo, "PROMPTS", tuple(prompt[:60] for prompt in demo.PROMPTS))
+    assert any(f"{answers}/{answers} [" in line for line in show(lambda: demo.compare(target, model)))
+
+
+def test_check_and_passes_show_progress(show: Any, tmp_path: Path, save_model: Any) -> None:
+    target = Target.load(save_model(), dtype="float32", accelerate="off")
+    save_head(make_head("medusa", Target(tiny("llama")), output="own"), tmp_path / "medusa")
+    assert any(" tokens/s" in line for line in show(lambda: check_folder(tmp_path / "medusa", target, "model")))
+    assert any(" tokens/s" in line for line in show(lambda: draft_chains(tmp_path / "medusa", target, 2)))
+    count = len(passes.NODES) * len(passes.BATCH_SIZES)
+    lines = show(lambda: passes.time_passes({"float32": target}, [20], {}, 1))
+    assert any(f"{count}/{count} [" in line for line in lines)
