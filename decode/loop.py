@@ -15,7 +15,7 @@ from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_r
 from decode.device.transfer import Upload, list_numbers
 from decode.models.grouped_attention import choosing_kernels
 from decode.noise import KEY_NAMES, row_keys
-from decode.proposer import Proposer, Step, Use
+from decode.proposer import Proposer, Step, Use, check_layers
 from decode.reading import Prefixes, Text
 from decode.requests.answer import Chunk, LogProbs
 from decode.requests.request import Request
@@ -75,6 +75,7 @@ class Batch:
         self._finish = getattr(proposer, "finish", None)
         if (begin := getattr(proposer, "begin", None)) is not None:
             begin(target)
+        check_layers(proposer, target)
         self._use = Use(proposer)
         self.session: Session = target.open(rows, self.layers)
         self.session.keeps_beginnings = prefixes is not None

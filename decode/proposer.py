@@ -194,6 +194,16 @@ def check_proposer(proposer: Any) -> None:
     _check_members(proposer)
 
 
+def check_layers(proposer: Proposer, target: Target) -> None:
+    """Raise ValueError if a proposer names hidden states that the target does not have."""
+    if not proposer.layers:
+        return
+    last = target.config.num_hidden_layers
+    if outside := [layer for layer in proposer.layers if not -last - 1 <= layer <= last]:
+        has = f"{type(proposer).__name__}.layers has {outside[0]}"
+        raise ValueError(f"{has}; the target's hidden states are 0 to {last}, which is also -1")
+
+
 def _check_members(proposer: Any) -> None:
     """Raise TypeError if a proposer's `layers` are no numbers, or `propose` cannot be called as the loop calls it."""
     name, layers = type(proposer).__name__, proposer.layers

@@ -122,7 +122,7 @@ def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_js
     Returns the numbers of conversations that end here, because the answer ended in an error.
     """
     coloured, places, failed, begun = has_colour(sys.stdout), list(asked), list[int](), -1
-    for chunk in in_order(chunks, len(asked)):
+    for chunk in end_line(in_order(chunks, len(asked)), as_json):
         place, answer = places[chunk.request_id], chunk.answer
         conversation = asked[place]
         if titled and not as_json and chunk.request_id != begun:
@@ -142,6 +142,19 @@ def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_js
         else:
             failed.append(place)
     return failed
+
+
+def end_line(chunks: Iterator[Chunk], as_json: bool) -> Iterator[Chunk]:
+    """The chunks; an error amid an answer that is printed as it grows begins on a line of its own."""
+    answer: Answer | str | None = "none has begun"
+    try:
+        for chunk in chunks:
+            answer = chunk.answer
+            yield chunk
+    except Exception:
+        if answer is None and not as_json:
+            print(flush=True)
+        raise
 
 
 def describe(answer: Answer) -> str:

@@ -126,9 +126,10 @@ def format_tables(rows: Sequence[Row]) -> str:
 
 def list_methods(overall: Sequence[Row]) -> list[list[str]]:
     """The lines of the table of methods, the head first. overall: their rows over all questions."""
-    lines = [["method", "tau", "tokens/s", "vs none [95 %]", "vs hf [95 %]", "identical", "loops"]]
+    bases = [base for base in BASES if any(row[f"speedup_vs_{base}"] is not None for row in overall)]
+    lines = [["method", "tau", "tokens/s", *(f"vs {base} [95 %]" for base in bases), "identical", "loops"]]
     for row in overall:
-        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in ("none", "hf")]
+        speedups = [_times(row[f"speedup_vs_{base}"], row[f"speedup_vs_{base}_interval"]) for base in bases]
         gap = "" if row["largest_gap"] is None else f" (gap {row['largest_gap']:.1g})"
         head = [row["method"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.1f}"]
         lines.append([*head, *speedups, _share(row["identical"]) + gap, _share(row["loops"])])

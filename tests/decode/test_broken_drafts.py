@@ -245,6 +245,21 @@ def test_layers_that_are_no_list_of_numbers_are_refused_before_any_pass(target: 
         Engine(target, proposer)
 
 
+def test_layers_that_the_target_does_not_have_are_refused_before_any_pass(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = Drafting(lambda tree, _: tree)
+    last = target.config.num_hidden_layers
+    for proposer.layers in ((0,), (last,), (-1,), (-last - 1,)):
+        assert generate(target, PROMPTS, proposer, max_new_tokens=3)
+    monkeypatch.setattr(target.model, "forward", lambda **inputs: pytest.fail("a pass was made"))
+    for layer in (last + 1, -last - 2):
+        proposer.layers = (0, layer)
+        message = f"Drafting.layers has {layer}; the target's hidden states are 0 to {last}, which is also -1"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generate(target, PROMPTS, proposer, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("propose", [lambda step: None, lambda step, budget, more: None, 3])
 def test_propose_with_other_parameters_is_refused_before_any_pass(target: Target, propose: Any) -> None:
     proposer = Drafting(lambda tree, _: tree)

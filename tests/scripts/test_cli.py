@@ -418,6 +418,16 @@ def test_ended_answers_are_printed_if_the_run_stops_early(call: Call, monkeypatc
     assert [row["tokens"] for row in run.rows] == [row["tokens"] for row in expected[1:]]
 
 
+def test_an_error_amid_an_answer_begins_on_a_line_of_its_own(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine:\n    layers = ()\n\n    def propose(self, step, budget):\n        return max([])\n")
+    run = call(*BASE, "--prompt", "ab", "--proposer", f"{file}:Mine")
+    assert run.status == 2 and run.out.endswith("\n") and len(run.out) > 1
+    assert run.err.startswith("draftless generate: error: max() ")
+    assert run.err.endswith("; raised in Mine.propose (mine.py, line 5)\n")
+    assert call(*BASE, "--prompt", "ab", "--proposer", f"{file}:Mine", "--json").out == ""
+
+
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
