@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from textwrap import fill
 
 from decode import Target, stream
 from scripts.benchmark.measurement import ALL, Question, measure_groups
 from scripts.benchmark.methods import make_methods, parse_methods
 from scripts.benchmark.rows import list_methods, make_rows, to_markdown
-from scripts.shared.command import Parser, failing_clearly
+from scripts.shared.command import Parser, failing_clearly, measure_line
 from scripts.shared.options import ModelOptions, load_target
 from scripts.shared.terminal import format_chunk, has_colour
 
@@ -40,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("loading the model", file=sys.stderr)
         target = load_target(ModelOptions())
         target.warm_up()
-        print(f"\n> {PROMPTS[0]}\n")
+        print(f"\n{fill(f'> {PROMPTS[0]}', measure_line())}\n")
         for chunk in stream(target, PROMPTS[:1], "auto", max_new_tokens=MAX_NEW_TOKENS):
             print(format_chunk(chunk, has_colour(sys.stdout)), end="", flush=True)
         print("\n" + "(coloured: draft tokens of auto, accepted by the model)\n" * has_colour(sys.stdout))
         print("comparing with Hugging Face's generate", file=sys.stderr)
-        print(f"{compare(target, ModelOptions())}\n\n{NOTES}")
+        print(f"{compare(target, ModelOptions())}\n\n{fill(NOTES, measure_line())}")
 
 
 def compare(target: Target, model: ModelOptions) -> str:

@@ -23,6 +23,11 @@ WIDTH = 100  # characters of a line of help
 PLOT_FORMATS = (".png", ".svg")
 
 
+def measure_line() -> int:
+    """The characters of a line of prose: as wide as the terminal, `WIDTH` at most."""
+    return min(shutil.get_terminal_size().columns, WIDTH) - 2
+
+
 class Layout(argparse.HelpFormatter):
     """Help as wide as the terminal, `WIDTH` characters at most. Descriptions and epilogs have paragraphs.
 
@@ -30,8 +35,7 @@ class Layout(argparse.HelpFormatter):
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        width = min(shutil.get_terminal_size().columns, WIDTH) - 2
-        super().__init__(*args, **{"width": width, **settings})
+        super().__init__(*args, **{"width": measure_line(), **settings})
 
     def add_usage(self, usage: Any, actions: Iterable[Any], groups: Iterable[Any], prefix: Any = None) -> None:
         groups = [group for group in groups if group.required]

@@ -124,6 +124,18 @@ def test_the_demos_comparison_shows_progress(show: Any, monkeypatch: pytest.Monk
     assert any(f"{answers}/{answers} [" in line for line in show(lambda: demo.compare(target, model)))
 
 
+def test_the_demos_text_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, run_main: Call, save_model: Callable[..., Path]
+) -> None:
+    model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
+    monkeypatch.setattr(demo, "ModelOptions", lambda: model)
+    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
+    monkeypatch.setattr(demo, "PROMPTS", [prompt[:150] for prompt in demo.PROMPTS])
+    monkeypatch.setenv("COLUMNS", "100")
+    run = run_main(demo.main)
+    assert run.status == 0 and "| auto " in run.out and 90 < measure_width(run.out) <= 100
+
+
 def test_check_and_passes_show_progress(show: Any, tmp_path: Path, save_model: Any) -> None:
     target = Target.load(save_model(), dtype="float32", accelerate="off")
     save_head(make_head("medusa", Target(tiny("llama")), output="own"), tmp_path / "medusa")
