@@ -93,8 +93,8 @@ class Target(TimedModel):
         """A number that rises when the model's weights or adapters have changed. What was computed before is void then.
 
         Whole tensors are compared, before each step. Writing into a tensor through `.data` is not seen.
-        deep: compare the config and some elements of each tensor as well, which takes a millisecond and sees most such
-        writing. It is done before prompts are read.
+        deep: compare some elements of each tensor as well, which takes a millisecond and sees most such writing. It is
+        done before prompts are read.
 
         Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
         target has copies of weights that have changed.

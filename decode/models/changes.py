@@ -5,6 +5,7 @@ What is computed from weights (kept texts, packed copies, graphs) is right for t
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -17,7 +18,10 @@ from transformers import PreTrainedModel
 from decode.models.compatibility import TRAINING, in_training
 
 SAMPLES = 64  # elements of each tensor
-QUICK = "vocab_size", "sliding_window", "_attn_implementation"  # of a config: what changes without a change of weights
+FORM = (  # of a config: what a target reads once
+    *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size"),
+    *("max_position_embeddings", "rope_parameters", "_attn_implementation"),
+)
 ADAPTER = "_disable_adapters", "_active_adapter", "merged_adapters", "scaling"  # of a layer of peft
 WRITTEN, MOVED = "written", "moved"  # to the same tensors; to other tensors, modules or adapters
 
@@ -33,8 +37,7 @@ class Snapshot:
     def __init__(self, model: PreTrainedModel) -> None:
         modules, config = [*model.modules()], model.config.get_text_config(decoder=True)
         still = [module for module in modules if not hasattr(module, "_hf_hook")]
-        self._config, self._quick = config, _read_quick(config)
-        self.form = describe_form(model)
+        self._config, self.form = config, describe_form(model)
         self._dicts = [*(each._modules for each in modules), *(each._parameters for each in still)]
         self._held = [*chain.from_iterable(map(dict.values, self._dicts))]
         self._buffers = [
@@ -78,8 +81,8 @@ class Snapshot:
 
     @property
     def has_other_settings(self) -> bool:
-        """Whether one of the config's settings `QUICK` has changed."""
-        return _read_quick(self._config) != self._quick
+        """Whether one of the config's settings `FORM` has changed."""
+        return any(getattr(self._config, name, None) != self.form[name] for name in FORM)
 
     def _read_marks(self) -> tuple[list[int], list[int]]:
         return [each.data_ptr() for each in self._placed], [each._version for each in self._versioned]
@@ -125,24 +128,19 @@ class ModelWatch:
 
 
 def describe_form(model: PreTrainedModel) -> dict[str, Any]:
-    """What a target reads of a model once: its config, dtype, device and attention."""
+    """What a target reads of a model once, by name. Lists and dicts are copied, because they could be changed."""
     config = model.config.get_text_config(decoder=True)
-    own = {name: value for name, value in config.to_dict().items() if name[0] != "_" and name != "transformers_version"}
-    return own | {"dtype": model.dtype, "device": model.device, "attention": config._attn_implementation}
+    read = {name: deepcopy(getattr(config, name, None)) for name in FORM}
+    return read | {"dtype": model.dtype, "device": model.device}
 
 
 def _refuse_form(before: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [name for name in now if before.get(name) != now[name]]
-    if changed:
-        name = changed[0]
-        raise ValueError(
-            f"the model has changed since this target was made ({name} was {before.get(name)}, and is {now[name]}); "
-            "make a new one: Target(model, tokenizer)"
-        )
-
-
-def _read_quick(config: Any) -> list[Any]:
-    return [getattr(config, name, None) for name in QUICK]
+    for name, value in now.items():
+        if before[name] != value:
+            raise ValueError(
+                f"the model has changed since this target was made ({name} was {before[name]}, and is {value}); make a "
+                "new one: Target(model, tokenizer)"
+            )
 
 
 def _has(tensor: Tensor, read: Any) -> bool:

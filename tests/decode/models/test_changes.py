@@ -262,6 +262,8 @@ def test_resizing_is_no_training_mode() -> None:
     model.resize_token_embeddings(104, mean_resizing=False)
     target = Target(model)
     assert target.vocabulary == 104 and generate(target, [103, 5], None, **SETTINGS)[0].error is None
+    model.config.pad_token_id = 7  # nothing depends on it
+    assert generate(target, [103, 5], None, **SETTINGS)[0].error is None
     model.resize_token_embeddings(112, mean_resizing=False)
     with pytest.raises(ValueError, match=r"vocab_size was 104, and is 112\); make a new one: Target\("):
         Engine(target, None).add([111])
