@@ -168,7 +168,8 @@ def save_curve(file: Path | None, curve: CostCurve) -> None:
     if file is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_name("curves.lock")), scratch(file.with_name(f"curves{PARTIAL}")) as folder:
+            aside = file.parent.with_suffix(PARTIAL)
+            with FileLock(aside.with_suffix(".lock")), scratch(aside) as folder:
                 new = folder / file.name
                 new.write_text(json.dumps({"seconds": curve.seconds}))
                 new.replace(file)

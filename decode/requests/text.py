@@ -161,5 +161,7 @@ def _refuse_empty(rows: list[list[Any]], name: str) -> list[list[Any]]:
 
 def find_special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
     """The ids of special tokens by their text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    if not isinstance(added, Mapping):  # those of mistral-common have none
+        return {}
     return {str(token): token_id for token_id, token in added.items() if token.special}

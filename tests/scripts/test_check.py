@@ -347,7 +347,7 @@ def test_an_exported_head_keeps_its_calibration(call: Call, tmp_path: Path, targ
     calibration.save(tmp_path / "narrow")
     run = call(tmp_path / "narrow", "--export", tmp_path / "wide")
     assert load_calibration(tmp_path / "wide") == calibration
-    assert f"calibration.json states an expected tau of {calibration.expect_tau(16)[-1]:.2f}" in run.out
+    assert f"calibration.json expects {calibration.expect_tau(16)[-1]:.2f}" in run.out
     (tmp_path / "narrow" / "calibration.json").unlink()
     call(tmp_path / "narrow", "--export", tmp_path / "wide", "--no-decode")
     assert load_calibration(tmp_path / "wide") is None  # not that of the head that was there before
