@@ -71,7 +71,7 @@ class Engine:
         self.proposer = as_proposer(proposer, target)
         kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
         self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
-        self._version = target.read_version(deep=True)  # of the weights that all that is kept was computed with
+        self._version = target.read_version()  # of the weights that all that is kept was computed with
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
         self._requests: dict[int, Request] = {}  # that have not ended, by id
@@ -100,11 +100,12 @@ class Engine:
         """
         if n is not None and request_id is not None:
             raise ValueError("n requests have ids of their own; leave out request_id")
-        if n is not None and read_count(n, "n") > MOST_AT_ONCE:
+        count = 1 if n is None else read_count(n, "n")
+        if count > MOST_AT_ONCE:
             raise ValueError(f"n is {n}; at most {MOST_AT_ONCE} requests are added at once")
         with self._adding:
             free = (each for each in self._ids if each not in self._requests)  # others were chosen by the caller
-            ids = [*islice(free, 1 if n is None else read_count(n, "n"))] if request_id is None else [request_id]
+            ids = [*islice(free, count)] if request_id is None else [request_id]
         defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
         given = {name: value for name, value in settings.items() if value is not None}
         requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | given)
@@ -185,19 +186,23 @@ class Engine:
 
     async def step_async(self) -> None:
         """A step in another thread. All that wait at the same time share one, from any event loop."""
+        if self._is_closed:  # `close` ends all requests after the step that runs
+            await asyncio.sleep(0.01)
+            return
         with self._adding:
-            if self._is_closed:
-                return
             if self._task is None or self._task.done():
-                self._task = Future()
-                self._task.set_running_or_notify_cancel()  # from now on no waiter can cancel it
-                self._thread.submit(self._fulfil, self._task)
+                task = Future[None]()
+                task.set_running_or_notify_cancel()  # from now on no waiter can cancel it
+                self._thread.submit(self._fulfil, task)
+                self._task = task
             task = self._task
         await asyncio.wrap_future(task)
 
     def _fulfil(self, task: Future[None]) -> None:
         try:
             self.step()
+        except StopIteration as error:  # no future takes one
+            task.set_exception(RuntimeError(f"a step raised StopIteration({error})"))
         except BaseException as error:
             task.set_exception(error)
         else:
@@ -359,11 +364,11 @@ class Engine:
 
     def _end_all(self, finish: str, error: Exception | None = None) -> None:
         with self._adding:
-            ended = [request for request in self._requests.values() if request.finish is None]
+            ended = [request for request in self._requests.values() if request.answer is None]
             self._requests.clear()
             self._waiting.clear()
-        for request in ended:
-            self._end(request, finish, error)
+        for request in ended:  # a step that was cut short may have ended some without their answers
+            self._end(request, request.finish or finish, request.exception if request.finish else error)
         self._reading = None
         self._end_batch()
 

@@ -61,7 +61,6 @@ class Target(TimedModel):
         if (mode := getattr(self.model, "graphs", None)) is not None:
             self._use_graphs(must=mode == "graphs")
         self._watch = ModelWatch(model)
-        self._missed: str | None = None  # a change that its copies do not have
 
     @classmethod
     @naming_arguments("Target.load")
@@ -92,21 +91,21 @@ class Target(TimedModel):
     def read_version(self, deep: bool = False) -> int:
         """A number that rises when the model's weights or adapters have changed. What was computed before is void then.
 
-        Whole tensors are compared, before each step. Writing into a tensor through `.data` is not seen.
-        deep: compare some elements of each tensor as well, which takes a millisecond and sees most such writing. It is
-        done before prompts are read.
+        Before each step it compares which tensors there are, where they lie, and torch's version of each. Writing
+        through `.data` changes none of these. deep: compare some elements of each tensor as well, which takes
+        milliseconds and sees most such writing. It is done before prompts are read.
 
         Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
         target has copies of weights that have changed.
         """
-        change = self._watch.look(deep) or self._missed
-        if change and (self.is_packed or (change == MOVED and not (self._shares_all and not self.has_graphs))):
-            self._missed = change
+        version, changes = self._watch.look(deep), self._watch.changes
+        holds_places = self.has_graphs or not self._shares_all
+        if changes and (self.is_packed or (MOVED in changes and holds_places)):
             raise ValueError(
                 "the model's weights have changed since this target was made, and it has copies of them; make a new "
                 f"one: Target(model, tokenizer, accelerate={self.accelerate!r})"
             )
-        return self._watch.version
+        return version
 
     @cached_property  # every pass asks, and finding out takes half a millisecond
     def compiled(self) -> bool:

@@ -145,6 +145,7 @@ def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | 
     if target is not None:
         target.model = model if target.model is None else target.model
     if target is None or not _is_current(target):
+        targets.pop(accelerate, None)  # not to be used, whatever happens while another is made
         target = Target(model, accelerate=accelerate)
         kept = targets[accelerate] = copy(target)
         if kept.model is model:

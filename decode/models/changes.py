@@ -8,6 +8,7 @@ from __future__ import annotations
 from copy import deepcopy
 from itertools import chain
 from operator import is_
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.compatibility import TRAINING, in_training
+from decode.models.compatibility import TRAINING, in_training, refuse_merged_adapters
 
 SAMPLES = 64  # elements of each tensor
 FORM = (  # of a config: what a target reads once
@@ -30,8 +31,8 @@ class Snapshot:
     """A model as it was. It holds the model's parts, but not the model itself.
 
     Parameters and persistent buffers are compared: which tensors they are, where these lie, and torch's version of
-    each. Writing through `.data` changes none of these. Others are left out, because some models make them anew in a
-    pass, and so are the tensors of modules that accelerate moves between devices.
+    each. Writing through `.data` changes none of these. Non-persistent buffers are left out, because some models
+    rebuild them in a forward pass. So are the tensors of modules that accelerate moves between devices.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -50,7 +51,8 @@ class Snapshot:
         tensors = [each for each in found.values() if isinstance(each, Tensor)]
         self._placed = [each for each in tensors if _has(each, Tensor.data_ptr)]
         self._versioned = [each for each in tensors if _has(each, lambda tensor: tensor._version)]
-        self._plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.device.type != "meta"]
+        plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.device.type != "meta"]
+        self._plain = [each for each in plain if _has(each, lambda tensor: tensor.detach().flatten()[:1].double())]
         self._marks, self._samples = self._read_marks(), self._read_samples()
         parts = modules[1:]  # the first one is the model
         self._adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
@@ -73,6 +75,10 @@ class Snapshot:
         if versions != old_versions or (deep and not _equal(self._samples, self._read_samples())):
             return WRITTEN
         return None
+
+    def refuse_merged(self) -> None:
+        """Raise ValueError as `refuse_merged_adapters` does."""
+        refuse_merged_adapters(self._adapted)
 
     @property
     def is_training(self) -> bool:
@@ -104,27 +110,35 @@ class Snapshot:
 
 
 class ModelWatch:
-    """Compares a model with what it was. It does not keep the model alive."""
+    """Compares a model with what it was. It does not keep the model alive. Threads may share it.
+
+    changes: of the weights since it was made, as `Snapshot.find_change` tells them. version: how often they changed.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.version = 0  # counts the changes of the weights
+        self.version, self.changes, self._lock = 0, set[str](), Lock()
         self._snapshots: WeakKeyDictionary[PreTrainedModel, Snapshot] = WeakKeyDictionary({model: Snapshot(model)})
 
-    def look(self, deep: bool = False) -> str | None:
-        """What has changed of the weights since the last call, as `Snapshot.find_change` tells it.
+    def look(self, deep: bool = False) -> int:
+        """The version now. deep: as in `Snapshot.find_change`.
 
-        Raises ValueError if the model is in training mode, or has another form.
+        Raises ValueError if the model is in training mode, has another form, or would change in its next pass.
         """
-        for model, snapshot in self._snapshots.items():  # one, if the model still is
-            if model.training or snapshot.is_training:
-                raise ValueError(TRAINING)
-            change = snapshot.find_change(deep)
-            if change or deep or snapshot.has_other_settings:
-                _refuse_form(snapshot.form, describe_form(model))
-            if change:
-                self._snapshots[model], self.version = Snapshot(model), self.version + 1
-            return change
-        return None
+        with self._lock:
+            for model, snapshot in self._snapshots.items():  # one, if the model still is
+                if model.training or snapshot.is_training:
+                    raise ValueError(TRAINING)
+                snapshot.refuse_merged()
+                change = snapshot.find_change(deep)
+                if change or deep or snapshot.has_other_settings:
+                    _refuse_form(snapshot.form, describe_form(model))
+                if change:
+                    now = Snapshot(model)
+                    self._snapshots[model] = now
+                    self.changes.add(change)
+                    self.version += 1
+                break
+            return self.version
 
 
 def describe_form(model: PreTrainedModel) -> dict[str, Any]:
@@ -144,7 +158,8 @@ def _refuse_form(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _has(tensor: Tensor, read: Any) -> bool:
-    """Whether a tensor has a place or a version: some of torchao's have no place, inference tensors no version."""
+    """Whether this can be read of a tensor: some of torchao's have no place, inference tensors have no version, and
+    some dtypes are read by nothing."""
     try:
         read(tensor)
     except RuntimeError:

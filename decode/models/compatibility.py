@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -66,6 +66,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """
     if any(map(in_training, model.modules())):
         raise ValueError(TRAINING)
+    refuse_merged_adapters(model.modules())
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -104,6 +105,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 def in_training(module: nn.Module) -> bool | None:
     """Whether a module is in training mode; None if that changes nothing, as in the matrices of a new vocabulary."""
     return None if isinstance(module, nn.Embedding | nn.Linear | nn.Identity) else module.training
+
+
+def refuse_merged_adapters(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError for layers of peft whose next pass would take a merged adapter out of the weights."""
+    for module in modules:
+        if vars(module).get("_disable_adapters") and getattr(module, "merged_adapters", None):
+            raise ValueError(
+                "an adapter is merged into the weights and disabled, so the next pass would change them; call "
+                "unmerge_adapter() first"
+            )
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

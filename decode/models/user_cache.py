@@ -7,11 +7,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 PARTIAL = ".partial"  # ends the names of folders that are not whole yet
+WORK = "work-"  # begins those of working folders, which are of one process
+_numbers = count()
 
 
 def user_cache() -> Path:
@@ -28,8 +31,10 @@ def scratch(path: Path) -> Iterator[Path]:
     """
     for left in path.parent.glob(f"*{PARTIAL}"):
         if left != path:
-            with contextlib.suppress(OSError, Timeout), FileLock(left.with_suffix(".lock"), timeout=0):
+            with contextlib.suppress(OSError, Timeout), FileLock(left.with_suffix(".lock"), timeout=0) as lock:
                 remove(left)
+                if left.name.startswith(WORK):  # others may wait for the locks of other names
+                    remove(Path(lock.lock_file))
     remove(path)
     path.mkdir()
     try:
@@ -41,7 +46,7 @@ def scratch(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def working_folder() -> Iterator[Path]:
     """An empty folder of this process in the user's cache, which is removed afterwards, or by a later run."""
-    path = user_cache() / f"work-{os.getpid()}{PARTIAL}"
+    path = user_cache() / f"{WORK}{os.getpid()}-{next(_numbers)}{PARTIAL}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")) as lock, scratch(path):
         yield path

@@ -36,7 +36,10 @@ def read_number(value: Any, name: str) -> float:
     number = _as_python(value)
     if not isinstance(number, Real) or isinstance(number, bool):
         raise TypeError(f"{name} is {_show(value)}; it must be a number")
-    return float(number)
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} is {_show(value)}; it is too large") from None
 
 
 def as_whole_numbers(values: Any, name: str) -> list[int]:

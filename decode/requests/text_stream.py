@@ -63,7 +63,8 @@ class TextStream:
             return piece
         text, self._full.rest = self._full.rest, ""
         piece = self._add(piece, text, len(text))
-        return piece if self.stopped else piece + self._held
+        held, self._held = self._held, ""
+        return piece if self.stopped else piece + held
 
     def _add(self, piece: str, text: str, plain: int) -> str:
         """Add text without and with special tokens; `plain` characters of the latter are of none. Returns text."""

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig
 from decode.cpu.build_cache import digest
 from decode.models.gguf.file import GgufFile
 from decode.models.gguf.tokenizer import Vocabulary, make_tokenizer
-from decode.models.user_cache import print_notice, scratch, user_cache
+from decode.models.user_cache import PARTIAL, print_notice, scratch, user_cache
 
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"
@@ -59,7 +59,7 @@ def describe(file: GgufFile) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             print_notice(f"reading the header of {file.path.name}, once")
-            with scratch(folder.with_suffix(".partial")) as temporary:
+            with scratch(folder.with_suffix(PARTIAL)) as temporary:
                 write_description(file, temporary)
                 temporary.rename(folder)
     return folder

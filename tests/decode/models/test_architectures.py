@@ -134,6 +134,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, proposer: str) -> No
         assert [answer.prompt + answer.tokens for answer in made] == case.answers[:count]
         if proposer == "oracle":
             assert all(answer.stats.tau > (1.2 if case.target.is_recurrent else 1.5) for answer in made)
+    assert case.target.read_version(deep=True) == 0  # no pass looks like a change of the weights
 
 
 ONE_PASS = "llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3 windows", "qwen3_5_text", "lfm2"
