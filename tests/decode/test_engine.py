@@ -7,7 +7,7 @@ import errno
 import gc
 import mmap
 import random
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from time import sleep
 from typing import Any
 from unittest.mock import Mock
@@ -533,6 +533,82 @@ def test_an_error_of_a_step_reaches_all_that_wait_for_it(target: Target, monkeyp
         return await asyncio.gather(read(), read(), return_exceptions=True)
 
     assert [*map(repr, asyncio.run(read_both()))] == ["MemoryError('none left')"] * 2
+
+
+def test_an_exhausted_iterator_wakes_those_that_wait(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None)
+    monkeypatch.setattr(engine, "step", Mock(side_effect=StopIteration("no more drafts")))
+
+    async def read() -> None:
+        async for _ in engine.add(PROMPTS[0], **SETTINGS):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"a step raised StopIteration\(no more drafts\)"):
+        asyncio.run(asyncio.wait_for(read(), 60))
+
+
+def test_closing_does_not_block_an_event_loop(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the step that runs, and so do those that wait for chunks."""
+    engine, step = Engine(target, None), Engine.step
+    began, goes_on = Event(), Event()
+
+    def step_slowly(self: Engine) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", step_slowly)
+
+    async def read() -> list[int]:
+        return [token async for chunk in engine.add(PROMPTS[0], **SETTINGS) for token in chunk.tokens]
+
+    async def close_meanwhile() -> list[int]:
+        reading = asyncio.ensure_future(read())
+        await asyncio.to_thread(began.wait, 60)
+        stepping = Thread(target=engine.step)
+        stepping.start()
+        engine._is_closed = True
+        late = asyncio.ensure_future(read_late())
+        for _ in range(3):  # the loop runs on
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(stepping.join)
+        await late
+        return await reading
+
+    async def read_late() -> None:
+        await engine.step_async()
+
+    assert len(asyncio.run(asyncio.wait_for(close_meanwhile(), 60))) <= 12
+
+
+class FinishingBadly:
+    """Always drafts, and fails when a request ends."""
+
+    layers = ()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        return Tree.chain([[root, 3] for root in step.bonus])
+
+    def finish(self, request_id: int, tokens: Any, accepted: int) -> None:
+        raise OSError("cannot be stored")
+
+
+def test_requests_of_a_step_that_was_cut_short_end(target: Target) -> None:
+    """Some had ended already, without having got their answers."""
+
+    def ends(request_id: int, tokens: list[int]) -> bool:
+        return len(tokens) > len(PROMPTS[0]) + 2
+
+    engine = Engine(target, FinishingBadly())
+    requests = [engine.add(PROMPTS[0], max_new_tokens=6, stop_ids=[], criterion=ends) for _ in range(3)]
+    with pytest.raises(OSError, match="cannot be stored"):
+        for _ in engine:
+            pass
+    assert not engine.is_busy
+    for request in requests:
+        assert request.answer is not None and [*request][-1].answer is request.answer
 
 
 # What is left

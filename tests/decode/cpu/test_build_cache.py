@@ -104,9 +104,10 @@ def test_a_working_folder_is_removed_also_after_a_kill(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     left = tmp_path / "draftless" / "work-1.partial"
     left.mkdir(parents=True)
-    with working_folder() as folder:
-        assert folder.is_dir() and not left.exists()
-    assert [path.name for path in folder.parent.iterdir() if path.suffix != ".lock"] == []
+    left.with_suffix(".lock").touch()
+    with working_folder() as folder, working_folder() as other:
+        assert folder.is_dir() and other.is_dir() and folder != other and not left.exists()
+    assert not [*folder.parent.iterdir()]
 
 
 LOADING = """

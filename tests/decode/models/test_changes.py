@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -254,6 +256,45 @@ def test_a_packed_target_refuses_until_it_is_made_anew(target: Target) -> None:
         with pytest.raises(ValueError, match=r"copies of them; make a new one: Target\(.*accelerate='packed'\)"):
             generate(packed, PROMPT, None, **SETTINGS)
     assert generate(Target(model, accelerate="packed"), PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
+
+
+def test_a_copy_that_failed_to_be_made_is_not_replaced_by_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    living = Living(make_model(6, torch.float32), "packed", "speculate")
+    living.answer()
+    WAYS["a weight"](living.model)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("decode.hf.speculate.Target", Mock(side_effect=KeyboardInterrupt))
+        living.answer()
+    assert living.answer() == tell_text(living.model)
+
+
+def test_threads_that_generate_after_a_change_all_notice() -> None:
+    living = Living(make_model(7, torch.float32), "packed", "speculate")
+    living.answer()
+    WAYS["a weight"](living.model)
+    with ThreadPoolExecutor(3) as pool:
+        texts = [*pool.map(lambda _: living.answer(), range(3))]
+    assert texts == [tell_text(living.model)] * 3
+
+
+@pytest.mark.parametrize("mode", ["off", "packed"])
+def test_adapters_that_the_next_pass_would_unmerge_are_refused(mode: str) -> None:
+    """peft's layers take a merged adapter out of the weights in the first pass in which they are disabled."""
+    model = make_model(8, torch.float32)
+    target = Target(model, accelerate=mode)
+    adapter(model).merged_adapters, adapter(model)._disable_adapters = ["a"], True
+    for call in (lambda: Target(model, accelerate=mode), lambda: generate(target, PROMPT, None, **SETTINGS)):
+        with pytest.raises(ValueError, match=r"merged into the weights and disabled.*call unmerge_adapter\(\) first"):
+            call()
+
+
+def test_weights_of_every_dtype_are_compared_or_left_out() -> None:
+    model = tiny("llama")
+    layer(model).odd = nn.Parameter(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), requires_grad=False)
+    target = Target(model)
+    assert target.read_version(deep=True) == 0
+    WAYS["another norm"](model)
+    assert target.read_version(deep=True) == 1
 
 
 def test_resizing_is_no_training_mode() -> None:

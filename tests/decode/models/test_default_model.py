@@ -136,7 +136,7 @@ def test_a_stopped_run_keeps_the_wheel_and_resumes_from_it(list_events, cache, m
 
 
 def test_leftovers_of_a_killed_run_are_removed(list_events, cache):
-    for name in (f"{module.NAME}.partial", f"{module.NAME}.fetch"):
+    for name in (f"{module.NAME}.partial", "work-1-0.partial"):
         (cache / name).mkdir(parents=True)
         (cache / name / "half").write_bytes(b"half")
     (cache / module.WHEEL).write_bytes(b"half a wheel")

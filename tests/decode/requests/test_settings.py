@@ -68,6 +68,11 @@ def test_numbers_out_of_range_are_refused(value: float) -> None:
             Sampling(**{name: value})
 
 
+def test_a_number_beyond_all_floats_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"temperature is 10+\.\.\.; it is too large"):
+        Sampling(temperature=10**400)
+
+
 @pytest.mark.parametrize("most", [8, 4096])  # how many tokens top-p sorts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_smallest_top_p_leaves_the_most_likely_token(
