@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +15,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from heads.formats.dflash import export_dflash, read_dflash
-from heads.formats.eagle import export_eagle, export_eagle3, export_peagle, read_eagle, read_eagle3
+from heads.formats.dflash import export_dflash, is_dflash, read_dflash
+from heads.formats.eagle import (
+    export_eagle,
+    export_eagle3,
+    export_peagle,
+    is_eagle,
+    is_eagle3,
+    is_peagle,
+    read_eagle,
+    read_eagle3,
+    refuse_unknown,
+)
 from heads.formats.layout import (
-    HEADS,
     OWN,
     Head,
     Layout,
@@ -30,11 +39,13 @@ from heads.formats.layout import (
     read_token_map,
     section,
 )
-from heads.formats.medusa import export_medusa, read_hydra, read_medusa
-from heads.formats.mtp import read_mtp
+from heads.formats.medusa import export_medusa, is_hydra, is_medusa, read_hydra, read_medusa
+from heads.formats.mtp import is_mtp, read_mtp
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 
-LARGE = 1 << 20  # a size of targets that no head contradicts
+# Published heads by their tensors' names, in this order; then EAGLE heads, whose config is checked first.
+RECOGNIZED: dict[str, Any] = {"mtp": is_mtp, "hydra": is_hydra, "medusa": is_medusa, "dflash": is_dflash}
+READERS: dict[str, Any] = {"hydra": read_hydra, "medusa": read_medusa, "eagle": read_eagle}
 EXPORTS: dict[str, Any] = {
     "medusa": export_medusa,
     "eagle": export_eagle,
@@ -61,16 +72,22 @@ def load_head(
 
 
 def find_kind(folder: str | Path) -> str:
-    """The kind of the head in a folder, from its config and the shapes of its tensors alone.
+    """The kind of the head in a folder, from its config and the names of its tensors alone.
 
-    Raises ValueError as `load_head` does where no head is; whether it is whole and fits a target is for `load_head`.
+    Raises ValueError as `load_head` does if the folder holds no head. Whether the head is complete and fits a target is
+    not checked.
     """
     path = find_folder(folder)
     try:
-        layout, _ = _read(path, LARGE, LARGE)  # the target's sizes, where a file does not have them
+        tensors, metadata = read_weights(path)
+        config = _read_config(path, metadata)
+        own = section(config, OWN)
+        if "kind" not in own:
+            return _recognize(tensors, config)
+        read_own(own, tensors)  # refuses an unknown kind
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
-    return next(kind for kind, (_, config) in HEADS.items() if type(layout.config) is config)
+    return str(own["kind"])
 
 
 def _read(path: Path, vocab_size: int | None, layers: int | None) -> tuple[Layout, Mapping[str, Tensor]]:
@@ -81,9 +98,14 @@ def _read(path: Path, vocab_size: int | None, layers: int | None) -> tuple[Layou
     tensors = read_token_map(tensors, own)
     if "kind" in own:
         return read_own(own, tensors), tensors
-    if found := read_mtp(tensors, config):
-        return found
-    return _find_layout(tensors, config, vocab_size, layers), tensors
+    kind = _recognize(tensors, config)
+    if kind == "mtp":
+        return read_mtp(tensors, config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if kind in ("dflash", "eagle3", "peagle"):
+        reads_layers = read_dflash if kind == "dflash" else read_eagle3
+        return reads_layers(shapes, config, vocab_size, layers), tensors
+    return READERS[kind](shapes, config, vocab_size), tensors
 
 
 def find_folder(folder: str | Path) -> Path:
@@ -135,21 +157,20 @@ def _format(config: dict[str, Any]) -> str:
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))
 
 
-def _find_layout(
-    tensors: Mapping[str, Tensor], config: dict[str, Any], vocab_size: int | None, layers: int | None
-) -> Layout:
-    """The layout of published tensors. Raises ValueError if they are of no known head."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = read_hydra(shapes, config, vocab_size) or read_medusa(shapes, config, vocab_size)
-    layout = layout or read_dflash(shapes, config, vocab_size, layers)
-    layout = layout or read_eagle3(shapes, config, vocab_size, layers) or read_eagle(shapes, config, vocab_size)
-    if layout:
-        return layout
-    if "fc.weight" in shapes:
+def _recognize(names: Collection[str], config: dict[str, Any]) -> str:
+    """The kind of a published head with these names of tensors. Raises ValueError if it is of no known kind."""
+    if found := next((kind for kind, is_kind in RECOGNIZED.items() if is_kind(names)), None):
+        return found
+    refuse_unknown(config)
+    if is_eagle3(names):
+        return "peagle" if is_peagle(names) else "eagle3"
+    if is_eagle(names):
+        return "eagle"
+    if "fc.weight" in names:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
-    if any(name.startswith(("model.layers.", "model.language_model.", "language_model.")) for name in shapes):
+    if any(name.startswith(("model.layers.", "model.language_model.", "language_model.")) for name in names):
         raise ValueError("it seems to be a whole model without heads and without an MTP module")
-    raise ValueError(f"its tensors are of no known head: {list_names(sorted(shapes))}")
+    raise ValueError(f"its tensors are of no known head: {list_names(sorted(names))}")
 
 
 def _read_config(folder: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -151,7 +151,10 @@ def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: b
 
 
 def _check_options(name: str | Path, options: Mapping[str, Any], pretrained: bool = True) -> dict[str, Any]:
-    """`check_options` but for the draft model, which fetches a config: its loading finds the same."""
+    """Like `check_options`, but the draft model is not checked.
+
+    That would fetch its config, and loading it finds the same faults.
+    """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     is_folder = name not in OPTIONS and Path(name).is_dir()
     if is_own_class(name):

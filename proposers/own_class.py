@@ -35,23 +35,22 @@ def load_own(name: str) -> Proposer:
 
 
 def find_own(name: str) -> type[Any]:
-    """The class, which is made without arguments and has `propose`.
+    """The class, which is made without arguments.
 
-    Its file is run, once unless it changes. Raises ValueError if the file is missing or fails, or the class is not like
-    that.
+    Its file is run, once unless it changes. Raises ValueError if the file is missing or fails, has no such class, or
+    the class needs arguments. Only an instance shows whether it is a proposer: `propose` may be set by `__init__`.
     """
     file, class_name = FORM.fullmatch(name).groups()  # type: ignore[union-attr]
     module = _run_file(Path(file), name)
     own = getattr(module, class_name, None)
     if not isinstance(own, type):
-        classes = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        values = vars(module).items()
+        classes = [each for each, value in values if isinstance(value, type) and value.__module__ == module.__name__]
         raise ValueError(f"{file} has no class {class_name}; it has {', '.join(classes) or 'none'}")
     try:
         signature(own).bind()
     except TypeError as error:
         raise ValueError(f"{class_name} in {file} must be made without arguments: {error}") from error
-    if not callable(getattr(own, "propose", None)):
-        raise ValueError(f"{class_name} in {file} is no proposer: it has no method propose(self, step, budget)")
     return own
 
 

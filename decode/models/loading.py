@@ -81,7 +81,7 @@ def load_model(
 def check_model(name: str | PathLike[str]) -> None:
     """Raise ValueError, as `load_model` does, if there is no such model; its weights are not read.
 
-    Of a model on the hub, the config is fetched.
+    Of a model on the hub, the config is fetched; of a GGUF file there, the whole file.
     """
     place = str(name)
     try:

@@ -36,10 +36,10 @@ def decode(tokens: Sequence[int], tokenizer: Tokenizer, special: bool = False) -
 class Detokenizer:
     """Decodes an answer token by token. What is returned is what the tokenizer makes of the whole answer.
 
-    Held back is only what later tokens may change: at most three bytes of an incomplete character, and with a
-    tokenizer that tidies spaces at most four characters. Bytes that can become no character come as U+FFFD at once.
-    In a run of byte tokens (SentencePiece's byte fallback) only those are U+FFFD, while tokenizers then break the whole
-    run.
+    Held back is only what later tokens may change: at most three bytes of an incomplete character, and with tokenizers
+    that tidy spaces or join subwords (CTRL's `@@`) at most six characters. Bytes that can become no character come as
+    U+FFFD at once. In a run of byte tokens (SentencePiece's byte fallback) only those are U+FFFD, while tokenizers then
+    break the whole run.
 
     special: with the text of special tokens. continues: as in the middle of a text, where a word may begin with a space
     that tokenizers drop at the beginning. `rest` is the complete text that is held back.
@@ -53,7 +53,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._skipped: dict[int, bool] = {}
-        self._unsettled = UNTIDY if self._tidies() else None if tokenizer.is_fast else SUBWORD
+        is_fast = getattr(tokenizer, "is_fast", None)
+        self._has_names = is_fast is not None  # mistral-common's have none: there, U+FFFD names parts of characters
+        self._unsettled = UNTIDY if self._tidies() else SUBWORD if is_fast is False else None
         letter = [*tokenizer("a", add_special_tokens=False)["input_ids"]]
         self._anchor = letter if self._decode(letter).strip() else []
         self._waiting = b""  # byte tokens at the window's end that may become a character
@@ -142,7 +144,10 @@ class Detokenizer:
         if data is None and isinstance(name, str):
             is_bytes = all(letter in BYTES for letter in name)
             data = bytes(BYTES[letter] for letter in name) if is_bytes else name.encode()
-            is_known = BROKEN in name or data.decode(errors="replace") == self._decode([token])
+            if BROKEN in name:
+                is_known = self._has_names and self._tokenizer.convert_tokens_to_ids(name) == token
+            else:
+                is_known = data.decode(errors="replace") == self._decode([token])
             data = data if is_known else None
         return data
 

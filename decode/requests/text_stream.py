@@ -32,7 +32,8 @@ class TextStream:
     """Decodes an answer token by token, up to a stop string.
 
     Stop strings are looked for in the text with special tokens, whichever tokens spell them. What is returned is the
-    text without special tokens. Held back is what may begin a stop string, and what a `Detokenizer` holds back.
+    text without special tokens. Held back is what may begin a stop string, and what a `Detokenizer` holds back. A space
+    at the beginning of the first word counts, although tokenizers such as Llama 2's leave it out of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -67,7 +68,10 @@ class TextStream:
         return piece if self.stopped else piece + held
 
     def _add(self, piece: str, text: str, plain: int) -> str:
-        """Add text without and with special tokens; `plain` characters of the latter are of none. Returns text."""
+        """Add text without and with special tokens. Returns text.
+
+        The first `plain` characters of `text` belong to no special token.
+        """
         assert self._full is not None
         self._held += piece
         self._text += text

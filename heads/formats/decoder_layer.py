@@ -86,7 +86,8 @@ def read_layer_list(key: str, listed: Any, from_output: int, layers: int | None)
     states = tuple(each + from_output for each in listed)
     if not states or [*states] != sorted({*states}) or states[0] < 0 or (layers is not None and states[-1] > layers):
         to = "" if layers is None else f" to {layers - from_output}, because the target has {layers} layers"
-        raise ValueError(f"its config has {key}: {listed}; it must be ascending layer numbers from {-from_output}{to}")
+        right = "be ascending layer numbers" if states else "list at least one layer, in ascending order,"
+        raise ValueError(f"its config has {key}: {listed}; it must {right} from {-from_output}{to}")
     return states
 
 

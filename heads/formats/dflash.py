@@ -8,6 +8,7 @@ an output matrix only where a part of the vocabulary is drafted, and embeddings 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any
 
@@ -52,10 +53,13 @@ ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "df
 READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
 
 
-def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, target_depth: int | None) -> Layout | None:
-    """The layout of a block head; None if the file has none. target_depth: the target's number of layers."""
-    if not {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= shapes.keys():
-        return None
+def is_dflash(names: Collection[str]) -> bool:
+    """Whether a file with these names of tensors has a block head."""
+    return {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= {*names}
+
+
+def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, target_depth: int | None) -> Layout:
+    """The layout of a block head. target_depth: the target's number of layers."""
     if any(tensor.startswith(DOMINO) for tensor in shapes):
         raise ValueError("it is a Domino head; DFlash, DFlash2 and DSpark are supported")
     nested, inner = section(config, NESTED), section(config, INNER)

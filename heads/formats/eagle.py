@@ -8,6 +8,7 @@ or `layers.0`; speculators' config keeps its sizes in a nested object.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -58,10 +59,13 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the 
 KNOWN = {*NORMS, "norm_output", "embed_requires_grad", "tie_word_embeddings", "return_dict", "use_cache"}  # may be true
 
 
-def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of an EAGLE-1 head; None if the file has no such layer. Check for EAGLE-3 names first."""
-    if "fc.weight" not in shapes or not any(name.startswith(f"{LAYER}self_attn.") for name in shapes):
-        return None
+def is_eagle(names: Collection[str]) -> bool:
+    """Whether a file with these names of tensors has an EAGLE-1 head, if it has no EAGLE-3 head."""
+    return "fc.weight" in names and any(name.startswith(f"{LAYER}self_attn.") for name in names)
+
+
+def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+    """The layout of an EAGLE-1 head."""
     bias = "fc.bias" in shapes or bool(config.get("bias", True))
     if bias and "fc.bias" not in shapes:
         raise ValueError("missing: fc.bias, which is required unless its config has bias: false")
@@ -93,13 +97,21 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout | None:
-    """The layout of an EAGLE-3 head; None if the file has no such layer."""
-    _refuse_unknown(config)
+def is_eagle3(names: Collection[str]) -> bool:
+    """Whether a file with these names of tensors has an EAGLE-3 or P-EAGLE head."""
+    prefix = find_first_layer(names)
+    fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in names
+    return fuses and any(name.startswith(f"{prefix}self_attn.") for name in names)
+
+
+def is_peagle(names: Collection[str]) -> bool:
+    """Whether an EAGLE-3 head is of the kind that drafts in one pass."""
+    return "mask_hidden" in names
+
+
+def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout:
+    """The layout of an EAGLE-3 or P-EAGLE head."""
     prefix = find_first_layer(shapes)
-    fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in shapes
-    if not fuses or not any(name.startswith(f"{prefix}self_attn.") for name in shapes):
-        return None
     renamed, layer_config = {MIDLAYER: prefix}, {**config, **section(config, NESTED)}
     norms = _read_norms(shapes, config, prefix)
     shapes = rename(shapes, renamed)
@@ -127,7 +139,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
         "bias": "fc.bias" in shapes,
         **norms,
     }
-    if "mask_hidden" in shapes:
+    if is_peagle(shapes):
         head_config: Eagle3Config = PEagleConfig(**settings, **_read_block(config))
     else:
         head_config = Eagle3Config(**settings)
@@ -146,7 +158,8 @@ def _read_block(config: ConfigDict) -> dict[str, Any]:
     return {"mask_token": token, **({"heads": tokens} if tokens else {})}
 
 
-def _refuse_unknown(config: ConfigDict) -> None:
+def refuse_unknown(config: ConfigDict) -> None:
+    """Raise ValueError for speculators' heads of other kinds, and for settings that may change the drafts."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3", "peagle"):
         raise ValueError(f"it is speculators' {kind} head; only their eagle3, peagle, dflash and dspark are supported")
@@ -155,19 +168,20 @@ def _refuse_unknown(config: ConfigDict) -> None:
 
 
 def _read_features(config: ConfigDict, layers: int | None) -> tuple[str, tuple[int, ...], int]:
-    """The key of the layers to read, the hidden states in transformers' numbering, and what that has more than the key.
+    """The key of the layers to read, the hidden states in transformers' numbering, and the difference between the two
+    numberings, 0 or 1.
 
     In transformers' numbering, L is the output of the first L layers.
 
     vLLM and speculators use this numbering, at the top of the config. SGLang and SpecForge list them inside
-    `eagle_config`, by the index of the layer that outputs them, from 0: one less.
+    `eagle_config`, by the index of the layer that outputs them, from 0: one less. As for vLLM, an empty list is none.
     """
     outer, nested = config.get(READ), section(config, "eagle_config").get(READ)
-    if outer is None and nested is None:
+    if not outer and not nested:
         if layers is None:
             raise ValueError(f"it does not list the layers it reads; pass layers=, or add {READ} to its config")
         return f"the default of {READ}", choose_features(layers), 0
-    key, listed, from_output = (READ, outer, 0) if outer is not None else (f"eagle_config.{READ}", nested, 1)
+    key, listed, from_output = (READ, outer, 0) if outer else (f"eagle_config.{READ}", nested, 1)
     return key, read_layer_list(key, listed, from_output, layers), from_output
 
 

@@ -54,8 +54,8 @@ class Layout:
     """A head as one file stores it.
 
     Each kind's reader makes it from the shapes of a file's tensors, its config and, for files without them, the
-    target's vocabulary size and number of layers. It returns None if the file has no such head, and raises ValueError
-    if a size is unknown or the file contradicts itself.
+    target's vocabulary size and number of layers. It raises ValueError if a size is unknown or the file contradicts
+    itself.
     """
 
     config: HeadConfig
@@ -119,13 +119,14 @@ def read_common(
     """
     rows, mapped = extent(shapes, matrices, 0, 0), extent(shapes, [MAP], 0, 0)
     named, embedded = number(config, "vocab_size"), extent(shapes, [EMBEDDING], 0, 0)
-    is_padded = embedded > (named or 0) and named == given  # with rows for tokens that the target does not have
+    # With rows for tokens that the target does not have, in the output matrices too.
+    is_padded = named is not None and embedded > named and named == given
     size = extent(shapes, ["t2d"], 0, 0) or (not is_padded and embedded) or named or (not mapped and rows) or given
     if not size:
         raise ValueError("it does not contain the target's vocabulary size; pass vocab_size=, or add it to its config")
     if embedded and (embedded < size or tuple(shapes[EMBEDDING][1:]) != (hidden_size,)):
         raise ValueError(f"wrong: {EMBEDDING} is {list(shapes[EMBEDDING])}, not {[size, hidden_size]}")
-    if not mapped and rows not in (0, size):
+    if not mapped and rows not in (0, size, embedded):
         raise ValueError(f"missing: token_map or d2t, which must map its {rows} output rows to {size} tokens")
     verifier = section(section(config, "speculators_config"), "verifier")
     return {
@@ -196,8 +197,8 @@ def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype |
     expected = {name: list(state.shape) for name, state in head.state_dict().items()}
     names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
     states = {ours: tensors[name] for ours, name in names.items() if name in tensors}
-    if EMBEDDING in states:  # it can have rows for tokens that the target does not have
-        states[EMBEDDING] = states[EMBEDDING][: layout.config.vocab_size]
+    if EMBEDDING in states:
+        _cut_padding(states, layout.config.vocab_size)
     if MAP in states:
         _sort_vocabulary(states, layout.config.vocab_size)
     wrong = []
@@ -241,6 +242,14 @@ def convert(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Te
     """The tensor as contiguous memory in this dtype; integers keep theirs."""
     dtype = dtype if tensor.is_floating_point() else None
     return tensor.detach().to(dtype or tensor.dtype, copy=copy, memory_format=torch.contiguous_format)
+
+
+def _cut_padding(states: dict[str, Any], vocab_size: int) -> None:
+    """Drop the embeddings' rows for tokens that the target does not have, in place, and output rows for the same."""
+    rows = len(states[EMBEDDING])
+    for name, state in states.items():
+        if name == EMBEDDING or (MAP not in states and name.startswith("lm_head") and len(state) == rows):
+            states[name] = state[:vocab_size]
 
 
 def _sort_vocabulary(states: dict[str, Any], vocab_size: int) -> None:

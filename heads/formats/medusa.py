@@ -12,6 +12,7 @@ prefix layer: a Llama model of one layer, whose embeddings are not used.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ WHOLE = "medusa_head."
 PREFIXES = ("medusa_heads.", WHOLE, "")
 BLOCKS = ("blocks.{}.layers.{}.", "{}.{}.linear.")
 BASE = ("model.", "lm_head.")  # prefixes of a whole model's other tensors
+HYDRA_BLOCK = "hydra_mlp.{}.{}.linear.weight"
 EMBEDDINGS = "input_embed_fn."
 PREFIX = "prefix_embeding_layer."  # misspelt in published files
 IGNORED = {  # embeddings that are never looked up, and a computed tensor
@@ -35,12 +37,19 @@ IGNORED = {  # embeddings that are never looked up, and a computed tensor
 }
 
 
-def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a Medusa head; None if the file has no Medusa block."""
-    styles = [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}weight", shapes)]
-    if not styles:
-        return None
-    prefix, block = styles[0]
+def is_medusa(names: Collection[str]) -> bool:
+    """Whether a file with these names of tensors has a Medusa head."""
+    return bool(_list_styles(names))
+
+
+def _list_styles(names: Collection[str]) -> list[tuple[str, str]]:
+    """The prefixes and names of blocks that a file has."""
+    return [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}weight", names)]
+
+
+def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+    """The layout of a Medusa head."""
+    prefix, block = _list_styles(shapes)[0]
     sizes = [count(f"{prefix}{block}{part}", shapes) for part in ("weight", "bias")]
     heads, layers = max(size[0] for size in sizes if size), max(size[1] for size in sizes if size)
     renamed = {f"blocks.{i}.layers.{j}.": prefix + block.format(i, j) for i in range(heads) for j in range(layers)}
@@ -82,12 +91,14 @@ def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout | None:
-    """The layout of a Hydra head; None if the file has no Hydra block."""
-    found = count("hydra_mlp.{}.{}.linear.weight", shapes)
-    if not found:
-        return None
-    heads, places = found
+def is_hydra(names: Collection[str]) -> bool:
+    """Whether a file with these names of tensors has a Hydra head."""
+    return bool(count(HYDRA_BLOCK, names))
+
+
+def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+    """The layout of a Hydra head."""
+    heads, places = count(HYDRA_BLOCK, shapes)
     dropout = not count("hydra_mlp.{}.0.linear.weight", shapes)
     first, *further = range(dropout, places, 1 + dropout)
     matrix = "hydra_lm_head.{}.1." if count("hydra_lm_head.{}.1.weight", shapes) else "hydra_lm_head.{}."

@@ -40,16 +40,18 @@ QUANTIZED = ("_scale", "_scale_inv", "_packed", "qweight", "qzeros")  # ends of 
 SAME_LAYERS = {"mimo": "qwen2"}  # models that transformers does not have, with the layers of one that it has
 
 
-def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict) -> tuple[Layout, dict[str, Tensor]] | None:
-    """The layout of a checkpoint's MTP module and its tensors by our names; None if it has no such tensors.
+def is_mtp(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these names of tensors has an MTP module."""
+    return bool(_list_modules(names))
+
+
+def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict) -> tuple[Layout, dict[str, Tensor]]:
+    """The layout of a checkpoint's MTP module and its tensors by our names.
 
     Raises ValueError if tensors are missing or unknown, or if transformers has no such model.
     """
-    modules = _list_modules(tensors)
-    if not modules:
-        return None
     target = _read_config(config)
-    prefix = _choose_first(modules, target.num_hidden_layers)
+    prefix = _choose_first(_list_modules(tensors), target.num_hidden_layers)
     names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     parts, found = dict[str, Tensor](), dict[str, str]()
     for ours, published in PARTS.items():
@@ -91,7 +93,7 @@ def _list_modules(names: Iterable[str]) -> dict[str, int]:
 def _choose_first(modules: Mapping[str, int], layers: int) -> str:
     """The beginning of the first module's names. Raises ValueError if only later ones are there.
 
-    Modules are numbered from 0; those among the target's layers from their number, but not in a file without these.
+    Modules named as layers continue the target's layers; in a file without these they begin at 0.
     """
     numbers = sorted(modules, key=lambda prefix: modules[prefix])
     first = next((prefix for prefix in numbers if modules[prefix] == 0), None)

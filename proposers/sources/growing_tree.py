@@ -99,7 +99,7 @@ class GrowingTree:
         self._is_open = True
 
     def add_path(self, tokens: Iterable[int], most: int) -> None:
-        """Add a path after the root, whatever it is worth, as far as the tree then has at most `most` nodes.
+        """Add a path of tokens after the root, until the tree has `most` nodes.
 
         Call it when the tree has grown. Nodes that are in the tree already are shared.
         """

@@ -52,11 +52,13 @@ class LookaheadSource(Source):
         for request_id, place in zip(step.request_ids, step.kept, strict=True):
             new = Pool(self.window, self.size), Window(self.window, self.size - 1, request_id)
             self._requests[request_id] = new if place is None else before[request_id]
-        self._advance(step)
+        if not step.target.is_recurrent:
+            self._advance(step)
         for request_id, text in self._texts.items():
             pool, window = self._requests[request_id]
             pool.read(text)
-            window.fill(text)
+            if not step.target.is_recurrent:
+                window.fill(text)
 
     def _advance(self, step: Step) -> None:
         """Continue the windows by what the target predicted after their columns."""
@@ -126,7 +128,7 @@ class Window:
     def __init__(self, width: int, levels: int, request_id: int) -> None:
         self.width, self.levels = width, levels
         self.columns: list[list[int]] = []
-        self._random = Random(request_id)  # a request has the same drafts in any batch
+        self._random = Random(request_id)  # the same places in any batch
 
     def fill(self, text: Sequence[int]) -> None:
         """Add the columns that are missing at the end, from random places of the text."""

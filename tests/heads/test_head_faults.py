@@ -172,7 +172,18 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
                     r" aux_hidden_state_layer_ids: \[0, 4, 13\]",
                     "0 to 12, because the target has 12 layers",
                 ),
-                ({"aux_hidden_state_layer_ids": []}, r" aux_hidden_state_layer_ids: \[\]", "0 to 12, .* 12 layers"),
+            )
+        ),
+        *(
+            (
+                "dflash",
+                {},
+                config,
+                rf"\[\]; it must list at least one layer, in ascending order, from {numbers}, .* 12 l",
+            )
+            for config, numbers in (
+                ({"aux_hidden_state_layer_ids": []}, "0 to 12"),
+                ({"dflash_config": BLOCK | {"target_layer_ids": []}}, "-1 to 11"),
             )
         ),
         ("dflash", {}, {"aux_hidden_state_layer_ids": "all"}, "layer_ids: 'all'; it must be a list of layers$"),
@@ -187,7 +198,6 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
             *("eagle3", {}, {READ: None, "eagle_config": {READ: [1, 8, 4]}}),
             rf"has eagle_config.{READ}: \[1, 8, 4\]; it must be ascending layer numbers from -1$",
         ),
-        ("eagle3", {}, {READ: []}, rf"its config has {READ}: \[\]; it must be ascending layer numbers from 0$"),
         ("eagle3", {}, {READ: [True, 2, 5]}, r"\[True, 2, 5\]; it must be a list of layers$"),
         ("dflash", {}, {"dflash_config": {"target_layer_ids": [1, 4, 8]}}, "mask_token_id: None; it must be a whole"),
         ("dflash", {}, {"dflash_config": BLOCK | {"mask_token_id": 13}}, "mask_token is 13; it must be a token of"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
 from decode import Sampling, Target, generate
-from heads import load_head, save_head
+from heads import checkpoint, load_head, save_head
 from proposers import MtpProposer, load_draft_head, load_proposer
 from tests.support.models import tiny
 from training.data import Example
@@ -167,6 +167,15 @@ def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> 
     torch.testing.assert_close(loaded.state_dict(), head.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="it holds something else"):
         save_head(head, tmp_path / "checkpoint")
+
+
+def test_the_kind_of_a_checkpoint_is_found_without_reading_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converting experts takes minutes in a large checkpoint."""
+    write_checkpoint("qwen3_next", tmp_path)
+    monkeypatch.setattr(checkpoint, "read_mtp", lambda *given: pytest.fail("the module was read"))
+    assert checkpoint.find_kind(tmp_path) == "mtp"
 
 
 def drop(name: str) -> Change:

@@ -46,7 +46,23 @@ class Blind:
     def propose(self, step, budget): ...
 
 
-three = 3
+class Chosen:
+    layers = ()
+
+    def __init__(self):
+        self.propose = PlainProposer().propose
+
+
+class Wrapped:
+    def __getattr__(self, name):
+        return getattr(PlainProposer(), name)
+
+
+def build():
+    return Mine()
+
+
+three, mine = 3, Mine()
 """
 
 
@@ -231,10 +247,9 @@ BEFORE_LOADING = [
     ("merged", {"nodes": 0}, "nodes is 0; it must be at least 1"),
     ("merged", {"nodes": 5000}, "nodes is 5000; a tree has its root and at most"),
     ("merged", {"nodes": "many"}, "nodes is 'many'; it must be a whole number from 1 on"),
-    ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody; it has Mine, Greedy, Other, Blind"),
+    ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody; it has Mine, Greedy, Other, Blind, Chosen, Wrapped$"),
     ("HEADS/own.py:three", {}, "own.py has no class three"),
     ("HEADS/own.py:Greedy", {}, "Greedy in .* must be made without arguments: missing .* 'length'"),
-    ("HEADS/own.py:Other", {}, "Other in .* is no proposer: it has no method propose\\(self, step, budget\\)"),
     ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
     ("HEADS/unwritten.py:Mine", {}, "unwritten.py, line 1: SyntaxError: "),
 ]
@@ -242,6 +257,7 @@ WHILE_LOADING = [
     ("HEADS/wide", {}, "hidden size"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
     ("HEADS/own.py:Blind", {}, "Blind is no proposer: .* which has no layers"),
+    ("HEADS/own.py:Other", {}, "Other is no proposer: .* which has no layers and no propose"),
 ]
 
 
@@ -258,6 +274,15 @@ def test_what_does_not_fit_is_refused(
         load_proposer(name, target, **options)
     with pytest.raises(ValueError, match=message) if is_early else nullcontext():
         check_options(name, options)
+
+
+@pytest.mark.parametrize("name", ["Chosen", "Wrapped"])
+def test_only_instances_of_a_class_may_have_propose(name: str, target: Target, heads: Path) -> None:
+    check_options(f"{heads}/own.py:{name}", {})
+    proposer: Any = load_proposer(f"{heads}/own.py:{name}", target)
+    assert type(proposer).__name__ == name
+    [answer] = generate(target, [[1, 2, 3]], proposer, max_new_tokens=4, stop_ids=[])
+    assert len(answer.tokens) == 4
 
 
 def test_options_that_are_none_or_false_are_not_given() -> None:

@@ -233,6 +233,12 @@ def test_chains_have_no_window() -> None:
     assert any(recorder.drafted.values())
 
 
+def test_chains_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a window there is nothing to continue; the pool needs the text alone."""
+    monkeypatch.setattr(lookahead, "read", lambda *given: pytest.fail("the device was read"))
+    generate(Target(tiny("lfm2")), PROMPTS, LookaheadProposer(), batch_size=2, max_new_tokens=8)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [((0, 4), "window is 0; it has at least one column"), ((3, 1), "size is 1; an n-gram to draft from has at least")],

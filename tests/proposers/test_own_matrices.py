@@ -11,6 +11,8 @@ from torch import Tensor
 
 from decode import Target, generate
 from heads import load_head, save_head
+from heads.checkpoint import find_kind
+from heads.eagle import choose_features
 from proposers import load_draft_head, load_proposer
 from tests.decode.test_lossless import PROMPTS
 from tests.proposers.test_head_proposers import Written, agree, has_room
@@ -145,6 +147,58 @@ def test_embeddings_may_have_rows_for_tokens_that_the_target_does_not_have(targe
         head: Any = load_draft_head(folder, target)
         assert (head.config.vocab_size, head.config.embedding) == (VOCABULARY, is_own)
         assert not is_own or torch.equal(head.embed_tokens.weight, own[:VOCABULARY])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "dflash"])
+def test_an_output_matrix_next_to_padded_embeddings(kind: str, padded: bool, target: Target, tmp_path: Path) -> None:
+    head = make(kind, target, embedding=True, output="shared")
+    rows = VOCABULARY + 8 * padded
+    matrices = {"embed_tokens.weight": draw(VOCABULARY + 8, 32), "lm_head.weight": draw(rows, 32, seed=4)}
+    folder = publish(tmp_path, head, matrices)
+    assert find_kind(folder) == kind
+    load_proposer(folder, target)
+    loaded: Any = load_head(folder, vocab_size=VOCABULARY), load_draft_head(folder, target)
+    for found in loaded:
+        assert found.config.vocab_size == VOCABULARY and found.draft_size == VOCABULARY
+        assert torch.equal(found.embed_tokens.weight, matrices["embed_tokens.weight"][:VOCABULARY])
+        assert torch.equal(found.lm_head.weight, matrices["lm_head.weight"][:VOCABULARY])
+
+
+def test_the_output_matrices_of_hydra_may_be_padded_too(target: Target, tmp_path: Path) -> None:
+    head = make("hydra", Target(tiny("llama", vocab_size=VOCABULARY + 8)), embedding=True)
+    folder = publish(tmp_path, head, {"embed_tokens.weight": draw(VOCABULARY + 8, 32)}, vocab_size=VOCABULARY)
+    loaded: Any = load_head(folder, vocab_size=VOCABULARY)
+    for own, given in zip(loaded.lm_heads, head.lm_heads, strict=True):
+        assert torch.equal(own.weight, given.weight[:VOCABULARY]) and torch.equal(own.bias, given.bias[:VOCABULARY])
+
+
+def test_other_numbers_of_output_rows_need_a_map(target: Target, tmp_path: Path) -> None:
+    head = make("eagle", target, embedding=True, output="shared")
+    for rows in (VOCABULARY - 4, VOCABULARY + 4):
+        matrices = {"embed_tokens.weight": draw(VOCABULARY + 8, 32), "lm_head.weight": draw(rows, 32)}
+        with pytest.raises(ValueError, match=f"token_map or d2t, which must map its {rows} output rows to 24 tokens"):
+            load_proposer(publish(tmp_path, head, matrices), target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_tell_the_vocabulary_size_if_the_config_does_not(kind: str, target: Target, tmp_path: Path) -> None:
+    head = make(kind, target, embedding=True)
+    folder = publish(tmp_path, head, {"embed_tokens.weight": draw(VOCABULARY, 32)}, vocab_size=None)
+    assert find_kind(folder) == kind
+    assert load_head(folder).config.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize("nested", [[], None])
+def test_an_empty_list_of_layers_means_the_default(nested: Any, tmp_path: Path) -> None:
+    target = Target(tiny("llama", vocab_size=VOCABULARY, num_hidden_layers=8))
+    head = make_head("eagle3", target, features=choose_features(8))
+    folder = publish(tmp_path, head, {}, **{READ: [], "eagle_config": {READ: nested}})
+    assert find_kind(folder) == "eagle3"
+    proposer: Any = load_proposer(folder, target)
+    assert proposer.head.config.features == choose_features(8)
+    publish(tmp_path, head, {}, **{READ: [], "eagle_config": {READ: [0, 2, 4]}})
+    assert load_head(folder, layers=8).config.features == (1, 3, 5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

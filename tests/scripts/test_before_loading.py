@@ -58,7 +58,6 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
 
 WRONG: list[tuple[Any, list[str], str]] = [
     (generate, [*GENERATE, "--proposer", "own.py:Yours"], "own.py has no class Yours; it has Mine, Idle"),
-    (generate, [*GENERATE, "--proposer", "own.py:Idle"], "Idle in own.py is no proposer: it has no method propose"),
     (generate, [*GENERATE, "--proposer", "broken.py:Mine"], "broken.py, line 1: ModuleNotFoundError: No module named"),
     (generate, [*GENERATE, "--proposer", "empty"], NO_HEAD),
     (generate, [*GENERATE, "--proposer", "medusa", "--depth", "3"], "medusa has no option depth"),

@@ -69,6 +69,7 @@ def write_description(file: GgufFile, folder: Path) -> None:
     """Write a file's config, generation config and tokenizer, chat template included. Errors: those of `describe`."""
     require_gguf()
     vocabulary = Vocabulary(file)
+    tokenizer = make_tokenizer(file, vocabulary)  # first: transformers' errors do not name a vocabulary's faults
     with contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     config._name_or_path = ""
@@ -77,7 +78,7 @@ def write_description(file: GgufFile, folder: Path) -> None:
         setattr(config, f"{role}_token_id", vocabulary.roles.get("padding" if role == "pad" else role))
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
-    make_tokenizer(file, vocabulary).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def make_generation_config(vocabulary: Vocabulary) -> GenerationConfig:

@@ -89,10 +89,13 @@ def load_gguf(
 
 
 def _read_generation_config(file: GgufFile, folder: Path, config: Any) -> GenerationConfig:
-    """That of the folder, or what the file's header names. A file may lack a tokenizer if there is one next to it."""
+    """That of the folder, or what the file's header names, or the config.
+
+    The header's tokenizer may be missing or damaged if there is another next to the file.
+    """
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(folder)
-    if "tokenizer.ggml.tokens" in file.fields:
+    with contextlib.suppress(ValueError):
         return make_generation_config(Vocabulary(file))
     return GenerationConfig.from_model_config(config)
 

@@ -81,12 +81,19 @@ class Vocabulary:
 
 
 def make_tokenizer(file: GgufFile, vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file, with its special tokens and chat template. Raises ValueError for an unknown kind."""
+    """The tokenizer of a file, with its special tokens and chat template. Raises ValueError for an unknown kind.
+
+    Also for a token that is not UTF-8: tokenizers cannot hold it.
+    """
     kind = vocabulary.kind
     if kind not in MAKERS:
         raise ValueError(
             f"{file.path.name} has a tokenizer of the kind {kind!r}; supported are {', '.join(MAKERS)}. For others, "
             "put the model's config.json, tokenizer.json and tokenizer_config.json next to the file"
+        )
+    if any("\udc80" <= letter <= "\udcff" for letter in "".join(vocabulary.texts)):  # as `GgufFile` reads such bytes
+        raise ValueError(
+            f"{file.path.name} has a token that is not UTF-8; put the model's config.json and tokenizer.json next to it"
         )
     backend = MAKERS[kind](vocabulary)
     name = str(file.fields.get("general.name", "")).lower()

@@ -166,6 +166,11 @@ def rewrite(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return change
 
 
+def name_token(text: bytes) -> bytes:
+    """A token as the header has it."""
+    return struct.pack("<Q", len(text)) + text
+
+
 FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another magic": (lambda data: b"GGML" + data[4:], "is no GGUF file: it does not begin with GGUF"),
     "version 1": (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "is in version 1 of GGUF"),
@@ -173,6 +178,10 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "the weights cut off": (lambda data: data[:-40], r"is cut off: it has \d+ bytes of \d+"),
     "another architecture": (rewrite(b"llama", b"klama"), "klama"),
     "no architecture": (rewrite(b"general.architecture", b"general.architectura"), "names no architecture"),
+    "a token that is not UTF-8": (
+        rewrite(name_token(b"<1>"), name_token(b"<\xff>")),
+        r"m\.gguf has a token that is not UTF-8; put the model's config\.json and tokenizer\.json next to it",
+    ),
     "a weight of another name": (
         rewrite(b"blk.1.ffn_up", b"blk.1.ffn_xy"),
         r"lacks weights of the model: blk\.1\.ffn_up",
@@ -288,6 +297,12 @@ def test_files_next_to_a_file_may_lack_a_generation_config(file: Path, tmp_path:
     assert load_model(file)[0].generation_config.eos_token_id == [2, 7]
     file.write_bytes(rewrite(b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_")(file.read_bytes()))
     assert load_model(file)[0].generation_config.eos_token_id == 2  # the config's
+    write_model("llama", file, fields={"eot_token_id": 7})
+    intact = file.read_bytes()
+    file.write_bytes(rewrite(name_token(b"<1>"), name_token(b"<0>"))(intact))  # twice: damaged, but it is not read
+    assert load_model(file)[0].generation_config.eos_token_id == 2
+    file.write_bytes(rewrite(name_token(b"<1>"), name_token(b"<\xff>"))(intact))
+    assert load_model(file)[0].generation_config.eos_token_id == [2, 7]
     for content, message in (
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"),

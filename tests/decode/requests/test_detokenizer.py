@@ -19,6 +19,7 @@ from transformers import CLIPTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decode.requests.detokenizer import BROKEN, FALLBACK, Detokenizer, decode
+from decode.requests.text_stream import TextStream
 from tests.decode.requests.test_text import TOKENIZER as BYTE_LEVEL
 
 LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -201,6 +202,28 @@ PIECES: dict[str, tuple[str, list[str], list[str]]] = {  # kind, tokens, and the
 def test_what_is_held_back(name: str) -> None:
     kind, names, pieces = PIECES[name]
     assert stream(build(kind).convert_tokens_to_ids(names), build(kind)) == pieces
+
+
+class Unnamed:
+    """A tokenizer as mistral-common's: without `is_fast`, and tokens are named by their text, broken or not."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decode, self._tokenizer = tokenizer.decode, tokenizer
+
+    def __call__(self, text: str, **settings: Any) -> Any:
+        return self._tokenizer(text, **settings)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(self.decode([token]))
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+@pytest.mark.parametrize("text", ["naive 🧪", "é", "投 x 🧪🧪."])
+def test_a_tokenizer_that_names_tokens_by_their_text(text: str, stop: tuple[str, ...]) -> None:
+    stream: Any = TextStream(Unnamed(BYTE_LEVEL), stop)  # type: ignore[arg-type]
+    pieces = [stream.push(token) for token in BYTE_LEVEL(text)["input_ids"]]
+    assert "".join([*pieces, stream.finish()]) == text
+    assert decode(BYTE_LEVEL(text)["input_ids"][:-1], Unnamed(BYTE_LEVEL)) == text[:-1]  # type: ignore[arg-type]
 
 
 def test_bytes_that_become_no_character_are_not_held_back() -> None:
