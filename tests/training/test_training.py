@@ -56,14 +56,14 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ["medusa"],
         ["multi-token", "--epochs", "8"],
         ["hydra"],
-        ["hydra", "--prefix"],
+        pytest.param(["hydra", "--prefix"], marks=pytest.mark.slow),
         ["eagle"],
         ["eagle3"],
-        ["eagle3", "--fc-norm", "--normed-feedback"],
+        pytest.param(["eagle3", "--fc-norm", "--normed-feedback"], marks=pytest.mark.slow),
         ["peagle", "--epochs", "8"],  # some of the drafts of a text in each step
         ["mtp"],
         ["dflash"],
-        ["dflash", "--layers", "1", "--pair-rank", "0", "--epochs", "10"],
+        pytest.param(["dflash", "--layers", "1", "--pair-rank", "0", "--epochs", "10"], marks=pytest.mark.slow),
     ],
 )
 def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
