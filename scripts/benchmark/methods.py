@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from itertools import pairwise
+from math import isfinite
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
 from decode.models.fingerprint import fingerprint_vocabulary
@@ -27,6 +28,8 @@ from scripts.shared.options import ModelOptions, load_draft, load_model_only
 NODES = 64  # largest draft tree
 # Transformers' own methods, and their arguments of `generate`.
 PEERS: dict[str, dict[str, Any]] = {"hf": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}
+SETTINGS: dict[str, Any] = GenerationConfig._get_default_generation_params()
+TEXT_OPTIONS = ("cache_implementation", "early_stopping", "num_assistant_tokens_schedule", "speculation_type")
 METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
 merged:nodes=16,head=hydra; a class of your own: FILE.py:CLASS; transformers' {" and ".join(PEERS)}, with arguments
 of generate or draft_model=MODEL as options. warm=true keeps answers between questions. none is always added"""
@@ -61,18 +64,43 @@ def parse_methods(text: str) -> list[NamedMethod]:
 
 
 def check_peer(named: NamedMethod) -> None:
-    """Raise ValueError for an option that transformers' `generate` does not have, and for a missing draft model."""
-    known = {*vars(GenerationConfig()), *signature(GenerationMixin.generate).parameters}
+    """Raise ValueError for an option that is no setting of transformers' `generate`, for a value of another kind, and
+    for a missing draft model."""
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
     for option, value in named.options.items():
         if option == "draft_model":
             check_model(value)
         elif option not in known:
-            raise ValueError(f"{named.text}: transformers' generate has no argument {option}")
+            hint = "; give draft_model=MODEL" if option == "assistant_model" else ""
+            raise ValueError(f"{named.text}: transformers' generate has no setting {option}{hint}")
+        elif not _is_kind(value, option):
+            raise ValueError(f"{named.text}: {option} takes {_name_kind(option)}, not {value!r}")
+
+
+def _is_kind(value: Any, option: str) -> bool:
+    """Whether transformers takes values of this kind: text for a few options, else what its default is."""
+    if isinstance(value, str):
+        return option in TEXT_OPTIONS
+    kind = type(SETTINGS.get(option))
+    if kind in (bool, int):
+        return type(value) is kind
+    return kind is not float or not isinstance(value, bool)
+
+
+def _name_kind(option: str) -> str:
+    kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+    return kinds.get(type(SETTINGS.get(option)), "a number, true or false")
 
 
 def _read_value(text: str) -> Any:
-    """A whole number, true or false, or else text."""
-    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+    """A whole number, another finite number, true or false, or else text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            if isfinite(value := kind(text)):
+                return value
+    return text
 
 
 @dataclass(frozen=True)
@@ -145,7 +173,10 @@ def _make_peer(
     stock: PreTrainedModel | None, tokenizer: Tokenizer | None, options: ModelOptions, named: NamedMethod
 ) -> Method:
     """Hugging Face's `generate`, which keeps nothing between calls."""
-    settings = PEERS[named.name] | named.options
+    settings = PEERS[named.name] | {  # its penalties refuse whole numbers
+        option: float(value) if isinstance(SETTINGS.get(option), float) else value
+        for option, value in named.options.items()
+    }
     if assistant := settings.pop("draft_model", None):
         settings["assistant_model"], other = load_model_only(replace(options, model=assistant), "off")
         if tokenizer is not None and fingerprint_vocabulary(other) != fingerprint_vocabulary(tokenizer):

@@ -385,6 +385,14 @@ NAMES: dict[str, list[tuple[str, str, dict[str, Any], bool]]] = {
         ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
         ("draft:sampled=true", "draft", {"sampled": True}, False),
     ],
+    "hf:repetition_penalty=1.1,top_k=-1,x=nan,y=-inf,z=1.5.2": [
+        (
+            "hf:repetition_penalty=1.1,top_k=-1,x=nan,y=-inf,z=1.5.2",
+            "hf",
+            {"repetition_penalty": 1.1, "top_k": -1, "x": "nan", "y": "-inf", "z": "1.5.2"},
+            False,
+        ),
+    ],
 }
 
 
@@ -447,6 +455,14 @@ def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, sav
     assert [each.turns for each in load_questions(tmp_path / "one.txt")] == [("Just this?",)]
 
 
+def test_settings_of_transformers_are_taken_as_it_wants_them(run: Any, tmp_path: Path) -> None:
+    """A penalty of 1 is none, and a penalty is a fraction for transformers, however it is written."""
+    method = "hf:repetition_penalty=1,top_p=0.5,early_stopping=never"
+    report = run("--methods", method, "--limit", "1", "--repeats", "1", json_file=tmp_path / "report.json")
+    rows = {row["method"]: row for row in report["rows"]}
+    assert rows[method]["identical"] == 1.0 and rows[method]["tokens"] == rows["none"]["tokens"]
+
+
 def test_there_are_questions_for_a_first_look() -> None:
     questions = load_questions(bench.BUILT_IN)
     assert len(questions) == 12 and {len(group) for group in form_groups(questions, 8)} == {2}
@@ -463,6 +479,15 @@ def test_there_are_questions_for_a_first_look() -> None:
         (["--methods", "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
         (["--methods", "merged:warm=true"], "give --repeats 1"),
         (["--methods", "hf", "--batch-size", "2"], "hf answers one question at a time"),
+        (["--methods", "hf:assistant_model=foo"], "has no setting assistant_model; give draft_model=MODEL"),
+        (["--methods", "hf:inputs=1"], "hf:inputs=1: transformers' generate has no setting inputs"),
+        (["--methods", "hf:output_scores=maybe"], "output_scores takes true or false, not 'maybe'"),
+        (["--methods", "hf:output_scores=1"], "output_scores takes true or false, not 1"),
+        (["--methods", "hf:repetition_penalty=nan"], "repetition_penalty takes a number, not 'nan'"),
+        (["--methods", "hf:top_k=true"], "top_k takes a whole number, not True"),
+        (["--methods", "hf:num_beams=1.5"], "num_beams takes a whole number, not 1.5"),
+        (["--methods", "hf:min_p=low"], "min_p takes a number, true or false, not 'low'"),
+        (["--methods", "merged:nodes=1.5"], "nodes is 1.5; it must be a whole number"),
         (["--gguf", "float32=x"], "--gguf is for --passes"),
         (["--limit", "0"], "--limit"),
         (["--repeats", "0"], "--repeats"),
