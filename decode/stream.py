@@ -63,7 +63,7 @@ def stream(
     or criterion raises an error, or if there is no memory for its prompt. Raises ValueError for settings out of range
     and prompts that do not fit, and TypeError for arguments of another kind, before any work is done.
     """
-    check_target(target)
+    check_target(target, prompts, "stream(target, {})")
     check_proposer(proposer)
     batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
     listed = as_list(prompts)
@@ -102,6 +102,7 @@ def generate(
 
     Warns (RuntimeWarning) for each answer that ended in an error; its `error` says why.
     """
+    check_target(target, prompts, "generate(target, {})")
     chunks = stream(target, prompts, proposer, **{"text": False, **settings})
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
     for answer in answers.values():

@@ -151,12 +151,17 @@ class Target(TimedModel):
         )
 
 
-def check_target(target: Any) -> None:
-    """Raise TypeError, with the right call, for anything but a target."""
+def check_target(target: Any, other: Any = None, order: str = "") -> None:
+    """Raise TypeError, with the right call, for anything but a target.
+
+    other, order: the argument that a target may have changed places with, and the call that takes it as "{}".
+    """
     if isinstance(target, Target):
         return
     call = "Target(model, tokenizer)"
-    if isinstance(target, str | PathLike):
+    if isinstance(other, Target):
+        call = order.format(repr(str(target)) if isinstance(target, str | PathLike) else "prompts")
+    elif isinstance(target, str | PathLike):
         call = f"Target.load({str(target)!r})"
     elif isinstance(target, type):
         call = "Target.load(name) or Target(model, tokenizer)"

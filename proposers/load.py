@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
@@ -100,7 +101,7 @@ def load_proposer(
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
     another target; TypeError unless `target` is a target.
     """
-    check_target(target)
+    check_target(target, name, "load_proposer({}, target)")
     options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
     options |= {
         "draft_layers": draft_layers,
@@ -160,8 +161,7 @@ def _check_options(name: str | Path, options: Mapping[str, Any], pretrained: boo
     if is_own_class(name):
         find_own(str(name))
     elif not is_folder and name not in OPTIONS:
-        known = f"{', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
-        raise ValueError(f"unknown proposer {str(name)!r}; choose from {known}")
+        raise ValueError(_explain_unknown(str(name)))
     if "head" in given and "draft_model" in given:
         raise ValueError("both head and draft_model name a drafter; give one")
     if is_folder and "head" in given:
@@ -186,6 +186,15 @@ def _check_options(name: str | Path, options: Mapping[str, Any], pretrained: boo
     if isinstance(given.get("draft_proposer"), str | Path):
         _check_options(given["draft_proposer"], {}, pretrained)
     return given
+
+
+def _explain_unknown(name: str) -> str:
+    """What is wrong with a name that is neither a proposer's, a folder nor a class of one's own."""
+    if name.endswith(".py"):
+        return f"{name!r} names a file; name the class too: {name}:CLASS"
+    if any(mark in name for mark in (os.sep, os.altsep) if mark):
+        return f"there is no folder {name!r}; a head or a draft model is loaded from its folder"
+    return f"unknown proposer {name!r}; choose from {', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
 
 
 def _check_sizes(given: Mapping[str, Any]) -> None:

@@ -250,6 +250,11 @@ BEFORE_LOADING = [
     ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody; it has Mine, Greedy, Other, Blind, Chosen, Wrapped$"),
     ("HEADS/own.py:three", {}, "own.py has no class three"),
     ("HEADS/own.py:Greedy", {}, "Greedy in .* must be made without arguments: missing .* 'length'"),
+    ("mod.py", {}, "'mod.py' names a file; name the class too: mod.py:CLASS"),
+    ("HEADS/own.py", {}, "own.py' names a file; name the class too: .*own.py:CLASS"),
+    ("./my-head", {}, "^there is no folder './my-head'"),
+    ("draft", {"draft_model": "TARGET", "draft_proposer": "HEADS/none"}, "^there is no folder '.*none'"),
+    ("my-head", {}, "unknown proposer 'my-head'; choose from none, ngram"),
     ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
     ("HEADS/unwritten.py:Mine", {}, "unwritten.py, line 1: SyntaxError: "),
 ]

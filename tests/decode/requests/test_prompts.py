@@ -362,6 +362,20 @@ def test_a_model_in_the_wrong_place_gets_the_right_call(target: Target) -> None:
             load_proposer("ngram", model)
 
 
+def test_swapped_arguments_get_the_right_order(target: Target) -> None:
+    wrong: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
+        (generate, ("Hi", target), "generate(target, 'Hi')"),
+        (stream, ("Hi", target, "ngram"), "stream(target, 'Hi')"),
+        (generate, (["Hi"], target), "generate(target, prompts)"),
+        (stream, (A, target), "stream(target, prompts)"),
+        (load_proposer, (target, "ngram"), "load_proposer('ngram', target)"),
+        (load_proposer, (target, Path("head")), "load_proposer('head', target)"),
+    ]
+    for call, arguments, right in wrong:
+        with pytest.raises(TypeError, match=re.escape(f"; give {right}") + "$"):
+            call(*arguments)
+
+
 # Proposers by name
 
 
