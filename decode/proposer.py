@@ -25,6 +25,10 @@ from decode.target import Target
 from decode.tree import Tree
 
 LOAD_CALL = "load_proposer(name, target)"
+HINTS = {  # for a class of one's own
+    "layers": "write `layers = ()` in it if it reads no hidden states",
+    "propose": "write `def propose(self, step, budget)` in it",
+}
 TREE_CALL = "Tree.chain([[root, draft_token, ...], ...])"
 
 
@@ -187,6 +191,9 @@ def check_proposer(proposer: Any) -> None:
         raise TypeError(f"the proposer is the class {proposer.__name__}, not an instance; give {call}")
     if isinstance(proposer, StockModel | PreTrainedModel):
         raise TypeError('the proposer is a model; give load_proposer("draft", target, draft_model=...)')
+    if len(missing) == 1:  # it is meant as a proposer
+        name, member = type(proposer).__name__, missing[0]
+        raise TypeError(f"{name} has no {member}; {HINTS[member]}")
     if missing:
         call = "sampling=... by name" if isinstance(proposer, Sampling) else LOAD_CALL
         lacks = " and no ".join(missing)

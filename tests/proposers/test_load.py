@@ -261,7 +261,7 @@ BEFORE_LOADING = [
 WHILE_LOADING = [
     ("HEADS/wide", {}, "hidden size"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
-    ("HEADS/own.py:Blind", {}, "Blind is no proposer: .* which has no layers"),
+    ("HEADS/own.py:Blind", {}, "Blind is no proposer: Blind has no layers; write"),
     ("HEADS/own.py:Other", {}, "Other is no proposer: .* which has no layers and no propose"),
 ]
 

@@ -274,6 +274,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+class Layerless:
+    """A proposer that is not finished."""
+
+    propose = PlainProposer.propose
+
+
+class Silent:
+    layers = ()
+
+
+WRONG |= {
+    "no layers": ({"proposer": Layerless()}, "^Layerless has no layers; write `layers = \\(\\)` in it if it reads no"),
+    "no method": ({"proposer": Silent()}, "^Silent has no propose; write `def propose\\(self, step, budget\\)` in it"),
+}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
     settings, message = WRONG[name]
