@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,10 +53,29 @@ class Layout(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an error in one line, without the whole usage."""
+    """An ArgumentParser that reports an error in one line, without the whole usage, and names a mistyped option."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": Layout, "allow_abbrev": False, **settings})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; an unknown option is refused before anything else that is wrong, which may follow from it."""
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        if not {"-h", "--help"} & {*options}:
+            for text in options:
+                self._check_option(text)
+        return super().parse_known_args(given, namespace)
+
+    def _check_option(self, text: str) -> None:
+        """End the program if an argument is read as a long option that there is not. Text with spaces is a value."""
+        name = text.partition("=")[0]
+        if not text.startswith("--") or " " in text or name in self._option_string_actions:
+            return
+        known = [each[2:] for each in self._option_string_actions if each.startswith("--")]
+        longer = sorted((each for each in known if each.startswith(name[2:])), key=len)
+        close = [*longer, *get_close_matches(name[2:], known, 1)]
+        self.error(f"there is no option {name}" + (f"; did you mean --{close[0]}?" if close else ""))
 
     def error(self, message: str) -> NoReturn:
         self.fail(f"{message} (see {self.prog} --help)")

@@ -87,7 +87,7 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (bench, [*BENCH, "merged:nodes=many"], "nodes is 'many'; it must be a whole number from 1 on"),
     (bench, [*BENCH, "merged:draft_model=empty"], NO_MODEL),
     (bench, [*BENCH, "merged:store=x"], "merged:store=x: a store is not read here; warm=true keeps answers"),
-    (bench, [*BENCH, "hf:num_beam=2"], "hf:num_beam=2: transformers' generate has no argument num_beam"),
+    (bench, [*BENCH, "hf:num_beam=2"], "hf:num_beam=2: transformers' generate has no setting num_beam"),
     (bench, [*BENCH, "hf:draft_model=empty"], NO_MODEL),
     (bench, ["--questions", "questions.jsonl"], "questions.jsonl, line 1: a line is a JSON"),
     (bench, ["--first-hour", "own.py/out"], "--first-hour own.py/out cannot be written: own.py is no folder"),

@@ -23,6 +23,7 @@ from scripts.benchmark.passes import format_passes
 from scripts.benchmark.rows import LONGEST, WIDTH, format_tables, shorten, to_markdown
 from scripts.checking.report import check_folder
 from scripts.checking.serving import draft_chains
+from scripts.shared.command import Parser
 from scripts.shared.options import ModelOptions
 from tests.support.commands import Call
 from tests.support.drafting import make_head
@@ -45,6 +46,42 @@ def test_help_fits_the_terminal(command: str, columns: int, run_main: Call, monk
     assert not re.search(r"\w-\n", run.out)  # names such as --draft-model stay whole
     usage, *_ = run.out.split("\n\n")
     assert usage.count("\n") < 2 and usage.endswith("[options]")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("generate", ["--promt", "hi"], "there is no option --promt; did you mean --prompt? (see"),
+        ("generate", ["--promt=hi"], "there is no option --promt; did you mean --prompt?"),
+        ("generate", ["--prompt", "hi", "--max-tokens", "4"], "no option --max-tokens; did you mean --max-new-tokens?"),
+        ("generate", ["--prompt", "hi", "--temp", "1"], "no option --temp; did you mean --temperature?"),
+        ("generate", ["--prompt", "--zebra"], "there is no option --zebra (see"),
+        ("generate", ["--prompt=--zebra", "--nods", "4"], "there is no option --nods; did you mean --nodes?"),
+        ("bench", ["--method", "none"], "there is no option --method; did you mean --methods?"),
+        ("train", ["--ot", "x"], "there is no option --ot; did you mean --out?"),
+        ("distill", ["--outt", "x"], "there is no option --outt; did you mean --out?"),
+        ("calibrate", ["--prompts", "x"], "there is no option --prompts; did you mean --prompt"),
+        ("check", ["--modle", "x"], "there is no option --modle; did you mean --model?"),
+        ("demo", ["--verbse"], "there is no option --verbse (see"),
+    ],
+)
+def test_a_mistyped_option_is_named(command: str, options: list[str], message: str, run_main: Call) -> None:
+    """Before what follows from it, for example that a required option is missing."""
+    run_main(import_module(f"scripts.{command}").main, *options).refused(message)
+
+
+def test_values_that_argparse_takes_are_taken() -> None:
+    """Text with spaces or after "=", and all that follows "--", is no option."""
+    parser = Parser(prog="x")
+    parser.add_argument("--prompt")
+    parser.add_argument("files", nargs="*")
+    assert parser.parse_args(["--prompt", "--no such option"]).prompt == "--no such option"
+    assert parser.parse_args(["--prompt=--zebra"]).prompt == "--zebra"
+    assert parser.parse_args(["--prompt", "-1", "--", "--zebra"]).files == ["--zebra"]
+
+
+def test_help_is_shown_next_to_a_mistyped_option(run_main: Call) -> None:
+    assert run_main(import_module("scripts.generate").main, "--promt", "hi", "--help").out.startswith("usage:")
 
 
 def test_the_list_of_commands_fits_80_columns(run_main: Call) -> None:
