@@ -40,7 +40,9 @@ draftless COMMAND --help lists the options of a command.""".format(
 
 
 def __getattr__(name: str) -> Any:
-    """One of the public names."""
+    """One of the public names, or for `from draftless import *` the list of them."""
+    if name == "__all__":
+        return [each for package in ("decode", "proposers") for each in import_module(package).__all__]
     if not name.startswith("_"):
         for package in map(import_module, ("decode", "proposers")):
             if name in package.__all__:

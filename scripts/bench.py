@@ -132,7 +132,10 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
 
     partial: a file that keeps the finished questions, also those of an interrupted run.
     """
-    model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
+    model, named = (
+        ModelOptions.from_args(args),
+        parse_methods(DEFAULT_METHODS if args.methods is None else args.methods),
+    )
     args.repeats = args.repeats or REPEATS
     for method in named:
         if method.name in PEERS:
@@ -192,8 +195,13 @@ def read_report(path: Path, methods: str | None) -> dict[str, Any]:
             found = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
             report["rows"] = make_rows(report["records"], report["differences"], found)
         describe(report)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a report of draftless bench ({error!r})") from error
+    except json.JSONDecodeError as error:
+        where = f"{error.msg}, line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{path} is not a report of draftless bench: it is not JSON ({where})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a report of draftless bench: it is no text in UTF-8") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} is not a report of draftless bench, which writes them with --json") from error
     if methods is not None:
         chosen = [method.text for method in parse_methods(methods)]
         if unknown := [name for name in chosen if name not in found]:

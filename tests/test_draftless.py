@@ -30,6 +30,12 @@ def test_the_public_names_are_those_of_the_packages() -> None:
         draftless.Targets  # noqa: B018
 
 
+def test_a_star_imports_the_public_names() -> None:
+    found: dict[str, object] = {}
+    exec("from draftless import *", found)
+    assert {*found} - {"__builtins__"} == {*decode.__all__, *proposers.__all__}
+
+
 def test_the_name_alone_imports_no_torch() -> None:
     code = "import draftless, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

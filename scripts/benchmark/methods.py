@@ -51,6 +51,8 @@ def parse_methods(text: str) -> list[NamedMethod]:
 
     A part that begins with NAME= is an option of the method before it. Raises ValueError for other forms.
     """
+    if not text.strip():
+        raise ValueError(f"--methods is {text!r}; name a method, for example none")
     found = []
     specs = re.split(r",(?!\w+=)", re.sub(r"\s*,\s*", ",", text.strip()))
     for spec in dict.fromkeys(("none", *filter(None, specs))):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scripts.benchmark.measurement import ALL, task_of
+from scripts.shared.worth import count
 
 Row: TypeAlias = Mapping[str, Any]
 RESAMPLES = 2000
@@ -60,7 +61,7 @@ def _sum_up(records: Sequence[Row], method: str) -> dict[str, Any]:
     for turn in turns:
         accepted.update(turn.get("accepted") or {})
     parts = [turn["parts"] for turn in turns if turn["parts"] is not None]
-    nodes = [count for turn in turns for count in turn["nodes"] or ()]
+    nodes = [number for turn in turns for number in turn["nodes"] or ()]
     total = sum(sum(part.values()) for part in parts)
     return {
         "answers": len(loops),
@@ -68,7 +69,7 @@ def _sum_up(records: Sequence[Row], method: str) -> dict[str, Any]:
         "steps": sum(steps),
         "seconds": seconds,
         "tau": tokens / sum(steps),
-        "tau_trimmed": sum(count for count, _ in trimmed) / sum(step for _, step in trimmed) if trimmed else None,
+        "tau_trimmed": sum(length for length, _ in trimmed) / sum(step for _, step in trimmed) if trimmed else None,
         "loops": fmean(loops),
         "nodes_per_step": sum(nodes) / sum(steps) if nodes else None,
         "tokens_per_second": tokens / seconds,
@@ -119,7 +120,7 @@ def format_tables(rows: Sequence[Row]) -> str:
         tables.append(_list_tasks(rows, "tau", lambda row: f"{row['tau']:.2f}"))
         if any(row["loops"] and row["tau_trimmed"] for row in overall):
             tables.append(_list_tasks(rows, "tau, loops trimmed", lambda row: f"{row['tau_trimmed']:.2f}"))
-    basis = f"{overall[0]['tokens']:,} tokens of {overall[0]['answers']:,} answers"
+    basis = f"{count(overall[0]['tokens'], 'token')} of {count(overall[0]['answers'], 'answer')}"
     note = f"tau: on {basis}; trees are sized by their cost unless a method has nodes=N"
     return "\n\n".join([*map(to_markdown, tables), note])
 

@@ -114,7 +114,7 @@ class TrainOptions:
     plan: bool = flag("print sizes and the expected time, then exit", False)
     plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
 
-    model: str | None = flag("a local folder or a hub id (default: SmolLM2-135M-Instruct, fetched once)")
+    model: str | None = flag("a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct)")
     dtype: str | None = flag("default: bfloat16 if the device is fast at it", choices=["float32", "bfloat16"])
     device: str | None = flag("default: cuda if there is a GPU", choices=["cpu", "cuda"])
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")

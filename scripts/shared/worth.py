@@ -12,6 +12,7 @@ from decode.stats import Stats
 NODES = 16  # of the trees whose tau is reported
 TRIED, NEW_TOKENS = 4, 48  # prompts to draft on, and new tokens of each at most
 LEAST_GAIN = 1.02  # less is within the error of the estimate
+LEAST_TOKENS = 50  # fewer do not tell
 
 
 def describe_tau(tau: float, basis: str) -> str:
@@ -37,11 +38,13 @@ class Worth:
     prompts: int
 
     def describe(self) -> str:
-        verdict = "yes" if self.speed >= LEAST_GAIN else "no"
         basis = f"{count(self.tokens, 'token')} of {count(self.prompts, 'prompt')}"
+        if self.tokens < LEAST_TOKENS:
+            return f"worth it here: too few tokens to tell ({basis})"
+        verdict = "yes" if self.speed >= LEAST_GAIN else "no"
         return (
-            f"worth it here: {verdict}, {self.speed:.2f} of the speed without drafts (trees sized by their cost, tau "
-            f"{self.tau:.2f}; not timed, but estimated from {basis}, the cost curve and the time of drafting)"
+            f"worth it here: {verdict}, {self.speed:.2f}x the speed without drafts (estimated, not timed: {basis}, "
+            f"trees sized by their cost, tau {self.tau:.2f})"
         )
 
 

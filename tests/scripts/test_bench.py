@@ -401,6 +401,12 @@ def test_names_of_methods(text: str) -> None:
     assert [(each.text, each.name, each.options, each.warm) for each in parse_methods(text)] == [NONE, *NAMES[text]]
 
 
+def test_a_file_that_is_no_report_is_refused_in_words(tmp_path: Path, run_main: Call) -> None:
+    for content, fault in ((b"{}\n{}", "it is not JSON (Extra data, line 2"), (b"\xff", "no text"), (b"{}", "--json")):
+        (tmp_path / "bad.jsonl").write_bytes(content)
+        run_main(bench.main, "--from", tmp_path / "bad.jsonl").refused("is not a report of draftless bench", fault)
+
+
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
 
 
@@ -472,6 +478,8 @@ def test_there_are_questions_for_a_first_look() -> None:
     ("options", "message"),
     [
         (["--methods", "ngram,telepathy"], "unknown proposer 'telepathy'; choose from none, ngram"),
+        (["--methods", ""], "--methods is ''; name a method"),
+        (["--methods", " "], "--methods is ' '; name a method"),
         (["--methods", "nodes=8"], "--methods begins with the option 'nodes=8'"),
         (["--methods", "ngram:width=2"], "ngram has no option width"),
         (["--methods", "no.py:Mine"], "cannot load 'no.py:Mine': there is no such file"),

@@ -364,7 +364,7 @@ def test_tau_is_compared_with_the_calibration(call: Call, target: Target, tmp_pa
     tau, verdict = call(tmp_path).out.splitlines()[-2:]
     basis = f"({report['tokens']} tokens of 4 prompts, greedy); calibration.json expects 3.94"
     assert tau == f"tau {report['tau']:.2f} in trees of 16 nodes {basis}"
-    assert re.fullmatch(r"worth it here: (yes|no), [\d.]+ of the speed without drafts .*", verdict)
+    assert re.fullmatch(r"worth it here: (yes|no), [\d.]+x the speed without drafts .*", verdict)
 
 
 @pytest.mark.parametrize(

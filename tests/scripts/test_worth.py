@@ -41,9 +41,16 @@ def test_the_speed_is_that_of_acceptance_cost_and_drafting() -> None:
 @pytest.mark.parametrize(("speed", "verdict"), [(1.37, "yes"), (LEAST_GAIN, "yes"), (1.01, "no"), (0.91, "no")])
 def test_the_verdict_has_its_speed_its_trees_and_its_basis(speed: float, verdict: str) -> None:
     assert Worth(speed, 1.254, 1190, 1).describe() == (
-        f"worth it here: {verdict}, {speed:.2f} of the speed without drafts (trees sized by their cost, tau 1.25; not "
-        "timed, but estimated from 1,190 tokens of 1 prompt, the cost curve and the time of drafting)"
+        f"worth it here: {verdict}, {speed:.2f}x the speed without drafts (estimated, not timed: 1,190 tokens of 1 "
+        "prompt, trees sized by their cost, tau 1.25)"
     )
+
+
+def test_few_tokens_give_no_verdict() -> None:
+    few = "worth it here: too few tokens to tell (49 tokens of 1 prompt)"
+    assert Worth(1.37, 1.254, 49, 1).describe() == few
+    assert Worth(1.37, 1.254, 50, 1).describe().startswith("worth it here: yes, 1.37x")
+    assert Worth(1.0, 1.0, 0, 0).describe() == "worth it here: too few tokens to tell (0 tokens of 0 prompts)"
 
 
 def test_tau_has_the_size_of_its_trees() -> None:
