@@ -28,7 +28,9 @@ from scripts.shared.options import ModelOptions, load_draft, load_model_only
 NODES = 64  # largest draft tree
 # Transformers' own methods, and their arguments of `generate`.
 PEERS: dict[str, dict[str, Any]] = {"hf": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}
-SETTINGS: dict[str, Any] = GenerationConfig._get_default_generation_params()
+SETTINGS: dict[str, Any] = getattr(
+    GenerationConfig, "_get_default_generation_params", lambda: vars(GenerationConfig())
+)()
 TEXT_OPTIONS = ("cache_implementation", "early_stopping", "num_assistant_tokens_schedule", "speculation_type")
 METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
 merged:nodes=16,head=hydra; a class of your own: FILE.py:CLASS; transformers' {" and ".join(PEERS)}, with arguments
