@@ -55,7 +55,7 @@ class Snapshot:
         self._plain = [each for each in plain if _has(each, lambda tensor: tensor.detach().flatten()[:1].double())]
         self._marks, self._samples = self._read_marks(), self._read_samples()
         parts = modules[1:]  # the first one is the model
-        self._adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
+        self.adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
         self._adapters = self._read_adapters()
         self._modes = [each for each in parts if in_training(each) is not None]
 
@@ -70,15 +70,11 @@ class Snapshot:
         if any(held.get(name) is not buffer for held, name, buffer in self._buffers):
             return MOVED
         (places, versions), (old_places, old_versions) = self._read_marks(), self._marks
-        if places != old_places or (self._adapted and self._read_adapters() != self._adapters):
+        if places != old_places or (self.adapted and self._read_adapters() != self._adapters):
             return MOVED
         if versions != old_versions or (deep and not _equal(self._samples, self._read_samples())):
             return WRITTEN
         return None
-
-    def refuse_merged(self) -> None:
-        """Raise ValueError as `refuse_merged_adapters` does."""
-        refuse_merged_adapters(self._adapted)
 
     @property
     def is_training(self) -> bool:
@@ -102,7 +98,7 @@ class Snapshot:
         return [torch.cat(each) for each in parts.values()]
 
     def _read_adapters(self) -> list[Any]:
-        values = (getattr(layer, name, None) for layer in self._adapted for name in ADAPTER)
+        values = (getattr(layer, name, None) for layer in self.adapted for name in ADAPTER)
         return [
             [*each.items()] if isinstance(each, dict) else [*each] if isinstance(each, list) else each
             for each in values
@@ -128,7 +124,7 @@ class ModelWatch:
             for model, snapshot in self._snapshots.items():  # one, if the model still is
                 if model.training or snapshot.is_training:
                     raise ValueError(TRAINING)
-                snapshot.refuse_merged()
+                refuse_merged_adapters(snapshot.adapted)
                 change = snapshot.find_change(deep)
                 if change or deep or snapshot.has_other_settings:
                     _refuse_form(snapshot.form, describe_form(model))
