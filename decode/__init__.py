@@ -4,14 +4,14 @@ from decode.engine import Engine
 from decode.hf.speculate import speculate
 from decode.models.default_model import default_model
 from decode.proposer import PlainProposer, Proposer, Step
+from decode.request import Request
 from decode.requests.answer import Answer, Chunk
-from decode.requests.request import Request
-from decode.sampling import Sampling
 from decode.session import Session, Verdict
 from decode.stats import Stats
 from decode.stream import generate, stream
 from decode.target import Target
-from decode.tree import Tree
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 __all__ = [
     "Answer",

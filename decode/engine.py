@@ -14,19 +14,19 @@ from typing import Any, overload
 
 import torch
 
-from decode.accept import AcceptanceRule, accept, accept_lossily
 from decode.loop import Batch
 from decode.models.cost_curve import FIXED
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.reading import Prefixes, Reading, Text
+from decode.request import Request, read_nodes, read_requests
 from decode.requests.answer import Chunk
 from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import read_count, read_whole
-from decode.requests.request import Request, read_nodes, read_requests
 from decode.requests.text import Prompt
 from decode.session import ALIKE, Read
 from decode.stats import Seconds
 from decode.target import Target, check_target
+from decode.trees.accept import AcceptanceRule, accept, accept_lossily
 
 PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one token
 LONGEST = 1 << 13  # tokens of a part, whatever it costs

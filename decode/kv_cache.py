@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from decode.device.transfer import copy_packed
+from decode.devices.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from decode.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
-from decode.device.transfer import Upload, list_numbers
+from decode.devices.transfer import Upload, list_numbers
 from decode.models.grouped_attention import choosing_kernels
-from decode.noise import KEY_NAMES, row_keys
 from decode.proposer import Proposer, Step, Use, check_layers
 from decode.reading import Prefixes, Text
+from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs
-from decode.requests.request import Request
-from decode.sampling import Sampling, group_rows
 from decode.session import Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
-from decode.tree import Tree
+from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
+from decode.trees.noise import KEY_NAMES, row_keys
+from decode.trees.sampling import Sampling, group_rows
+from decode.trees.tree import Tree
 
 
 @dataclass

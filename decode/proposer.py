@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device.transfer import Upload
+from decode.devices.transfer import Upload
 from decode.models.stock_model import StockModel
 from decode.requests.text import as_whole
-from decode.sampling import Sampling
 from decode.target import Target
-from decode.tree import Tree
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 LOAD_CALL = "load_proposer(name, target)"
 HINTS = {  # for a class of one's own

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel
-from decode.requests.request import Request
+from decode.recurrent import open_session
+from decode.request import Request
 from decode.session import Fuse, Read, Session, find_unique
 from decode.stats import Seconds
 

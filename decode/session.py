@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.device.check import check_on_device
-from decode.device.transfer import Upload, copy_packed
+from decode.devices.transfer import Upload, copy_packed
 from decode.kv_cache import TreeCache
-from decode.masks import tree_masks
 from decode.models.grouped_attention import LONG, count_seen
 from decode.models.stock_model import StockModel, capture_features
-from decode.sampling import Sampling
-from decode.tree import Tree
+from decode.trees.check import check_on_device
+from decode.trees.masks import tree_masks
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)
 LARGEST = 8192  # tokens of all rows in such a pass on a GPU, which is busy with fewer
@@ -38,7 +38,7 @@ class Verdict:
     """The target's result for a tree.
 
     logits [B, N, V]: after each node. features [B, N, F]: hidden states of the nodes; None unless layers were named.
-    packed: what `decode.accept.unpack` reads, if the tree was accepted in the same step.
+    packed: what `decode.trees.accept.unpack` reads, if the tree was accepted in the same step.
     """
 
     logits: Tensor
@@ -76,7 +76,7 @@ class Session:
         return self.cache.lengths
 
     def count_given(self) -> list[int]:
-        """How many committed tokens of each row the next pass computes once more; see `decode.models.recurrent`."""
+        """How many committed tokens of each row the next pass computes once more; see `decode.recurrent`."""
         return [0] * len(self.lengths)
 
     def open(self, batch: int) -> Session:
@@ -102,7 +102,7 @@ class Session:
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         """Trees that were made on a GPU, at most `nodes` large, with their faults mended and marked.
 
-        roots [B]: the bonus tokens. See `decode.device.check`.
+        roots [B]: the bonus tokens. See `decode.trees.check`.
         """
         return check_on_device(tree, roots, nodes, self.target.vocabulary)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from decode.engine import WHOLE, Engine
 from decode.proposer import Proposer, check_proposer
+from decode.request import NODES, read_requests
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
 from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import as_whole_numbers, read_count
-from decode.requests.request import NODES, read_requests
 from decode.requests.text import Prompt, as_list
-from decode.sampling import Sampling
 from decode.target import Target, check_target
+from decode.trees.sampling import Sampling
 
 
 @naming_arguments("stream")

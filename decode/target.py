@@ -17,16 +17,16 @@ from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
 from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLayer
-from decode.gpu.fixed_session import FixedSessions, find_graph_fault
+from decode.cuda.fixed_session import FixedSessions, find_graph_fault
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
 from decode.models.grouped_attention import ATTENTION
 from decode.models.loading import load_model
-from decode.models.self_test import agrees_flat, self_test
 from decode.models.timed_model import TimedModel
 from decode.requests.arguments import naming_arguments
 from decode.requests.text import Tokenizer
+from decode.self_test import agrees_flat, self_test
 from decode.session import Session
 
 

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
-from decode.gpu.graph import Captured, GraphPool, forget_oldest, make_pool, round_up
+from decode.cuda.graph import Captured, GraphPool, forget_oldest, make_pool, round_up
 from heads.vocabulary import VocabularyHead
 from proposers.tree_proposer import Inputs
 from proposers.trees.draft import Draft

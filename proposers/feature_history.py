@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
-from decode.device.transfer import copy_packed
-from decode.gpu.graph import MOST_KEPT
+from decode.cuda.graph import MOST_KEPT
+from decode.devices.transfer import copy_packed
 from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
 from proposers.tree_proposer import numbers_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target
-from decode.sampling import group_rows
+from decode.trees.sampling import group_rows
 from heads.layer_cache import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration

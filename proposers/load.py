@@ -18,9 +18,9 @@ from decode import PlainProposer, Proposer, Target
 from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.loading import check_model
+from decode.request import read_nodes
 from decode.requests.answer import read_count
 from decode.requests.arguments import naming_arguments
-from decode.requests.request import read_nodes
 from decode.target import check_target
 from heads import PRETRAINED
 from heads.checkpoint import find_folder, find_kind, is_saved_head, load_head

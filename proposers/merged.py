@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from decode import Step, Tree
-from decode.device.transfer import copy_packed, read
+from decode.devices.transfer import copy_packed, read
 from proposers.draft_budget import DraftBudget
 from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
 from proposers.sources.growing_tree import GrowingTree, Kinds, Node

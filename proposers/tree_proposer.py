@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target, Tree
-from decode.device.transfer import Upload
+from decode.devices.transfer import Upload
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import find_coupling, find_noise

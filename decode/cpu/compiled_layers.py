@@ -27,11 +27,11 @@ from decode.cpu.layer_kernel import (
     name_kernel,
     split_output,
 )
-from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel, find_decoder
 from decode.models.user_cache import print_notice_once
+from decode.recurrent import open_session
 from decode.session import Session
-from decode.tree import Tree
+from decode.trees.tree import Tree
 
 # The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
 # A share of the largest state would hide errors: real models have a few huge ones.

@@ -19,7 +19,7 @@ from decode.hf.kv_states import RowStates, read_cache, write_cache
 from decode.hf.prompts import Prompts, extend_columns
 from decode.hf.session import PromptSession
 from decode.models.compatibility import find_cache_name
-from decode.tree import Tree
+from decode.trees.tree import Tree
 
 PASS_OUTPUTS = ("attentions", "hidden_states")
 

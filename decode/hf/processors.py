@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import logits_process, stopping_criteria
 
 from decode.hf.prompts import Prompts
-from decode.sampling import ProcessorGroup, Processors, Sampling, copy_own
+from decode.trees.sampling import ProcessorGroup, Processors, Sampling, copy_own
 
 # The warpers that `Sampling` has itself, in transformers' order.
 WARPERS = {

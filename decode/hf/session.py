@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.hf.kv_states import RowStates, load_rows, read_cache, read_rows
 from decode.hf.prompts import PLACEHOLDER, Prompts
 from decode.models.cost_curve import CONTEXTS, CostCurve
-from decode.models.recurrent import StateCache, StateSession
 from decode.models.stock_model import StockModel
-from decode.sampling import Sampling
+from decode.recurrent import StateCache, StateSession
 from decode.session import Fuse, Read, Session, Verdict, run_through
 from decode.target import Target
-from decode.tree import Tree
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 
 @dataclass(frozen=True)

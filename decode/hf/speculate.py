@@ -32,9 +32,9 @@ from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.requests.answer import Chunk
-from decode.sampling import copy_processor
 from decode.stream import stream
 from decode.target import Target
+from decode.trees.sampling import copy_processor
 
 # The targets of each model by `accelerate`. One that uses the model itself is kept without it.
 _TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, Target]] = WeakKeyDictionary()

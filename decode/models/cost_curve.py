@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 from torch import distributed
 
-from decode.gpu.graph import round_up
+from decode.cuda.graph import round_up
 from decode.models.stock_model import StockModel
 from decode.session import Session
-from decode.tree import Tree
+from decode.trees.tree import Tree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CONTEXTS = (256, 4096)  # committed tokens while measuring

@@ -35,7 +35,7 @@ class StockModel:
         self.config = model.config.get_text_config(decoder=True)
         self.windows = attention_windows(model)
         self.takes_positions = "position_ids" in signature(type(model).forward).parameters
-        self.is_recurrent = is_recurrent(model)  # it verifies chains, see `decode.models.recurrent`
+        self.is_recurrent = is_recurrent(model)  # it verifies chains, see `decode.recurrent`
         self.vocabulary = int(self.config.vocab_size)
         self.device = _input_device(model)
         self.dtype = model.dtype

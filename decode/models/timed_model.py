@@ -33,9 +33,9 @@ from decode.models.cost_curve import (
     measured_batches,
     measured_contexts,
 )
-from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel
 from decode.models.user_cache import PARTIAL, scratch, user_cache
+from decode.recurrent import open_session
 from decode.session import Session
 
 PACKAGE = Path(__file__).parents[1]

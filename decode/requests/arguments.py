@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
 
-from decode.sampling import Sampling
+from decode.trees.sampling import Sampling
 
 P = ParamSpec("P")
 R = TypeVar("R")

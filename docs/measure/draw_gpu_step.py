@@ -42,7 +42,7 @@ def list_parts(events: list[Event]) -> list[Part]:
 def name_part(event: Event, before_drafted: bool) -> str:
     if event.op.startswith(GRAPH):
         return ONE_GRAPH
-    if event.lines.startswith(("decode/device/transfer", "decode/gpu/graph")):
+    if event.lines.startswith(("decode/devices/transfer", "decode/cuda/graph")):
         return COPY
     return TARGET if event.in_target else DRAFT if before_drafted else OWN
 

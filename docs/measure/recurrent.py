@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from decode import Target, Tree, generate
 from decode.models.cost_curve import fill, random_chain, time_pass
-from decode.models.recurrent import StateSession
+from decode.recurrent import StateSession
 from proposers import NGramProposer
 from scripts.benchmark.files import find_commit
 

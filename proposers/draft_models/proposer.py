@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 
 from decode import Sampling, Step, Target, Tree
 from decode.models.user_cache import print_notice
-from decode.noise import DRAFT, inverse_cdf, to_uniforms
-from decode.sampling import for_groups
+from decode.trees.noise import DRAFT, inverse_cdf, to_uniforms
+from decode.trees.sampling import for_groups
 from proposers.calibration import Calibration
 from proposers.draft_budget import ChainAcceptance
 from proposers.draft_models.retokenized import retokenize

@@ -14,7 +14,7 @@ from math import inf
 import torch
 
 from decode import Step
-from decode.device.transfer import read
+from decode.devices.transfer import read
 from proposers.draft_models.session import DraftSession
 from proposers.draft_models.vocabulary import VocabularyMap, cut_character
 from proposers.trees.draft import Draft, Node

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from decode import Step, Target, Tree
-from decode.device.transfer import read
-from decode.models.recurrent import open_session
+from decode.devices.transfer import read
 from decode.reading import SHORTEST, count_common
-from decode.sampling import upcast_half
+from decode.recurrent import open_session
+from decode.trees.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap
 
 

@@ -14,12 +14,12 @@ from typing import Self
 import torch
 
 from decode import Engine, Proposer, Sampling, Step, Target, Tree
-from decode.device.transfer import read
-from decode.models.recurrent import open_session
-from decode.noise import make_exponential
+from decode.devices.transfer import read
 from decode.reading import Text
+from decode.recurrent import open_session
+from decode.request import Request
 from decode.requests.answer import LogProbs
-from decode.requests.request import Request
+from decode.trees.noise import make_exponential
 from proposers.draft_budget import ChainAcceptance, DraftBudget
 from proposers.draft_models.proposer import has_other_tokens
 from proposers.trees.coupled import find_noise

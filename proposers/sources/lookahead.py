@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from decode import Step
-from decode.device.transfer import copy_packed, read
+from decode.devices.transfer import copy_packed, read
 from proposers.sources.source import Named, Source
 
 POOLED = 1 << 13  # first tokens in a request's pool, some 6 MB with the default sizes; the oldest go first

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Tree
-from decode.device.transfer import read
+from decode.devices.transfer import read
 from proposers.sources.source import Named, Source, sigmoid
 
 RANKS = 8  # most likely next tokens that are kept

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step
-from decode.accept import find_keys
-from decode.noise import TEXT, make_exponential
-from decode.sampling import for_groups, upcast_half
+from decode.trees.accept import find_keys
+from decode.trees.noise import TEXT, make_exponential
+from decode.trees.sampling import for_groups, upcast_half
 
 
 @dataclass(frozen=True)
 class Coupling:
     """The target's noise at the positions of a draft.
 
-    samplings: of each row. keys [B, >= L]: of each level, see `decode.noise.row_keys`. tokens [D]: the target's tokens
+    samplings: of each row. keys [B, >= L]: of each level, see `noise.row_keys`. tokens [D]: the target's tokens
     of a draft model's own, whose text begins with them; None: as `token_map` says.
     """
 

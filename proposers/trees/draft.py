@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Tree
-from decode.device.transfer import read
+from decode.devices.transfer import read
 
 
 class Node(NamedTuple):

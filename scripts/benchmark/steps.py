@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import Proposer, Sampling, Target, stream
-from decode.gpu import graph
+from decode.cuda import graph
 from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 from scripts.benchmark.methods import clock

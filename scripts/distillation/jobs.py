@@ -13,7 +13,7 @@ from typing import Any
 
 from decode import Answer, Engine, Sampling
 from decode.requests.detokenizer import decode
-from decode.sampling import LOWEST_TEMPERATURE
+from decode.trees.sampling import LOWEST_TEMPERATURE
 from scripts.shared.prompts import read_prompts
 from training.conversations import TEMPLATE_KEYS, Conversation
 from training.data import TOKENS, VOCABULARY, has_looped

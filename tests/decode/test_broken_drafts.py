@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from decode import Engine, Proposer, Sampling, Step, Target, Tree, generate, stream
-from decode.accept import accept_lossily
-from decode.sampling import NO_TOKEN
+from decode.trees.accept import accept_lossily
+from decode.trees.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
 from tests.support.drafting import Recorder, make_head

@@ -112,7 +112,7 @@ def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, value: float) 
 def test_one_logit_that_is_no_number_ends_its_request(
     kind: str, settings: dict[str, float], most: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode.sampling.TOP", most)
+    monkeypatch.setattr("decode.trees.sampling.TOP", most)
     target, prompts = make_target(False), [PROMPTS[0], PROMPTS[2]]
     options = {**SETTINGS, "sampling": Sampling(seed=2, **settings), "lossy_typical_acceptance": kind == "lossy"}
     proposer = None if kind == "lossy" else make_proposer(kind)

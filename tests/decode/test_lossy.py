@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Target, Tree, generate
-from decode.accept import accept, accept_lossily
+from decode.trees.accept import accept, accept_lossily
 from proposers import MedusaProposer
 from tests.decode.test_tree import climb, random_tree
 from tests.support.drafting import make_head

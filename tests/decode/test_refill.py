@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
-from decode.accept import draw
 from decode.kv_cache import TreeCacheLayer
-from decode.noise import gumbel_max
 from decode.session import Session
+from decode.trees.accept import draw
+from decode.trees.noise import gumbel_max
 from proposers import NGramProposer
 from tests.support.models import tiny
 

@@ -7,7 +7,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.noise import (
+from decode.trees.noise import (
     ACCEPTANCE,
     gumbel_max,
     inverse_cdf,
@@ -16,7 +16,7 @@ from decode.noise import (
     stream_uniforms,
     to_uniforms,
 )
-from decode.sampling import FastTopP
+from decode.trees.sampling import FastTopP
 
 
 def uniform(*keys: int) -> float:

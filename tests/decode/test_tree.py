@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decode import Sampling, Target, Tree
-from decode.accept import accept, walk
 from decode.kv_cache import TreeCache
+from decode.trees.accept import accept, walk
 from proposers.trees.draft import Draft
 from tests.support.drafting import tree_of_paths, tree_of_rows
 from tests.support.models import tiny

@@ -9,7 +9,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
-from decode.noise import TEXT, gumbel_max, row_keys
+from decode.trees.noise import TEXT, gumbel_max, row_keys
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer
 from proposers.trees.coupled import Coupling
 from tests.support.drafting import make_head

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode import Engine, Sampling, Target, generate
 from decode.models.cost_curve import CostCurve
-from decode.noise import TEXT, row_keys
+from decode.trees.noise import TEXT, row_keys
 from heads import LayerCache
 from heads.layer_cache import attend
 from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history

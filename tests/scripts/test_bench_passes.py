@@ -14,7 +14,7 @@ import torch
 
 from decode import Target
 from decode.session import Session
-from decode.tree import Tree
+from decode.trees.tree import Tree
 from scripts import bench
 from scripts.benchmark import passes
 from scripts.benchmark.passes import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from decode.rejection import weigh_chains
+from decode.trees.rejection import weigh_chains
 from tests.support.enumeration import Chain, Randomness, RowRule
 
 
 def in_use(chain: Chain, randomness: Randomness) -> tuple[int, int]:
-    """What `decode.rejection` computes, with its decisions left to `randomness`."""
+    """What `decode.trees.rejection` computes, with its decisions left to `randomness`."""
     tokens = torch.tensor([chain.tokens])
     q, p = torch.stack(chain.q)[None], torch.stack(chain.p)[None]
     accept, weights = weigh_chains(tokens, torch.ones_like(tokens, dtype=torch.bool), q, p)

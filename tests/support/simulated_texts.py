@@ -17,7 +17,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.gpu import graph
+from decode.cuda import graph
 from decode.models.cost_curve import CostCurve
 from proposers import (
     DFlashProposer,

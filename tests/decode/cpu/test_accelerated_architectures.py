@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from decode import Proposer, Target, generate
 from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
-from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel
+from decode.recurrent import open_session
 from proposers import NGramProposer
 from tests.decode.cpu.test_packed import use_onednn
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree, draw_prompts

@@ -18,7 +18,7 @@ from decode.cpu.acceleration import accelerate, accelerated_copy
 from decode.cpu.compiled_layers import CompiledLayer
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.packed_linear import PackedLinear
-from decode.tree import Tree
+from decode.trees.tree import Tree
 from proposers import NGramProposer
 from tests.support.models import CACHE, needs_compiler, tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode import Target, generate
-from decode.tree import Tree
+from decode.trees.tree import Tree
 from proposers import NGramProposer
 from tests.support.models import needs_compiler
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import decode.session
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.masks import tree_masks
 from decode.models.compatibility import AttentionWindow
 from decode.models.stock_model import StockModel
+from decode.trees.masks import tree_masks
 from proposers import HEAD_PROPOSERS, DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.support.drafting import make_head, tree_of_paths
 from tests.support.models import CONTEXT, VOCABULARY, WINDOW, InDouble, tiny

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode import Target, Tree, generate
-from decode.gpu.fixed_session import FixedSession
+from decode.cuda.fixed_session import FixedSession
 from decode.models import cost_curve, timed_model
 from decode.models.cost_curve import SIZES, CostCurve, for_batch, measured_batches
 from decode.session import Session

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import Chunk, Step, Target, Tree, generate, stream
-from decode.masks import tree_masks
 from decode.models import self_test, stock_model
 from decode.models.compatibility import AttentionWindow, attention_windows
+from decode.trees.masks import tree_masks
 from proposers import NGramProposer
 from tests.support.models import tiny
 

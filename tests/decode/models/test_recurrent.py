@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Engine, Sampling, Target, Tree, generate, speculate
-from decode.models.recurrent import EVERY, MOST_GIVEN, StateSession
+from decode.recurrent import EVERY, MOST_GIVEN, StateSession
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.models.test_architectures import OracleTree
 from tests.support.drafting import make_head

@@ -17,9 +17,9 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Sampling, Target, Tree, generate, loop, session
-from decode.masks import AttentionWindow, tree_masks
 from decode.models import grouped_attention, stock_model
 from decode.models.grouped_attention import grouped_sdpa
+from decode.trees.masks import AttentionWindow, tree_masks
 from heads.layer_cache import attend
 from proposers import DraftProposer, NGramProposer
 from tests.decode.test_tree import climb, random_tree

@@ -78,7 +78,7 @@ def test_a_number_beyond_all_floats_is_refused() -> None:
 def test_the_smallest_top_p_leaves_the_most_likely_token(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode.sampling.TOP", most)
+    monkeypatch.setattr("decode.trees.sampling.TOP", most)
     p = Sampling(1.0, top_p=1e-300).probabilities(torch.arange(96.0, dtype=dtype).roll(10)[None])
     assert p.nonzero().tolist() == [[0, 9]]
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from decode.request import Request
 from decode.requests.answer import Chunk, Limits
 from decode.requests.detokenizer import BROKEN
-from decode.requests.request import Request
 from decode.requests.text_stream import TextStream
 
 TEXT = (

@@ -17,16 +17,16 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 
-from decode.accept import pack
-from decode.device.at_once import accept_at_once, choose_streams
-from decode.gpu.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up, tell_fault
+from decode.cuda.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up, tell_fault
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
-from decode.noise import KEY_NAMES
-from decode.sampling import Sampling
 from decode.session import Fuse, Read, Session, Verdict
-from decode.tree import Tree
+from decode.trees.accept import pack
+from decode.trees.at_once import accept_at_once, choose_streams
+from decode.trees.noise import KEY_NAMES
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 OPTIONAL = ("q", "wrong")  # tensors that only some trees have
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.noise import gumbel_max, inverse_cdf, to_uniforms
-from decode.sampling import NO_TOKEN
+from decode.trees.noise import gumbel_max, inverse_cdf, to_uniforms
+from decode.trees.sampling import NO_TOKEN
 
 
 def judge_chains(
@@ -23,8 +23,8 @@ def judge_chains(
 
     tokens [B, N]; real [B, N]: which nodes are not padding; q, p [B, N, V]: the draft's and the target's probabilities
     after each node. A node whose p is NaN is the last of its chain, and the token after it is NO_TOKEN: that is as
-    likely as in plain decoding. keys [B, >= N] of `decode.noise.ACCEPTANCE`: a row uses them in order, one for each
-    node that it tests, from the last one up, and one for the bonus token. text_keys [B, >= 1] of `decode.noise.TEXT`:
+    likely as in plain decoding. keys [B, >= N] of `noise.ACCEPTANCE`: a row uses them in order, one for each
+    node that it tests, from the last one up, and one for the bonus token. text_keys [B, >= 1] of `noise.TEXT`:
     a row without draft tokens is plain decoding, whatever the other rows draft.
     """
     accept, weights = weigh_chains(tokens, real, q, p)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.device.transfer import copy_packed
+from decode.devices.transfer import copy_packed
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Tree:
     tokens [B, N] long: each node's token id. parents [B, N] long: the index of each node's parent.
     sizes [B] long: the number of real nodes in a row. height: no node is deeper than this.
     q [B, N, V]: for sampled drafts, which are chains: node i + 1 was sampled from the probabilities `q[b, i]` (see
-    `decode.rejection`). Without q the draft is deterministic.
+    `decode.trees.rejection`). Without q the draft is deterministic.
     scores [B, N] float: the proposer's, for pruning or inspection. Verification ignores them.
     is_chain: every row is known to be a chain.
-    wrong [B] bool: trees found invalid on a GPU; see `decode.device.check`.
+    wrong [B] bool: trees found invalid on a GPU; see `decode.trees.check`.
     """
 
     tokens: Tensor

@@ -13,9 +13,9 @@ from decode.requests.detokenizer import decode
 from decode.requests.numbers import as_whole_numbers, read_count, read_whole
 from decode.requests.text import Prompt, Tokenizer, encode
 from decode.requests.text_stream import TextStream, find_special, read_stop
-from decode.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
 from decode.stats import Stats
 from decode.target import Target
+from decode.trees.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
 
 NODES = 64  # of a tree at most, by default
 

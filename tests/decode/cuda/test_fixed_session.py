@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
-from decode.accept import accept, unpack
-from decode.gpu import graph
-from decode.gpu.fixed_session import FixedSession, make_buffer
-from decode.gpu.graph import round_up
+from decode.cuda import graph
+from decode.cuda.fixed_session import FixedSession, make_buffer
+from decode.cuda.graph import round_up
 from decode.models import grouped_attention
-from decode.noise import KEY_NAMES, TEXT, row_keys
+from decode.trees.accept import accept, unpack
+from decode.trees.noise import KEY_NAMES, TEXT, row_keys
 from tests.support.drafting import tree_of_rows
 from tests.support.models import tiny
 from tests.support.simulated_cuda import recorded_graphs

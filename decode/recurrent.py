@@ -26,9 +26,9 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, Line
 
 from decode.kv_cache import BUCKET, TreeCache, TreeCacheLayer
 from decode.models.stock_model import StockModel
-from decode.sampling import Sampling
 from decode.session import ALIKE, Fuse, Read, Session, Verdict, group_by_length
-from decode.tree import Tree
+from decode.trees.sampling import Sampling
+from decode.trees.tree import Tree
 
 STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
 EVERY, MOST_MARKS = 128, 4  # tokens between the states of a text that are kept, and how many of them at most

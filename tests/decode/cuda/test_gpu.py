@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from decode import Engine, Proposer, Request, Sampling, Target, Tree, generate
-from decode.gpu import graph
+from decode.cuda import graph
 from decode.hf.speculate import speculate
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer
 from tests.support.drafting import make_head

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from decode import Sampling, Tree
-from decode.accept import read_accepted, walk
-from decode.device import at_once
-from decode.device.at_once import draw_all, follow
-from decode.device.check import check_on_device
-from decode.device.transfer import Upload, copy_packed
-from decode.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
+from decode.devices import at_once
+from decode.devices.transfer import Upload, copy_packed
+from decode.trees.accept import read_accepted, walk
+from decode.trees.at_once import draw_all, follow
+from decode.trees.check import check_on_device
+from decode.trees.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
 from tests.decode.test_tree import random_tree
 
 VOCABULARY = 6
@@ -31,7 +31,7 @@ def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], m
         keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, TEXT)
         expected = walk(tree, logits, sampling, TEXTS)
         for most in (1, 1 << 27):  # row by row, and all rows at once
-            monkeypatch.setattr("decode.device.at_once.MOST", most)
+            monkeypatch.setattr("decode.trees.at_once.MOST", most)
             found = read_accepted(tree, *follow(tree, draw_all(tree, logits, sampling, keys)))
             # Of siblings with the same token the walk takes the first, the other the one that leads further.
             assert found.tokens[0][: len(expected.tokens[0])] == expected.tokens[0]

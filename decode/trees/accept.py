@@ -12,12 +12,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.device.at_once import accept_at_once, can_accept_at_once, choose_streams
-from decode.device.transfer import Upload, copy_packed, read
-from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
-from decode.rejection import judge_chains
-from decode.sampling import NO_TOKEN, Sampling, group_rows
-from decode.tree import Tree
+from decode.devices.transfer import Upload, copy_packed, read
+from decode.trees.at_once import accept_at_once, can_accept_at_once, choose_streams
+from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
+from decode.trees.rejection import judge_chains
+from decode.trees.sampling import NO_TOKEN, Sampling, group_rows
+from decode.trees.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload:
     """Choose each row's path by the rule for this kind of draft. All these rules are lossless.
 
     logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
-    Deterministic drafts are walked. Sampled chains are accepted by block verification (`decode.rejection`).
+    Deterministic drafts are walked. Sampled chains are accepted by block verification (`decode.trees.rejection`).
     """
     tree = tree.to(logits.device)
     if can_accept_at_once(tree, sampling):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.tree import Tree, find_ancestors
+from decode.trees.tree import Tree, find_ancestors
 
 
 def check_on_device(tree: Tree, roots: Tensor, budget: int, vocabulary: int) -> Tree:

@@ -1,7 +1,7 @@
 """Accepting a tree at once: all its nodes are judged together, without a wait or a loop over rows.
 
 A GPU accepts all trees this way unless there are logits processors. A CPU does so at temperature 0. Other trees are
-accepted node by node in `decode.accept`. The tokens are the same.
+accepted node by node in `decode.trees.accept`. The tokens are the same.
 
 Shapes: B rows, N nodes, L levels, V vocabulary.
 """
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from decode.noise import ACCEPTANCE, KEY_NAMES, TEXT, make_exponential
-from decode.rejection import judge_chains
-from decode.sampling import NO_TOKEN, Sampling, upcast_half
-from decode.tree import Tree
+from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, make_exponential
+from decode.trees.rejection import judge_chains
+from decode.trees.sampling import NO_TOKEN, Sampling, upcast_half
+from decode.trees.tree import Tree
 
 MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
@@ -58,9 +58,9 @@ def accept_at_once(
 def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
     """The target's token after each node [B, N], NO_TOKEN where the logits [B, N, V] are NaN or infinite.
 
-    Level by level, as `decode.accept.walk` does it, a GPU would make some fifty launches a level.
-    keys [B, >= L]: of each level's position, from `decode.noise.row_keys`; nodes of one level share their noise. The
-    tokens are those that `decode.accept.draw` samples one node at a time. Without logits processors.
+    Level by level, as `decode.trees.accept.walk` does it, a GPU would make some fifty launches a level.
+    keys [B, >= L]: of each level's position, from `noise.row_keys`; nodes of one level share their noise. The
+    tokens are those that `decode.trees.accept.draw` samples one node at a time. Without logits processors.
     """
     keys = keys[:, : tree.height + 1]
     return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows]) for rows in _split_rows(logits)])
@@ -75,7 +75,7 @@ def _split_rows(logits: Tensor) -> list[slice]:
 def _judge(
     tree: Tree, rows: slice, logits: Tensor, sampling: Sampling, noise: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`decode.rejection.judge_chains` for some rows."""
+    """`decode.trees.rejection.judge_chains` for some rows."""
     assert tree.q is not None
     none = torch.zeros_like(tree.tokens)
     keys, text_keys = (noise.get(KEY_NAMES[stream], none)[rows] for stream in (ACCEPTANCE, TEXT))

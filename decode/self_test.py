@@ -18,10 +18,10 @@ from transformers import DynamicCache
 
 from decode.cpu.packed_linear import BAD_WEIGHT, PackedLayer, find_bad_weight
 from decode.models.compatibility import ATTENDING, AttentionWindow, find_input_scales
-from decode.models.recurrent import open_session
 from decode.models.stock_model import StockModel, capture_features, find_decoder
+from decode.recurrent import open_session
 from decode.session import Session
-from decode.tree import Tree
+from decode.trees.tree import Tree
 
 # The largest error of a logit, in standard deviations of the logits. Wrong masks give at least 2e-2 in float32. In
 # float64 many models still compute softmax or norms in float32.

@@ -1,1 +1,0 @@
-"""What a step needs on any device: packed copies, and trees that are checked and accepted at once."""

@@ -1,0 +1,1 @@
+"""What a device can do, and copies from and to it."""

@@ -1,0 +1,1 @@
+"""Draft trees, and how a path down each of them is chosen."""
