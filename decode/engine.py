@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from decode.loop import Batch
-from decode.models.cost_curve import FIXED
+from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.reading import Prefixes, Reading, Text
 from decode.request import Request, read_nodes, read_requests
@@ -213,8 +213,7 @@ class Engine:
         """The most tokens of prompts that are read between two steps."""
         if self._part is None:
             is_known = self.target.deterministic or getattr(self.proposer, "adaptive", False)
-            kind = self.target.device.type
-            cost = self.target.cost_curve() if is_known else FIXED.get(kind, FIXED["cpu"])
+            cost = self.target.cost_curve() if is_known else CostCurve(*self.target.backend.fixed_costs)
             size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
             more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
             self._part = int(min(max(size + more, size), LONGEST))

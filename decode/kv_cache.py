@@ -6,10 +6,8 @@ is its position. The nodes being verified follow: node i of row b is in slot len
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 from weakref import proxy
 
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.devices.backend import find_backend
 from decode.devices.transfer import copy_packed
 
 BUCKET = 64  # the number of used slots is rounded up to this, so that attention sees few different shapes
 GROWTH = 256  # allocations are rounded up to this
-PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
 TOGETHER = 8  # layers that share tensors; with more of them, growing and moving rows would need more memory
 
 
@@ -258,16 +256,7 @@ def _enlarge(states: Tensor, rows: int, slots: int, filled: Sequence[int]) -> Te
 
 
 def _allocate(like: Tensor, layers: int, rows: int, slots: int) -> Tensor:
-    """Zeros. The system maps a page of a CPU's memory once it is written to: slots that no text reaches take none."""
-    shape = layers, rows, like.shape[-3], slots, like.shape[-1]
-    if like.device.type != "cpu" or not prod(shape):
-        return like.new_zeros(shape)
-    try:
-        memory = mmap.mmap(-1, prod(shape) * like.dtype.itemsize, **PRIVATE)
-    except OSError as error:
-        raise torch.OutOfMemoryError(f"not enough memory for a KV cache of {shape}: {error}") from error
-    with torch.enable_grad():  # see `Block.hold`
-        return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+    return find_backend(like.device).make_zeros((layers, rows, like.shape[-3], slots, like.shape[-1]), like)
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from decode.devices.transfer import Upload, list_numbers
+from decode.devices.transfer import Upload, list_numbers, waits
 from decode.models.grouped_attention import choosing_kernels
 from decode.proposer import Proposer, Step, Use, check_layers
 from decode.reading import Prefixes, Text
@@ -178,7 +178,7 @@ class Batch:
         upload.add({"roots": torch.tensor(bonus)} | _list_keys(requests, self.nodes))
         if self.layers:
             upload.add(list_numbers(committed, bonus, path))
-        if upload.device.type != "cpu":
+        if self.target.backend.waits:
             upload.add({"limits": torch.tensor([each.room - 1 for each in requests])})
         features = [found for part in parts if (found := self._find_features(part, upload)) is not None]
         self._keep_features(features)
@@ -226,7 +226,7 @@ class Batch:
         They would cost time, and the model may have no positions for them. The bonus token needs room as well.
         """
         depths, most = [room - 1 for room in step.room], max(limits)
-        if "cpu" in (tree.tokens.device.type, upload.device.type) or self.target.is_recurrent:
+        if not (waits(tree.tokens) and self.target.backend.waits) or self.target.is_recurrent:
             tree = tree.to(torch.device("cpu"))
             with self._use.checking():
                 tree.check(len(step.room), most, self.target.vocabulary, step.bonus)

@@ -396,7 +396,7 @@ class StateSession(Session):
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
         """As `Session.read`. After it, no row has given tokens. Rows of different lengths are read in groups."""
-        if self.keeps_beginnings and self.target.device.type == "cpu":  # where longer passes are not faster
+        if self.keeps_beginnings and not self.target.backend.pass_tokens:  # longer passes are not faster
             most = EVERY * len(tokens) if most is None else min(most, EVERY * len(tokens))
         counts = [*map(add, self.count_given(), map(len, tokens))]
         groups = group_by_length(counts, self.alike)

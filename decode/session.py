@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.devices.transfer import Upload, copy_packed
+from decode.devices.transfer import Upload, copy_packed, waits
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import LONG, count_seen
 from decode.models.stock_model import StockModel, capture_features
@@ -23,7 +23,6 @@ from decode.trees.sampling import Sampling
 from decode.trees.tree import Tree
 
 CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)
-LARGEST = 8192  # tokens of all rows in such a pass on a GPU, which is busy with fewer
 MASK_BYTES = 1 << 28  # of a mask in it
 GROUP = 16  # rows of a prefill at most ...
 ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
@@ -93,7 +92,7 @@ class Session:
 
     def place(self, tree: Tree) -> Tree:
         """The tree on the target's device."""
-        if tree.tokens.device == self.target.device or tree.tokens.device.type != "cpu":
+        if tree.tokens.device == self.target.device or waits(tree.tokens):
             return tree.to(self.target.device)
         upload, tensors = self._upload or self.begin_upload(), tree.tensors()
         upload.add(tensors)
@@ -334,13 +333,12 @@ def choose_chunk(target: StockModel, rows: int, longest: int) -> int:
     On a CPU, longer passes are not faster. A GPU needs them long; its memory for a mask limits them, which is repeated
     for the heads of a group.
     """
-    if target.device.type == "cpu":
-        return CHUNK
+    largest = target.backend.pass_tokens
     if target.sees_texts_whole and all(span.is_full for span in target.windows.values()):
-        return max(CHUNK, LARGEST // rows)
+        return max(CHUNK, largest // rows)
     heads = getattr(target.config, "num_attention_heads", 0)  # 0: no layer attends
     repeats = heads // (getattr(target.config, "num_key_value_heads", None) or max(heads, 1)) or 1
-    return max(CHUNK, min(LARGEST, MASK_BYTES // (longest * target.dtype.itemsize * repeats)) // rows)
+    return max(CHUNK, min(largest, MASK_BYTES // (longest * target.dtype.itemsize * repeats)) // rows)
 
 
 def run_through(reading: Generator[None, None, Read]) -> Read:

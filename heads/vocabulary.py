@@ -153,7 +153,7 @@ class VocabularyHead(nn.Module):
 
 def is_copy(own: Tensor, given: Tensor | None) -> bool:
     """Whether a matrix is equal to a given one in the dtype of either, or in half precision if that holds them."""
-    if given is None or given.shape != own.shape or given.device.type == "meta":
+    if given is None or given.shape != own.shape or given.is_meta:
         return False
     given = given.to(own.device)
     if torch.equal(own.to(given.dtype), given):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
+from decode.devices.transfer import waits
 from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
@@ -50,8 +51,8 @@ class EagleProposer(HeadProposer):
         if (
             self.has_graphs
             and cache.window is None
-            and device.type == "cuda"
             and cache.held is not None
+            and waits(cache.held[0])
             and max(self._history.unread_counts) <= CHUNK
         ):
             unread, lengths = self._history.take(), cache.lengths_on(device)

@@ -13,7 +13,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
-from decode.cuda.graph import Captured, GraphPool, forget_oldest, make_pool, round_up
+from decode.devices.backend import find_backend
+from decode.devices.graph import Captured, GraphPool, forget_oldest, round_up
 from heads.vocabulary import VocabularyHead
 from proposers.tree_proposer import Inputs
 from proposers.trees.draft import Draft
@@ -73,7 +74,7 @@ class DraftGraphs:
         """
         if self._holds_for[0] != ref(model) or self._holds_for[1] is not written:
             self._holds_for, self._captured = (ref(model), written), {}
-            self._pool = make_pool(inputs["roots"].device)
+            self._pool = find_backend(inputs["roots"].device).make_pool()
         shapes = {name: pad_shape(name, tensor) for name, tensor in inputs.items()}
         key = kind, *shapes.items()
         if key not in self._captured:

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
-from decode.cuda.graph import MOST_KEPT
-from decode.devices.transfer import copy_packed
+from decode.devices.graph import MOST_KEPT
+from decode.devices.transfer import copy_packed, waits
 from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
 from proposers.tree_proposer import numbers_of
@@ -45,7 +45,7 @@ class FeatureHistory:
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
         self._unread, self._prompts, self._steps, held = [], [], 0, self.cache.held
-        if held is not None and held[0].device == device and device.type == "cuda" and held[0].shape[2] <= MOST_KEPT:
+        if held is not None and held[0].device == device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
             self.cache = self.make_cache(rows)

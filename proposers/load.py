@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from decode import PlainProposer, Proposer, Target
-from decode.cpu.acceleration import is_fast_in_bfloat16
 from decode.models.fingerprint import fingerprint_weights
 from decode.models.loading import check_model
 from decode.request import read_nodes
@@ -332,7 +331,7 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
 
 def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> Head:
     """`load_draft_head` without the warning, which would contradict an error that comes later."""
-    halve = target.dtype == torch.float32 and target.device.type == "cpu" and is_fast_in_bfloat16(target.device)
+    halve = target.dtype == torch.float32 and not target.backend.waits and target.backend.is_fast_in_bfloat16
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
     _refuse_kind(str(kind), folder, head.kind)

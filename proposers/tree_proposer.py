@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target, Tree
-from decode.devices.transfer import Upload
+from decode.devices.transfer import Upload, waits
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.trees.coupled import find_coupling, find_noise
@@ -101,7 +101,7 @@ class TreeProposer(ABC):
         """What trees of up to `most` nodes are chosen from. start: makes the drafter; None is `start_scored`."""
         inputs = self.read_inputs(step, levels)
         target, budget = step.target, self.draft_budget if self.adaptive and self.levelwise else None
-        if budget is not None and inputs["roots"].device.type != "cpu":
+        if budget is not None and waits(inputs["roots"]):
             levels = budget.choose_depth(levels)
 
         def find(inputs: Mapping[str, Tensor]) -> Draft:

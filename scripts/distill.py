@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Engine, Target
-from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.devices.backend import find_backend
 from decode.engine import WHOLE
 from decode.models.default_model import NAME
 from decode.models.fingerprint import describe_model
@@ -99,7 +99,7 @@ def make_parser() -> Parser:
 def choose_dtype(model: ModelOptions) -> ModelOptions:
     """The options with bfloat16 for a CPU that is fast in it, unless a format was given."""
     anywhere = model.device is None and model.device_map is None and not torch.cuda.is_available()
-    fast = (model.device == "cpu" or anywhere) and is_fast_in_bfloat16(torch.device("cpu"))
+    fast = (model.device == "cpu" or anywhere) and find_backend(torch.device("cpu")).is_fast_in_bfloat16
     return replace(model, dtype="bfloat16") if model.dtype is None and fast else model
 
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
-from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.devices.backend import find_backend
 from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import describe_model, find_changes
 from heads.checkpoint import load_head, save_head
@@ -94,11 +94,11 @@ def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU")
     state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
-    dtype = options.dtype or ("bfloat16" if is_fast_in_bfloat16(state.device) else "float32")
+    dtype = options.dtype or ("bfloat16" if find_backend(state.device).is_fast_in_bfloat16 else "float32")
     # torch 2.11 does not have the replacement, forward_sync_buffers.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
-        cpu=state.device.type == "cpu",
+        cpu=not find_backend(state.device).waits,
         mixed_precision="bf16" if dtype == "bfloat16" else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # buffers never change
     )

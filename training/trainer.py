@@ -23,7 +23,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
-from decode.cpu.acceleration import is_fast_in_bfloat16
+from decode.devices.backend import find_backend
 from decode.models.grouped_attention import choosing_kernels
 from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
@@ -244,7 +244,7 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float) -> list[Optimizer]
     if hidden:
         groups = [{"params": hidden, "initial_lr": MUON_SCALE * lr}]
         decay = WEIGHT_DECAY / MUON_SCALE
-        is_slow = not is_fast_in_bfloat16(hidden[0].device) and hasattr(MUON_MODULE, ITERATION)
+        is_slow = not find_backend(hidden[0].device).is_fast_in_bfloat16 and hasattr(MUON_MODULE, ITERATION)
         muon = WideMuon if is_slow else Muon
         optimizers.append(muon(groups, lr=MUON_SCALE * lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     if others:

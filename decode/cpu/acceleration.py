@@ -6,9 +6,7 @@ import copy
 import ctypes
 import sys
 from collections.abc import Sequence
-from platform import machine
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -116,13 +114,3 @@ def accelerated_copy(model: PreTrainedModel, mode: str) -> PreTrainedModel:
 def _has_hooks(model: PreTrainedModel) -> bool:
     """Whether accelerate moves weights or activations between devices while the model runs."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Whether a device has bfloat16 instructions. On older CPUs with AVX-512, oneDNN only emulates them."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (native or machine() not in ("x86_64", "AMD64"))

@@ -267,7 +267,7 @@ def find_bad_weight(module: nn.Module) -> str | None:
     packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PackedLayer))
     weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
     for name, weight in weights:
-        is_readable = weight.is_floating_point() and weight.device.type != "meta"
+        is_readable = weight.is_floating_point() and not weight.is_meta
         if is_readable and not bool(weight.detach().float().isfinite().all()):
             return name
     return None

@@ -17,7 +17,8 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor, nn
 
-from decode.cuda.graph import MOST_KEPT, Captured, forget_oldest, make_pool, round_up, tell_fault
+from decode.cuda.graph import tell_fault
+from decode.devices.graph import MOST_KEPT, Captured, forget_oldest, round_up
 from decode.kv_cache import TreeCache
 from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
@@ -79,8 +80,8 @@ class StepMemory:
     """
 
     def __init__(self, target: StockModel, batch: int) -> None:
-        self.cache, self._device = FixedCache(batch, target.config.num_hidden_layers), target.device
-        self.pool, self.check_pool = make_pool(target.device), make_pool(target.device)
+        self.cache, self._backend = FixedCache(batch, target.config.num_hidden_layers), target.backend
+        self.pool, self.check_pool = self._backend.make_pool(), self._backend.make_pool()
         self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
         self._steps: dict[Hashable, Captured[Verdict]] = {}
         self._states: list[ref[Tensor]] = []  # of the KV cache that the steps use
@@ -95,7 +96,7 @@ class StepMemory:
             self._steps.clear()
             self.checks.clear()
             # torch refuses a pool whose graphs are all gone.
-            self.pool, self.check_pool = make_pool(self._device), make_pool(self._device)
+            self.pool, self.check_pool = self._backend.make_pool(), self._backend.make_pool()
             self._states = [*map(ref, states)]
         return self._steps
 

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from decode.devices.backend import find_backend
+
 ALIGNMENT = 8  # bytes; of every tensor in a packed copy
 
 
 class Upload:
     """Tensors that a step needs on the device, by name. The first one that is read copies all added so far at once.
 
-    On a CPU nothing is copied.
+    Where the host reads the device's memory, nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +31,7 @@ class Upload:
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add CPU tensors."""
-        (self._there if self.device.type == "cpu" else self._waiting).update(tensors)
+        (self._waiting if find_backend(self.device).waits else self._there).update(tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._there or name in self._waiting
@@ -47,13 +49,13 @@ def copy_packed(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str
 
     The results are views of one piece of memory, which lives as long as any of them.
     """
-    if device.type == "cpu":
+    if not (backend := find_backend(device)).waits:
         return dict(tensors)
     starts, end = [], 0
     for tensor in tensors.values():
         starts.append(end)
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=backend.pins)
     for start, tensor in zip(starts, tensors.values(), strict=True):
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     there = packed.to(device, non_blocking=True)
@@ -63,9 +65,14 @@ def copy_packed(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str
     }
 
 
+def waits(tensor: Tensor) -> bool:
+    """Whether reading a tensor makes the host wait: all do that are not in its own memory."""
+    return not tensor.is_cpu
+
+
 def read(tensor: Tensor) -> Tensor:
     """The tensor on the CPU. On a GPU this waits for everything before it."""
-    if tensor.device.type != "cuda":
+    if not find_backend(tensor.device).pins:
         return tensor.cpu()
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     there.copy_(tensor, non_blocking=True)

@@ -51,7 +51,7 @@ class Snapshot:
         tensors = [each for each in found.values() if isinstance(each, Tensor)]
         self._placed = [each for each in tensors if _has(each, Tensor.data_ptr)]
         self._versioned = [each for each in tensors if _has(each, lambda tensor: tensor._version)]
-        plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and each.device.type != "meta"]
+        plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
         self._plain = [each for each in plain if _has(each, lambda tensor: tensor.detach().flatten()[:1].double())]
         self._marks, self._samples = self._read_marks(), self._read_samples()
         parts = modules[1:]  # the first one is the model

@@ -16,7 +16,8 @@ from time import perf_counter
 import torch
 from torch import distributed
 
-from decode.cuda.graph import round_up
+from decode.devices.backend import Backend
+from decode.devices.graph import round_up
 from decode.models.stock_model import StockModel
 from decode.session import Session
 from decode.trees.tree import Tree
@@ -66,23 +67,16 @@ class _PaddedCurve(CostCurve):
         return super().__call__(round_up(ceil(nodes)))
 
 
-# Fixed curves, for runs that must choose the same draft trees: a run that is repeated, or all ranks of a group.
-# Seconds relative to one token. A CPU: the default model in float32 on two cores. A GPU: an estimate, not timed; while
-# weights are read, it has time for the arithmetic of about 300 tokens.
-FIXED = {
-    "cpu": CostCurve((1, 4, 8, 12, 16, 32, 64), (1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26)),
-    "cuda": CostCurve((1, 64, 256, 512), (1.0, 1.1, 1.4, 2.4)),
-}
 LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
 
 
-def fixed_curve(chosen: bool | CostCurve, device: torch.device) -> CostCurve:
+def fixed_curve(chosen: bool | CostCurve, backend: Backend) -> CostCurve:
     """The fixed curve for one text at a time, where every run or every rank must draft the same trees.
 
     chosen: a stored curve, or True for the curve of the kind of device. In a `torch.distributed` group the first rank's
     counts, so every rank must call this.
     """
-    curves = [chosen if isinstance(chosen, CostCurve) else FIXED.get(device.type, FIXED["cpu"])]
+    curves = [chosen if isinstance(chosen, CostCurve) else CostCurve(*backend.fixed_costs)]
     if distributed.is_available() and distributed.is_initialized():
         distributed.broadcast_object_list(curves, src=0)
     return curves[0]
@@ -152,10 +146,9 @@ def random_chain(size: int, batch: int, target: StockModel) -> Tree:
 
 def time_pass(session: Session, tree: Tree) -> float:
     """The seconds of a forward pass over a tree."""
-    device = session.target.device
-    wait = torch.get_device_module(device).synchronize
-    wait(device)
+    synchronize = session.target.backend.synchronize
+    synchronize()
     begun = perf_counter()
     session.verify(tree)
-    wait(device)
+    synchronize()
     return perf_counter() - begun

@@ -38,7 +38,7 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
             if parameter in stored:
                 numbers = chosen % parameter.shape[1]
                 values = read_rows(stored[parameter], chosen // parameter.shape[1]).gather(1, numbers[:, None])
-            elif parameter.device.type == "meta":
+            elif parameter.is_meta:
                 continue
             else:
                 is_quantized = type(parameter) is not nn.Parameter and hasattr(parameter, "dequantize")

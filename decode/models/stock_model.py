@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from decode.devices.backend import find_backend
 from decode.models.compatibility import attention_windows, find_cache_name, is_recurrent
 from decode.models.grouped_attention import choosing_kernels, sees_texts_whole
 
@@ -38,6 +39,7 @@ class StockModel:
         self.is_recurrent = is_recurrent(model)  # it verifies chains, see `decode.recurrent`
         self.vocabulary = int(self.config.vocab_size)
         self.device = _input_device(model)
+        self.backend = find_backend(self.device)
         self.dtype = model.dtype
         self._cache_name = find_cache_name(type(model).forward)
 
@@ -99,7 +101,7 @@ class StockModel:
         if hasattr(output, "dense_weight") and not (self.config.tie_word_embeddings and hasattr(embeddings, "weight")):
             return output.dense_weight()
         matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
-        if not isinstance(matrix, Tensor) or matrix.device.type == "meta":
+        if not isinstance(matrix, Tensor) or matrix.is_meta:
             raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
         return matrix.detach()
 

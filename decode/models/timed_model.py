@@ -112,7 +112,7 @@ class TimedModel(StockModel):
 
     def _find_fixed_curve(self, rows: int) -> CostCurve:
         if (1, 0) not in self._cost_curves:  # no context of a measured one
-            self._cost_curves[1, 0] = fixed_curve(self.deterministic, self.device)
+            self._cost_curves[1, 0] = fixed_curve(self.deterministic, self.backend)
         return self._cost_curves.setdefault((rows, 0), for_batch(self._cost_curves[1, 0], rows))
 
     def _find_curve(self, rows: int, context: int) -> CostCurve:
@@ -133,14 +133,13 @@ class TimedModel(StockModel):
 def curve_file(target: StockModel, batch: int, context: int) -> Path | None:
     """Where a curve is kept, named after a digest of what it depends on. None for models that keep no curves.
 
-    Those are models on several devices or on other than CPUs and CUDA GPUs, because their speed depends on more.
+    Those are models on several devices, or on one without a name: their speed depends on more.
     """
-    model, kind = target.model, target.device.type
-    if kind not in ("cpu", "cuda") or any(hasattr(module, "_hf_hook") for module in model.modules()):
+    model, device = target.model, target.backend.name
+    if device is None or any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None
     config = sorted(item for item in target.config.to_dict().items() if item[0] != "_name_or_path")
     settings = config, target.config._attn_implementation, target.dtype
-    device = torch.cuda.get_device_name(target.device) if kind == "cuda" else kind
     machine = device, torch.get_num_threads(), torch.get_float32_matmul_precision(), environment()
     versions = transformers.__version__, _digest_package()
     # A model's repr tells packed, quantized and adapted layers apart. Addresses in it change with every start.

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.devices.transfer import Upload, copy_packed, read
+from decode.devices.transfer import Upload, copy_packed, read, waits
 from decode.trees.at_once import accept_at_once, can_accept_at_once, choose_streams
 from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
 from decode.trees.rejection import judge_chains
@@ -115,7 +115,7 @@ def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: N
             prefixes = [
                 torch.cat([prefix, token[None]]) if on and prefix is not None else None for prefix, token, on in going
             ]
-        if device.type == "cpu" and not bool(alive.any()):  # on a GPU this would synchronize
+        if not waits(alive) and not bool(alive.any()):  # on a GPU this would synchronize
             break
     return read_accepted(tree, on_path, bonus)
 
@@ -128,7 +128,7 @@ def draw(
     NO_TOKEN where the logits are NaN or infinite. On a CPU row by row: probabilities and noise of all rows in float64
     exceed its caches.
     """
-    if logits.device.type != "cpu":
+    if waits(logits):
         p = sampling.probabilities(logits, prefixes, request_ids)
         return torch.where(p[:, 0].isnan(), NO_TOKEN, gumbel_max(p, seeds))
     drawn = []

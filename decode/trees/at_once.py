@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from decode.devices.transfer import waits
 from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, make_exponential
 from decode.trees.rejection import judge_chains
 from decode.trees.sampling import NO_TOKEN, Sampling, upcast_half
@@ -23,7 +24,7 @@ MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
 def can_accept_at_once(tree: Tree, sampling: Sampling) -> bool:
     """Whether a tree is accepted by `accept_at_once`."""
-    is_cheap = tree.tokens.device.type == "cuda" or sampling.greedy or tree.q is not None
+    is_cheap = waits(tree.tokens) or sampling.greedy or tree.q is not None
     return is_cheap and not sampling.processors
 
 
@@ -46,7 +47,7 @@ def accept_at_once(
         return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
     if not sampling.greedy:
         return follow(tree, draw_all(tree, logits, sampling, noise[KEY_NAMES[TEXT]]))
-    if logits.device.type != "cpu" or torch.compiler.is_compiling():  # a step of fixed shape
+    if waits(logits) or torch.compiler.is_compiling():  # a step of fixed shape
         return follow(tree, choose_greedily(logits))
     if bool(tree.real.all()):  # without copying the logits
         return follow(tree, choose_greedily(upcast_half(logits)))  # a CPU is slow at half precision

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decode.devices.transfer import waits
 from decode.trees.noise import gumbel_max, inverse_cdf, to_uniforms
 from decode.trees.sampling import NO_TOKEN
 
@@ -39,7 +40,7 @@ def judge_chains(
     used = (before + tested)[rows, last]
     bonus = inverse_cdf(weights[rows, last], uniforms[rows, used])
     bare = real.sum(dim=1) == 1
-    if p.device.type != "cpu" or bool(bare.any()):  # on a GPU this would synchronize
+    if waits(p) or bool(bare.any()):  # on a GPU this would synchronize
         bonus = torch.where(bare, gumbel_max(p[:, 0], text_keys[:, 0]), bonus)
     return node <= last[:, None], torch.where(p[rows, last, 0].isnan(), NO_TOKEN, bonus)
 

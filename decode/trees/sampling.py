@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from decode.devices.transfer import waits
 from decode.requests.numbers import describe, read_number, read_whole
 
 LOWEST_TEMPERATURE = 1e-30  # scores that are divided by less could overflow in float32
@@ -235,7 +236,7 @@ class FastTopP(TopPLogitsWarper):
     """
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        if scores.device.type != "cpu" or scores.shape[-1] <= TOP:
+        if waits(scores) or scores.shape[-1] <= TOP:
             return super().__call__(input_ids, scores)
         top, tokens = scores.softmax(dim=-1).topk(TOP, dim=-1)
         inside = top.cumsum(dim=-1) - top < self.top_p  # the more likely tokens do not suffice

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.devices.transfer import copy_packed
+from decode.devices.transfer import copy_packed, waits
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Tree:
         """The same trees on a device."""
         if self.tokens.device == device:
             return self
-        if self.tokens.device.type == "cpu":
+        if not waits(self.tokens):
             return self.with_tensors(copy_packed(self.tensors(), device))
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
@@ -150,7 +150,7 @@ class Tree:
         inside = self.real & (self.depth <= limits[:, None])  # [B, N]
         sizes = inside.sum(dim=1)
         # A narrower tree is a shorter pass, but on a GPU reading its width would synchronize.
-        width = int(sizes.max()) if device.type == "cpu" else self.width
+        width = self.width if waits(sizes) else int(sizes.max())
         order = torch.sort(inside.int(), dim=1, descending=True, stable=True).indices[:, :width]
         node = inside.cumsum(dim=1) - 1  # [B, N] new indices
         parents = node.gather(1, self.parents.gather(1, order).clamp(min=0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Tree
-from decode.devices.transfer import read
+from decode.devices.transfer import read, waits
 from proposers.sources.source import Named, Source, sigmoid
 
 RANKS = 8  # most likely next tokens that are kept
@@ -127,7 +127,7 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
     """Each row's tokens, parents and predictions, by logits [B, N, V]. A GPU is waited for once."""
     tree = tree.to(logits.device)  # where it is already, but for a prompt's last token
     # A GPU would have to be waited for to leave padding out; without padding, nothing needs to be copied.
-    leaves_out = logits.device.type == "cpu" and not bool(tree.real.all())
+    leaves_out = not waits(logits) and not bool(tree.real.all())
     chosen: Any = tree.real if leaves_out else slice(None)
     ids, values = top_logits(logits[chosen], RANKS)
     shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from decode.devices.transfer import waits
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
@@ -92,7 +93,7 @@ def search(
     places = torch.full_like(roots[:, None], -1)  # the root
     found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each level: tokens and scores [B, W R], and `places`
     best: list[Tensor] = []  # of each level: the scores of the paths that could be followed further
-    waits = roots.device.type == "cpu"
+    can_read = not waits(roots)
     while True:
         first_place = sum(part.shape[1] for part, _, _ in found)
         tokens, longer, scores, *chosen = drafter.next_paths(len(found), ranks, scores, first_place, width)
@@ -101,9 +102,9 @@ def search(
         if is_last and budget is None:
             break
         best.append(scores)
-        if is_last or (budget is not None and waits and not budget.is_worth_a_level(float(expect_right(best[-1:])))):
+        if is_last or (budget is not None and can_read and not budget.is_worth_a_level(float(expect_right(best[-1:])))):
             break
-        if waits:
+        if can_read:
             scored = [part for _, part, _ in found]
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
             if not useful:
@@ -111,7 +112,7 @@ def search(
             scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
-    right = None if waits or budget is None else expect_right(best)
+    right = None if can_read or budget is None else expect_right(best)
     tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))  # of all levels
     parents = places.repeat_interleave(longer.shape[2], dim=1)
     return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures, shares)

@@ -18,6 +18,7 @@ import transformers
 from decode import Target
 from decode.cpu.native_ops import list_forms
 from decode.cpu.packed_linear import PackedLinear
+from decode.devices.backend import find_backend
 from heads.atomic_write import write_aside
 from scripts.shared.options import ModelOptions
 
@@ -66,7 +67,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name(device) if find_backend(device).waits else None,
         "os": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,

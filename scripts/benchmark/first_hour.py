@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from decode.devices.backend import find_backend
 from heads.atomic_write import write_aside
 from scripts.benchmark.files import ROOT, describe_machine, find_commit, write_report
 from scripts.benchmark.rows import to_markdown
@@ -43,7 +44,7 @@ def list_parts(args: Namespace, folder: Path) -> list[Part]:
     """The parts for a device, in order."""
     device = args.device or "cuda"
     steps = [sys.executable, "-m", "scripts.benchmark.steps", "--device", device]
-    is_gpu = torch.device(device).type == "cuda"
+    is_gpu = find_backend(torch.device(device)).waits
     modes, contexts = (("packed", "graphs"), (4096, 32768)) if is_gpu else (("packed",), (1024,))
     cases = [*((mode, 512, 1) for mode in modes), *((modes[-1], each, 1) for each in contexts), (modes[-1], 512, 8)]
     bench = [sys.executable, "-m", "scripts.bench", "--device", device]
@@ -153,6 +154,6 @@ def run_first_hour(args: Namespace) -> str:
     if options.model is not None and Path(options.model).exists():
         args.model = Path(options.model).resolve()  # parts run in another folder
     device = torch.device(options.device or "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if find_backend(device).waits and not torch.cuda.is_available():
         raise ValueError("--first-hour measures a GPU, and torch finds none; --device cpu rehearses it")
     return format_page(run_parts(list_parts(args, folder), folder, device))

@@ -208,7 +208,7 @@ def ask_loop(
         seconds,
         [answer.text for answer in ordered],
         [answer.stats.nodes for answer in ordered],
-        {part: getattr(longest, part) for part in PARTS} if target.device.type == "cpu" else None,
+        {part: getattr(longest, part) for part in PARTS} if not target.backend.waits else None,
         {name: count - before[name] for name, count in getattr(proposer, "accepted_by_source", {}).items()} or None,
     )
 

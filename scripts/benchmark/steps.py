@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import Proposer, Sampling, Target, stream
-from decode.cuda import graph
+from decode.cuda.graph import CudaGraphPool
+from decode.devices.backend import find_backend
 from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 from scripts.benchmark.methods import clock
@@ -93,7 +94,7 @@ def time_steps(target: Target, proposer: Proposer | None, prompts: list[list[int
     runs = []
     for _ in range(2):
         ends = [time.perf_counter()]
-        with patch.object(graph, "_capture", wraps=graph._capture) as capture:
+        with patch.object(CudaGraphPool, "capture", autospec=True, side_effect=CudaGraphPool.capture) as capture:
             for chunk in stream(target, prompts, proposer, batch_size=len(prompts), **settings):
                 if chunk.request_id == len(prompts) - 1:
                     ends.append(time.perf_counter())
@@ -113,7 +114,7 @@ def list_kernels(target: Target, prompt: list[int], settings: Any) -> list[str]:
     kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
     with profile(activities=kinds, acc_events=True) as profiled:
         steps = sum(1 for _ in stream(target, [prompt], None, **settings))
-    events, is_gpu = profiled.key_averages(), target.device.type == "cuda"
+    events, is_gpu = profiled.key_averages(), target.backend.waits
     times = {each.key: each.self_device_time_total if is_gpu else each.self_cpu_time_total for each in events}
     longest = sorted(times, key=times.__getitem__, reverse=True)[:KERNELS]
     return [f"{times[name] / 1000 / steps:8.3f} ms {name[:100]}" for name in longest]
@@ -128,7 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(options.device)
-    sizes = LARGE if device.type == "cuda" else TINY
+    sizes = LARGE if find_backend(device).waits else TINY
     model = make_model(sizes, device)
     head = make_head(sizes, device)
     prompts = [torch.randint(10, sizes.vocabulary, (options.context,)).tolist() for _ in range(options.rows)]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from decode import Target, generate
+from decode.devices.backend import find_backend
 from decode.stats import Stats
 from heads.vocabulary import VocabularyHead
 from proposers import HEAD_PROPOSERS, DraftProposer
@@ -103,7 +104,7 @@ def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch:
     target = load_batch.teacher.target
     objective.to(target.device)
     for trial, numbers in enumerate([batches[0], *batches]):  # the first is a warm-up
-        devices = [target.device] if target.device.type == "cuda" else []
+        devices = [target.device] if target.backend.waits else []
         autocast = torch.autocast(target.device.type, target.dtype, enabled=target.dtype == torch.bfloat16)
         with torch.random.fork_rng(devices):
             started = perf_counter()
@@ -123,7 +124,7 @@ def _measure(objective: nn.Module, batches: Sequence[Sequence[int]], load_batch:
 
 def _peak_memory(device: torch.device) -> int:
     """The most bytes in use so far: target, weights, gradients and activations."""
-    if device.type == "cuda":
+    if find_backend(device).waits:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from decode import Target, generate
 from decode import session as session_module
+from decode.devices.backend import Backend, find_backend
 from decode.models.compatibility import AttentionWindow
-from decode.session import CHUNK, LARGEST, MASK_BYTES, choose_chunk, run_through
+from decode.session import CHUNK, MASK_BYTES, choose_chunk, run_through
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import VOCABULARY, tiny
@@ -67,16 +68,16 @@ def test_passes_are_as_long_as_the_device_pays() -> None:
     def choose(device: str, rows: int, longest: int, dtype: torch.dtype = torch.bfloat16, **others: Any) -> int:
         shape = SimpleNamespace(num_attention_heads=8, num_key_value_heads=others.pop("groups", 8))
         others = {"sees_texts_whole": False, "windows": {"": AttentionWindow()}} | others
-        target: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, config=shape, **others)
+        target: Any = SimpleNamespace(backend=find_backend(torch.device(device)), dtype=dtype, config=shape, **others)
         return choose_chunk(target, rows, longest)
 
     assert choose("cpu", 1, 100_000) == CHUNK
-    assert choose("cuda", 1, 2000) == LARGEST
+    assert choose("cuda", 1, 2000) == Backend.pass_tokens
     assert choose("cuda", 1, 32_768) == 4096 and MASK_BYTES == 4096 * 32_768 * 2
     assert choose("cuda", 1, 32_768, groups=2) == 1024  # the mask is repeated for four heads
     assert choose("cuda", 4, 2000) == 2048
     assert choose("cuda", 16, 100_000, torch.float32) == CHUNK
-    assert choose("cuda", 1, 32_768, sees_texts_whole=True) == LARGEST  # without a mask
+    assert choose("cuda", 1, 32_768, sees_texts_whole=True) == Backend.pass_tokens  # without a mask
     windows = {"": AttentionWindow(window=512)}
     assert choose("cuda", 1, 32_768, sees_texts_whole=True, windows=windows) == 4096
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from decode import Target
 from decode.cpu.packed_linear import MergedPart, merge_layers
-from decode.cuda import graph
+from decode.devices import graph
 from heads import LayerCache
 from proposers import fast_heads
 from proposers.eagle import EagleDrafter, FixedEagleDrafter

@@ -17,8 +17,9 @@ import torch
 from gguf import GGMLQuantizationType as Form
 
 from decode import Target, generate
+from decode.cpu.backend import CpuBackend
 from decode.models import timed_model
-from decode.models.cost_curve import FIXED
+from decode.models.cost_curve import CostCurve
 from scripts import bench
 from scripts.benchmark import files, measurement, passes
 from scripts.benchmark.files import describe_weights, find_commit, name_numbers
@@ -65,7 +66,7 @@ def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     curves = tmp_path_factory.mktemp("curves")
     with limit_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(timed_model, "user_cache", lambda: curves)
-        patch.setattr(timed_model, "measure_cost_curve", lambda *_: FIXED["cpu"])
+        patch.setattr(timed_model, "measure_cost_curve", lambda *_: CostCurve(*CpuBackend.fixed_costs))
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,7 +420,9 @@ def test_muon_is_the_same_without_bfloat16(shape: tuple[int, int], monkeypatch: 
     first, gradients = torch.randn(shape, generator=generator), torch.randn(3, *shape, generator=generator)
     moved = []
     for is_fast in (True, False):
-        monkeypatch.setattr(trainer, "is_fast_in_bfloat16", lambda device, is_fast=is_fast: is_fast)
+        monkeypatch.setattr(
+            trainer, "find_backend", lambda device, is_fast=is_fast: SimpleNamespace(is_fast_in_bfloat16=is_fast)
+        )
         weight = nn.Parameter(first.clone())
         (optimizer,) = make_optimizers({"fc.weight": weight}, 1e-2)
         assert isinstance(optimizer, WideMuon) == (not is_fast)

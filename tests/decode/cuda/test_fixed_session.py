@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
-from decode.cuda import graph
 from decode.cuda.fixed_session import FixedSession, make_buffer
-from decode.cuda.graph import round_up
+from decode.cuda.graph import CudaGraphPool
+from decode.devices import graph
+from decode.devices.graph import Captured, round_up
 from decode.models import grouped_attention
 from decode.trees.accept import accept, unpack
 from decode.trees.noise import KEY_NAMES, TEXT, row_keys
@@ -192,11 +193,11 @@ def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError]) -> Non
         return buffers["x"] + 1
 
     with recorded_graphs():
-        pool = graph.make_pool(torch.device("cuda"))
-        captured = graph.Captured(pool, {"x": torch.zeros(1)})
+        pool = CudaGraphPool(torch.device("cuda"))
+        captured = Captured(pool, {"x": torch.zeros(1)})
         assert [float(captured.run(compute, {"x": torch.tensor([x])})) for x in (1.0, 2.0, 3.0)] == [2, 3, 4]
     assert len(calls) == 4
-    assert pool is not None and pool.fault == ("RuntimeError: not now" if error is RuntimeError else None)
+    assert pool.fault == ("RuntimeError: not now" if error is RuntimeError else None)
 
 
 def test_graphs_need_a_gpu() -> None:
