@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode import Chunk, Step, Target, Tree, generate, stream
-from decode.models import self_test, stock_model
+from decode import Chunk, Step, Target, Tree, generate, self_test, stream
+from decode.models import stock_model
 from decode.models.compatibility import AttentionWindow, attention_windows
 from decode.trees.masks import tree_masks
 from proposers import NGramProposer

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from decode import Sampling, Tree
-from decode.devices import at_once
 from decode.devices.transfer import Upload, copy_packed
+from decode.trees import at_once
 from decode.trees.accept import read_accepted, walk
 from decode.trees.at_once import draw_all, follow
 from decode.trees.check import check_on_device
