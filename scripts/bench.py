@@ -13,39 +13,31 @@ from typing import Any
 import torch
 
 from decode import Sampling
-from decode.models.loading import DTYPES
-from proposers.load import check_options
-from scripts.benchmark import files, measurement
+from scripts.benchmark import files
 from scripts.benchmark.first_hour import run_first_hour
-from scripts.benchmark.methods import METHODS_HELP, PEERS, check_peer, make_methods, parse_methods
+from scripts.benchmark.measurement import measure_groups
+from scripts.benchmark.methods import METHODS_HELP, check_method, make_methods, parse_methods
 from scripts.benchmark.passes import ROUNDS, format_passes, run_passes
 from scripts.benchmark.plot import describe, draw_methods, draw_passes
+from scripts.benchmark.questions import form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.command import (
-    Parser,
-    at_least,
-    check_output_folder,
-    check_plot,
-    check_writable,
-    failing_clearly,
-    named_value,
-)
+from scripts.shared.command import Parser, at_least, check_output_folder, check_plot, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
 from scripts.shared.prompts import encode_turn
 from training.rendering import Renderer
 
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
-METHOD_OPTIONS = ("methods", "limit", "max_new_tokens", "temperature", "seed", "batch_size")
-PASS_OPTIONS = ("llama_bench", "gguf")
-CHOSEN_BY_PART = ("methods", "temperature", "seed", "batch_size", "json", "plot", *PASS_OPTIONS)  # of the first hour
+METHOD_OPTIONS = ("limit", "max_new_tokens", "temperature", "seed", "batch_size")
+# Options that what is measured does not take. The parts of the first hour have their own.
+REFUSED = {
+    "questions": ("llama_bench", "gguf"),
+    "passes": ("methods", *METHOD_OPTIONS),
+    "first_hour": ("methods", "temperature", "seed", "batch_size", "json", "plot", "llama_bench", "gguf"),
+}
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
 QUESTIONS_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line
 (docs/training.md has the formats), and "category" and "question_id" if you like, as Spec-Bench's; any other file, or -
 for standard input, is one plain-text prompt (default: 12 short questions of six tasks)"""
-GGUF, GGUF_HELP = (
-    "DTYPE=FILE",
-    "the model for llama-bench in a dtype that is measured, e.g. float32=model-f32.gguf; repeatable",
-)
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
 and include the prompt. Later turns follow plain decoding's answers, so that all methods see the same prompt. Proposers
@@ -76,16 +68,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        measured = "passes" if args.passes else "questions" if args.first_hour is None else "first_hour"
+        for name in REFUSED[measured]:
+            if getattr(args, name) != parser.get_default(name):
+                option, what = (each.replace("_", "-") for each in (name, measured))
+                raise ValueError(f"--{option} is not for --{what}")
         check_output_folder(args.first_hour, "--first-hour")
         if args.first_hour is not None:
-            for name in CHOSEN_BY_PART:
-                if getattr(args, name) != parser.get_default(name):
-                    raise ValueError(f"--{name.replace('_', '-')} is not for --first-hour, whose parts have their own")
             print(run_first_hour(args))
             return
-        for name in METHOD_OPTIONS if args.passes else PASS_OPTIONS:
-            if getattr(args, name) != parser.get_default(name):
-                raise ValueError(f"--{name.replace('_', '-')} is for {'--questions' if args.passes else '--passes'}")
         check_plot(args.plot)
         check_writable(args.json, "--json")
         partial = args.json and args.json.with_name(f"{args.json.name}.partial")
@@ -121,8 +112,8 @@ def make_parser() -> Parser:
     add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
     add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
     add("--plot", type=Path, metavar="FILE", help="draw the first table: a .png or .svg file")
-    add("--llama-bench", metavar="PROGRAM", help="with --passes: compare with llama.cpp's llama-bench (needs --gguf)")
-    add("--gguf", action="append", default=[], type=named_value(GGUF, DTYPES), metavar=GGUF, help=GGUF_HELP)
+    add("--llama-bench", metavar="PROGRAM", help="with --passes and --dtype: compare with llama.cpp's llama-bench")
+    add("--gguf", metavar="FILE", help="the model for llama-bench")
     add_model_options(parser)
     return parser
 
@@ -132,46 +123,31 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
 
     partial: a file that keeps the finished questions, also those of an interrupted run.
     """
-    model, named = (
-        ModelOptions.from_args(args),
-        parse_methods(DEFAULT_METHODS if args.methods is None else args.methods),
-    )
+    model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
     args.repeats = args.repeats or REPEATS
     for method in named:
-        if method.name in PEERS:
-            check_peer(method)
-        else:
-            check_options(method.name, method.options, pretrained=model.model is None)
-        if method.name in PEERS and args.batch_size > 1:
-            raise ValueError(f"{method.text} answers one question at a time; leave it out, or --batch-size")
-        if method.warm and method.name not in ("merged", "auto"):
-            raise ValueError(f"{method.text}: warm is for merged and auto, which draft from earlier answers")
-        if "store" in method.options:
-            raise ValueError(f"{method.text}: a store is not read here; warm=true keeps answers between questions")
-        if method.warm and args.repeats > 1:
-            raise ValueError(f"{method.text} would draft from its answer to the same question; give --repeats 1")
+        check_method(method, pretrained=model.model is None, batch_size=args.batch_size, repeats=args.repeats)
     Sampling(args.temperature)  # refuses a bad temperature
-    questions = measurement.take_evenly(measurement.load_questions(args.questions), args.limit)
-    groups = measurement.form_groups(questions, args.batch_size)
+    questions = take_evenly(load_questions(args.questions), args.limit)
+    groups, conversations = form_groups(questions, args.batch_size), [each.conversation for each in questions]
     target = load_target(model)
-    # Finds questions that do not fit before the first is asked.
-    encode_turn(measurement.open_conversations(questions), 0, target, Renderer(target.tokenizer))
-    settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS[1:])}
+    encode_turn(conversations, 0, target, Renderer(target.tokenizer))  # finds those that do not fit before any is asked
+    settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS)}
     settings |= {"model": files.name_model(model), "methods": [method.text for method in named]}
     settings |= {"questions": args.questions.name, "commit": files.find_commit()}
-    asked = repr([*questions, *(each.row for each in questions if each.row is not None)])
+    asked = repr([(each.id, each.category, each.conversation) for each in questions])
     settings["questions_sha256"] = hashlib.sha256(asked.encode()).hexdigest()[:16]
     machine = {**files.describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
     machine["weights"] = files.describe_weights(target)
     setup = {"settings": settings, "machine": {**machine, "compiled": target.compiled}}
-    records = files.read_partial(partial, setup) if partial is not None else []
+    records = files.read_begun(partial, setup, "records") if partial is not None else []
     if records and any(method.warm for method in named):
         raise ValueError(f"{partial} has lost the answers that were kept to draft from; remove it to start again")
     methods = make_methods(named, target, model, args.temperature)
     done, total = len(records), len(groups)
     if done:
         print(f"draftless bench: continuing after {done} of {total} groups of questions", file=sys.stderr)
-    for record in measurement.measure_groups(methods, groups, done, target, args):
+    for record in measure_groups(methods, groups, done, target, args):
         records.append(record)
         if partial is not None:
             files.write_report(partial, {**setup, "records": records})
@@ -195,11 +171,6 @@ def read_report(path: Path, methods: str | None) -> dict[str, Any]:
             found = [*report["settings"]["methods"], *report["settings"].get("peers", ())]
             report["rows"] = make_rows(report["records"], report["differences"], found)
         describe(report)
-    except json.JSONDecodeError as error:
-        where = f"{error.msg}, line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{path} is not a report of draftless bench: it is not JSON ({where})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a report of draftless bench: it is no text in UTF-8") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not a report of draftless bench, which writes them with --json") from error
     if methods is not None:

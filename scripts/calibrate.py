@@ -26,10 +26,10 @@ from proposers.feature_history import FeaturePart, attend_like_target
 from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
 from proposers.trees.search import RANKS, Drafter
-from scripts.benchmark.rows import to_markdown
 from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
-from scripts.shared.prompts import add_template_option, encode_turn, read_prompts
+from scripts.shared.prompts import add_template_option, encode_turn, read_conversations
+from scripts.shared.results import to_markdown
 from scripts.shared.worth import NODES, count, describe_tau, find_worth
 from training.rendering import Renderer
 
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             check_model(folder)
         check_output_folder(folder, "--draft-model" if args.head is None else "--head")
-        conversations = [each for each in read_prompts(args.prompt_file) if "dropped" not in each.fields][: args.limit]
+        asked = read_conversations(args.prompt_file)
+        conversations = [each for each in asked if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
         target = load_target(model)

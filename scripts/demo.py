@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from decode import Target, stream
-from scripts.benchmark.measurement import ALL, Question, measure_groups
+from scripts.benchmark.measurement import measure_groups
 from scripts.benchmark.methods import make_methods, parse_methods
-from scripts.benchmark.rows import list_methods, make_rows, to_markdown
+from scripts.benchmark.questions import ALL, Question
+from scripts.benchmark.rows import list_methods, make_rows
 from scripts.shared.command import Parser, failing_clearly, measure_line
 from scripts.shared.options import ModelOptions, load_target
+from scripts.shared.prompts import ask
+from scripts.shared.results import to_markdown
 from scripts.shared.terminal import format_chunk, has_colour
 
 MAX_NEW_TOKENS, REPEATS = 64, 1
@@ -53,7 +56,7 @@ def compare(target: Target, model: ModelOptions) -> str:
     """A table of speeds on `PROMPTS`. model: the target's options, for transformers' copy of it."""
     options = Namespace(repeats=REPEATS, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0, seed=0)
     methods = make_methods(parse_methods(METHODS), target, model, options.temperature)
-    groups = [[Question(number, "demo", (prompt,))] for number, prompt in enumerate(PROMPTS)]
+    groups = [[Question(number, "demo", ask([prompt], "demo"))] for number, prompt in enumerate(PROMPTS)]
     records = [*measure_groups(methods, groups, 0, target, options)]
     differences = [difference for record in records for difference in record["differences"]]
     rows = [row for row in make_rows(records, differences, [*methods]) if row["category"] == ALL]

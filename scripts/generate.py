@@ -22,12 +22,11 @@ from scripts.shared.options import (
     load_target,
     make_proposer,
 )
-from scripts.shared.prompts import add_template_option, ask, encode_turn, read_prompts
+from scripts.shared.prompts import add_template_option, ask, encode_turn, read_conversations
 from scripts.shared.terminal import format_chunk, has_colour, in_order
 from training.conversations import Conversation
 from training.rendering import Renderer
 
-NODES = 64  # largest draft tree
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 PROMPT_FILE_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md
 has the formats); any other file, or - for standard input, is one plain-text prompt"""
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
-        conversations = read_prompts(path) if path is not None else [ask([args.prompt], "--prompt")]
+        conversations = read_conversations(path) if path is not None else [ask([args.prompt], "--prompt")]
         store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
         kept = Path(args.store) if args.store is not None and Path(args.store).exists() else None
         if store is not None and kept is not None:
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
-        settings |= {"nodes": args.nodes or NODES, "lossy_typical_acceptance": args.lossy_typical_acceptance}
+        settings |= {"nodes": args.nodes, "lossy_typical_acceptance": args.lossy_typical_acceptance}
         turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[int]()
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):

@@ -22,7 +22,7 @@ from typing import Any
 from decode import Engine, Request, Target
 from proposers import load_proposer
 from scripts.benchmark.files import find_commit
-from scripts.shared.plot import COLOURS, save_figure
+from scripts.shared.results import COLOURS, save_figure
 
 
 def main() -> None:

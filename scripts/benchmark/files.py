@@ -37,24 +37,23 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     write_aside(path, lambda file: file.write(content))
 
 
-def read_partial(path: Path, setup: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of an interrupted run, if there is one.
+def read_begun(path: Path, setup: Mapping[str, Mapping[str, Any]], entries: str) -> list[dict[str, Any]]:
+    """The entries of an interrupted run's report, if there is one.
 
-    Raises ValueError if it was begun with other settings or on another machine, and for a damaged file.
+    setup: those parts of the report that must be the same. Raises ValueError if they are not, and for a damaged file.
     """
     if not path.exists():
         return []
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        old, new = ({**each["settings"], **each["machine"]} for each in (found, setup))
-        differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        records = list(found["records"])
+        old, new = ({key: value for part in setup for key, value in each[part].items()} for each in (found, setup))
+        done = list(found[entries])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); remove it to start again") from error
-    if differing:
+    if differing := [key for key in {**old, **new} if old.get(key) != new.get(key)]:
         values = " and ".join(f"{key} {json.dumps(old.get(key))}, not {json.dumps(new.get(key))}" for key in differing)
-        raise ValueError(f"{path} was begun with {values}; remove it to start again, or give another --json")
-    return records
+        raise ValueError(f"{path} was begun with {values}; remove it to start again, or write to another place")
+    return done
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,6 @@ part; the same command goes on after the parts that are done.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -20,12 +19,11 @@ import torch
 
 from decode.devices.backend import find_backend
 from heads.atomic_write import write_aside
-from scripts.benchmark.files import ROOT, describe_machine, find_commit, write_report
-from scripts.benchmark.rows import to_markdown
+from scripts.benchmark.files import ROOT, describe_machine, find_commit, read_begun, write_report
 from scripts.shared.options import ModelOptions
+from scripts.shared.results import to_markdown
 
 REPORT, PAGE = "report.json", "page.md"
-FIELDS = ("name", "command", "status", "seconds", "output", "errors")  # of a part in the report
 DONE = "done"
 SHOWN = 60  # lines of a part's output that the page shows, and of its errors the report keeps
 OWN = "draftless: "  # begins a notice
@@ -54,7 +52,7 @@ def list_parts(args: Namespace, folder: Path) -> list[Part]:
     def save(name: str) -> list[str]:
         return ["--json", str(folder / f"{name}.json")]
 
-    test = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", str(ROOT / "tests" / "decode" / "gpu" / "test_gpu.py")]
+    test = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", str(ROOT / "tests" / "decode" / "cuda" / "test_gpu.py")]
     return [
         Part("tests", test, 25),
         *(
@@ -81,7 +79,7 @@ def run_parts(parts: Sequence[Part], folder: Path, device: torch.device) -> dict
     """Run the parts that the folder's report does not have as done by the same command, and return the report."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = {"machine": describe_machine(device) | {"commit": find_commit()}}
-    found = {part["name"]: part for part in read_report(folder / REPORT, setup)}
+    found = {part["name"]: part for part in read_begun(folder / REPORT, setup, "parts")}
     for part in parts:
         if [found.get(part.name, {}).get(name) for name in ("command", "status")] != [[*part.command], DONE]:
             print(f"{OWN}{part.name}, at most {part.minutes:g} minutes", file=sys.stderr, flush=True)
@@ -91,21 +89,6 @@ def run_parts(parts: Sequence[Part], folder: Path, device: torch.device) -> dict
         page = format_page(report).encode()
         write_aside(folder / PAGE, lambda file, page=page: file.write(page))
     return report
-
-
-def read_report(file: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of an earlier run. Raises ValueError if it was on another machine, and for a damaged file."""
-    if not file.exists():
-        return []
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        parts = [{name: part[name] for name in FIELDS} for part in report["parts"]]
-        machine = report["machine"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}); remove it to start again") from error
-    if machine != setup["machine"]:
-        raise ValueError(f"{file} was begun on another machine or commit; remove it to start again")
-    return parts
 
 
 def run_part(part: Part, folder: Path) -> dict[str, Any]:

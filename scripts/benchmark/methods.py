@@ -22,16 +22,11 @@ from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.loading import check_model
 from decode.requests.text import Tokenizer
 from decode.stats import PARTS
-from proposers import AnswerStore, MergedProposer, load_proposer
+from proposers import AnswerStore, MergedProposer, check_options, load_proposer
 from scripts.shared.options import ModelOptions, load_draft, load_model_only
 
-NODES = 64  # largest draft tree
 # Transformers' own methods, and their arguments of `generate`.
 PEERS: dict[str, dict[str, Any]] = {"hf": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}
-SETTINGS: dict[str, Any] = getattr(
-    GenerationConfig, "_get_default_generation_params", lambda: vars(GenerationConfig())
-)()
-TEXT_OPTIONS = ("cache_implementation", "early_stopping", "num_assistant_tokens_schedule", "speculation_type")
 METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
 merged:nodes=16,head=hydra; a class of your own: FILE.py:CLASS; transformers' {" and ".join(PEERS)}, with arguments
 of generate or draft_model=MODEL as options. warm=true keeps answers between questions. none is always added"""
@@ -44,7 +39,7 @@ class NamedMethod:
 
     text: str
     name: str
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     warm: bool
 
 
@@ -67,9 +62,27 @@ def parse_methods(text: str) -> list[NamedMethod]:
     return found
 
 
-def check_peer(named: NamedMethod) -> None:
-    """Raise ValueError for an option that is no setting of transformers' `generate`, for a value of another kind, and
-    for a missing draft model."""
+def check_method(named: NamedMethod, *, pretrained: bool, batch_size: int, repeats: int) -> None:
+    """Raise ValueError for options that a method does not take, or that do not fit those of the benchmark.
+
+    pretrained: whether there are pretrained heads for the model.
+    """
+    if named.name in PEERS:
+        _check_peer(named)
+        if batch_size > 1:
+            raise ValueError(f"{named.text} answers one question at a time; leave it out, or --batch-size")
+        return
+    check_options(named.name, named.options, pretrained=pretrained)
+    if "store" in named.options:
+        raise ValueError(f"{named.text}: a store is not read here; warm=true keeps answers between questions")
+    if named.warm and named.name not in ("merged", "auto"):
+        raise ValueError(f"{named.text}: warm is for merged and auto, which draft from earlier answers")
+    if named.warm and repeats > 1:
+        raise ValueError(f"{named.text} would draft from its answer to the same question; give --repeats 1")
+
+
+def _check_peer(named: NamedMethod) -> None:
+    """Raise ValueError for an option that is no setting of transformers' `generate`, and for a missing draft model."""
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
     for option, value in named.options.items():
         if option == "draft_model":
@@ -77,23 +90,6 @@ def check_peer(named: NamedMethod) -> None:
         elif option not in known:
             hint = "; give draft_model=MODEL" if option == "assistant_model" else ""
             raise ValueError(f"{named.text}: transformers' generate has no setting {option}{hint}")
-        elif not _is_kind(value, option):
-            raise ValueError(f"{named.text}: {option} takes {_name_kind(option)}, not {value!r}")
-
-
-def _is_kind(value: Any, option: str) -> bool:
-    """Whether transformers takes values of this kind: text for a few options, else what its default is."""
-    if isinstance(value, str):
-        return option in TEXT_OPTIONS
-    kind = type(SETTINGS.get(option))
-    if kind in (bool, int):
-        return type(value) is kind
-    return kind is not float or not isinstance(value, bool)
-
-
-def _name_kind(option: str) -> str:
-    kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-    return kinds.get(type(SETTINGS.get(option)), "a number, true or false")
 
 
 def _read_value(text: str) -> Any:
@@ -125,8 +121,8 @@ class Measured:
     accepted: dict[str, int] | None = None
 
 
-Prompts: TypeAlias = Sequence[list[int]]  # token ids
-Ask: TypeAlias = Callable[[Prompts, int, int], Measured]  # takes prompts, seed and `max_new_tokens`
+TokenIds: TypeAlias = Sequence[list[int]]  # of prompts
+Ask: TypeAlias = Callable[[TokenIds, int, int], Measured]  # takes prompts, seed and `max_new_tokens`
 # Begins a conversation with a proposer that has learned nothing. True: it is the warm-up, whose answers are not kept.
 Method: TypeAlias = Callable[[bool], Ask]
 
@@ -177,10 +173,7 @@ def _make_peer(
     stock: PreTrainedModel | None, tokenizer: Tokenizer | None, options: ModelOptions, named: NamedMethod
 ) -> Method:
     """Hugging Face's `generate`, which keeps nothing between calls."""
-    settings = PEERS[named.name] | {  # its penalties refuse whole numbers
-        option: float(value) if isinstance(SETTINGS.get(option), float) else value
-        for option, value in named.options.items()
-    }
+    settings = PEERS[named.name] | named.options
     if assistant := settings.pop("draft_model", None):
         settings["assistant_model"], other = load_model_only(replace(options, model=assistant), "off")
         if tokenizer is not None and fingerprint_vocabulary(other) != fingerprint_vocabulary(tokenizer):
@@ -189,10 +182,10 @@ def _make_peer(
 
 
 def ask_loop(
-    target: Target, proposer: Proposer, temperature: float, prompts: Prompts, seed: int, max_new_tokens: int
+    target: Target, proposer: Proposer, temperature: float, prompts: TokenIds, seed: int, max_new_tokens: int
 ) -> Measured:
     """Answer the prompts as one batch with the project's loop."""
-    settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens, "nodes": NODES}
+    settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens}
     before = Counter(getattr(proposer, "accepted_by_source", {}))
     chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
     if isinstance(proposer, MergedProposer):
@@ -214,7 +207,7 @@ def ask_loop(
 
 
 def ask_peer(
-    model: PreTrainedModel, options: Mapping[str, Any], prompts: Prompts, seed: int, max_new_tokens: int
+    model: PreTrainedModel, options: Mapping[str, Any], prompts: TokenIds, seed: int, max_new_tokens: int
 ) -> Measured:
     """Answer one prompt with transformers' `generate`."""
     ids = torch.tensor(prompts, device=model.device)
@@ -228,7 +221,10 @@ def ask_peer(
     settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, **options}
     torch.manual_seed(seed)
     settings["stopping_criteria"] = StoppingCriteriaList([note_length])
-    output, seconds = clock(lambda: model.generate(ids, **settings), model.device)
+    try:
+        output, seconds = clock(lambda: model.generate(ids, **settings), model.device)
+    except TypeError as error:
+        raise ValueError(f"transformers' generate refuses {options}: {error}") from error
     return Measured(
         [output[0, ids.shape[1] :].tolist()], [[after - before for before, after in pairwise(lengths)]], seconds
     )

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from decode import Target
 from decode.models.cost_curve import fill, random_chain, time_pass
 from scripts.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
-from scripts.benchmark.rows import to_markdown
 from scripts.shared.options import ModelOptions, load_target
+from scripts.shared.results import to_markdown
 
-NODES, CONTEXTS, BATCH_SIZES = (1, 2, 4, 8, 12, 16, 32, 64), (256, 4000), (1, 4)
+SIZES, CONTEXTS, BATCH_SIZES = (1, 2, 4, 8, 12, 16, 32, 64), (256, 4000), (1, 4)
 DTYPES, ROUNDS = ("float32", "bfloat16"), 15
 NAMES, OURS, LLAMA = ("engine", "dtype", "context", "batch"), "Draftless", "llama.cpp"
 LLAMA_ROUNDS = 3  # passes of each size in a run of llama-bench
@@ -35,19 +35,18 @@ DESCRIPTION = ("model_type", "model_n_params", "build_commit")
 
 def run_passes(args: Namespace) -> dict[str, Any]:
     """Measure everything and return the report. Raises ValueError for a model or a program that cannot be measured."""
-    options, repeats, files = ModelOptions.from_args(args), args.repeats or ROUNDS, dict(args.gguf)
+    options, repeats = ModelOptions.from_args(args), args.repeats or ROUNDS
     dtypes = DTYPES if options.dtype is None else (options.dtype,)
-    if (args.llama_bench is None) == bool(files):
-        raise ValueError("--llama-bench and --gguf need each other: the program and a model for it")
-    if unmeasured := [dtype for dtype in files if dtype not in dtypes]:
-        raise ValueError(f"--gguf has a file for {unmeasured[0]}, which is not measured; --dtype chooses")
-    llamas = {dtype: partial(run_llama_bench, args.llama_bench, file) for dtype, file in files.items()}
+    given = [each is not None for each in (args.llama_bench, args.gguf)]
+    if any(given) and not (all(given) and options.dtype):
+        raise ValueError("--llama-bench, --gguf and --dtype need each other: the program, its model, what is compared")
+    llamas = {dtype: partial(run_llama_bench, args.llama_bench, args.gguf) for dtype in dtypes if all(given)}
     first = {dtype: run([1], 1)[1] for dtype, run in llamas.items()}  # finds errors before a model is loaded
     targets = {dtype: load_target(replace(options, dtype=dtype)) for dtype in dtypes}
     target = targets[dtypes[0]]
-    contexts = [context for context in CONTEXTS if context + max(NODES) <= target.context]
+    contexts = [context for context in CONTEXTS if context + max(SIZES) <= target.context]
     if not contexts:
-        raise ValueError(f"the model's context is {target.context}; passes need {CONTEXTS[0] + max(NODES)}")
+        raise ValueError(f"the model's context is {target.context}; passes need {CONTEXTS[0] + max(SIZES)}")
     passes = time_passes(targets, contexts, llamas, repeats)
     settings = {"model": name_model(options), "accelerate": options.accelerate, "repeats": repeats}
     settings["llama_cpp"] = {dtype: {name: entry[name] for name in DESCRIPTION} for dtype, entry in first.items()}
@@ -84,14 +83,14 @@ def time_passes(
     passes, turns = [], []
 
     def begin(*settings: Any) -> list[list[float]]:
-        entry = dict(zip(NAMES, settings, strict=True)) | {"nodes": [*NODES], "samples_ms": [[] for _ in NODES]}
+        entry = dict(zip(NAMES, settings, strict=True)) | {"nodes": [*SIZES], "samples_ms": [[] for _ in SIZES]}
         passes.append(entry)
         return entry["samples_ms"]
 
     for (dtype, target), context, batch in product(targets.items(), contexts, BATCH_SIZES):
         session = fill(target.open(batch), context)
         samples_ms, passes[-1]["weights"] = begin(OURS, dtype, context, batch), describe_weights(target)
-        for nodes, samples in zip(NODES, samples_ms, strict=True):
+        for nodes, samples in zip(SIZES, samples_ms, strict=True):
             turns.append((session, random_chain(nodes, batch, target), samples))
     peers = {dtype: begin(LLAMA, dtype, CONTEXTS[0], 1) for dtype in llamas}
     with tqdm(total=repeats * (len(turns) + len(llamas)), unit=" passes", disable=None) as bar:
@@ -101,8 +100,8 @@ def time_passes(
                 samples.append(1000 * time_pass(session, chain))
                 bar.update()
             for dtype, run in llamas.items():
-                found = run(NODES, LLAMA_ROUNDS)
-                for nodes, samples in zip(NODES, peers[dtype], strict=True):
+                found = run(SIZES, LLAMA_ROUNDS)
+                for nodes, samples in zip(SIZES, peers[dtype], strict=True):
                     samples += [spent / 1e6 for spent in found[nodes]["samples_ns"]]
                 bar.update()
     return passes

@@ -9,9 +9,9 @@ from typing import Any
 
 from proposers.sources import SOURCES
 from scripts.benchmark.files import name_numbers
-from scripts.benchmark.measurement import ALL
 from scripts.benchmark.passes import OURS, find_medians, pair_engines
-from scripts.shared.plot import COLOURS, GREYS, INK, save_figure
+from scripts.benchmark.questions import ALL
+from scripts.shared.results import COLOURS, GREYS, INK, save_figure
 
 UNTRAINED = (*SOURCES, "stored")  # sources of merged trees that need no training
 LINE = 72  # characters below a picture

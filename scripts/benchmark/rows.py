@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scripts.benchmark.measurement import ALL, task_of
+from scripts.benchmark.questions import ALL, task_of
+from scripts.shared.results import to_markdown
 from scripts.shared.worth import count
 
 Row: TypeAlias = Mapping[str, Any]
 RESAMPLES = 2000
 INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)  # the ends of 95 %
 BASES = ("none", "hf")
-WIDTH, LONGEST = 100, 40  # characters of a table's line, and of a method's name in it
 FOLDERS = re.compile(r"[^,=:/]*/")
 
 
@@ -99,8 +99,8 @@ def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tenso
 def format_tables(rows: Sequence[Row]) -> str:
     """Tables of the methods over all questions, of the parts of their time, and of speed-up and tau by task.
 
-    If answers looped, also of tau without the loops, and if methods draft from several sources, of these. Long names of
-    methods are shortened. A last line says what tau rests on.
+    If answers looped, also of tau without the loops, and if methods draft from several sources, of these. A last line
+    says what tau rests on.
     """
     labels = shorten([*dict.fromkeys(row["method"] for row in rows)])
     rows = [{**row, "method": labels[row["method"]]} for row in rows]
@@ -138,14 +138,9 @@ def list_methods(overall: Sequence[Row]) -> list[list[str]]:
 
 
 def shorten(names: Sequence[str]) -> dict[str, str]:
-    """By name, the same without folders and of `LONGEST` characters at most. Different names stay different."""
-    short: dict[str, str] = {}
-    for name in names:
-        label = FOLDERS.sub("", name)
-        label = label if len(label) <= LONGEST else f"{label[: LONGEST - 15]}...{label[-12:]}"
-        same = sum(FOLDERS.sub("", other) == FOLDERS.sub("", name) or label == short[other] for other in short)
-        short[name] = f"{label[: LONGEST - 3]} #{same + 1}" if same else label
-    return short
+    """By name, the same without folders, if no other name is the same without them."""
+    short = {name: FOLDERS.sub("", name) for name in names}
+    return {name: label if [*short.values()].count(label) == 1 else name for name, label in short.items()}
 
 
 def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> list[list[str]]:
@@ -157,30 +152,6 @@ def _list_tasks(rows: Sequence[Row], title: str, show: Callable[[Row], str]) -> 
         if row["method"] != "none":
             columns.setdefault(row["method"], {})[task] = show(row)
     return [[*columns], *map(list, zip(*(cells.values() for cells in columns.values()), strict=True))]
-
-
-def to_markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table, or several where one is wider than `WIDTH`: each has the first column and some of the others.
-
-    The first line is the head; the first column is left-aligned, the others right-aligned.
-    """
-    columns = [*zip(*lines, strict=True)]
-    widths = [max(map(len, column)) for column in columns]
-    parts, used = [[0]], 0
-    for column in range(1, len(columns)):
-        used += widths[column] + 3
-        if widths[0] + 4 + used > WIDTH and len(parts[-1]) > 1:
-            parts, used = [*parts, [0]], widths[column] + 3
-        parts[-1].append(column)
-    return "\n\n".join(_format_table([[line[column] for column in part] for line in lines]) for part in parts)
-
-
-def _format_table(lines: Sequence[Sequence[str]]) -> str:
-    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    body = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in lines]
-    rule = f"|{'-' * (first + 2)}|" + "".join(f"{'-' * (width + 1)}:|" for width in others)
-    head, *rest = [f"| {' | '.join(line)} |" for line in body]
-    return "\n".join([head, rule, *rest])
 
 
 def _times(ratio: float | None, interval: Sequence[float] | None = None) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import Proposer, Sampling, Target, stream
@@ -28,9 +27,7 @@ from decode.devices.backend import find_backend
 from heads import HEADS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 from scripts.benchmark.methods import clock
-from scripts.benchmark.rows import to_markdown
-
-KERNELS = 6  # that are named, of a step
+from scripts.shared.results import to_markdown
 
 
 @dataclass(frozen=True)
@@ -109,17 +106,6 @@ def time_steps(target: Target, proposer: Proposer | None, prompts: list[list[int
     }
 
 
-def list_kernels(target: Target, prompt: list[int], settings: Any) -> list[str]:
-    """Those that take longest in plain decoding, with their milliseconds a step."""
-    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]
-    with profile(activities=kinds, acc_events=True) as profiled:
-        steps = sum(1 for _ in stream(target, [prompt], None, **settings))
-    events, is_gpu = profiled.key_averages(), target.backend.waits
-    times = {each.key: each.self_device_time_total if is_gpu else each.self_cpu_time_total for each in events}
-    longest = sorted(times, key=times.__getitem__, reverse=True)[:KERNELS]
-    return [f"{times[name] / 1000 / steps:8.3f} ms {name[:100]}" for name in longest]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("mode", help="off, packed or graphs")
@@ -154,7 +140,6 @@ def main() -> None:
         lines.append([name, *found.values()])
         print(name, found, file=sys.stderr, flush=True)  # the page shows it if the next case fails
     print(to_markdown(lines))
-    print("\n".join(list_kernels(target, prompts[0], settings | {"max_new_tokens": 16})))
 
 
 if __name__ == "__main__":

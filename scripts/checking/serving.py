@@ -24,8 +24,8 @@ from decode.models.user_cache import print_notice, working_folder
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
-from scripts.benchmark.rows import to_markdown
 from scripts.checking.rules import Finding, error, warning
+from scripts.shared.results import to_markdown
 from scripts.shared.terminal import show_progress
 
 PROMPTS = (

@@ -14,7 +14,7 @@ from typing import Any
 from decode import Answer, Engine, Sampling
 from decode.requests.detokenizer import decode
 from decode.trees.sampling import LOWEST_TEMPERATURE
-from scripts.shared.prompts import read_prompts
+from scripts.shared.prompts import read_conversations
 from training.conversations import TEMPLATE_KEYS, Conversation
 from training.data import TOKENS, VOCABULARY, has_looped
 from training.rendering import Renderer, Texts, add_turn
@@ -81,7 +81,7 @@ def read_jobs(paths: Sequence[str], temperatures: Sequence[float]) -> list[Job]:
     """
     jobs: list[Job] = []
     places: dict[int | str, str] = {}
-    for stem, conversation in [(Path(path).stem, each) for path in paths for each in read_prompts(path)]:
+    for stem, conversation in [(Path(path).stem, each) for path in paths for each in read_conversations(path)]:
         place, row = conversation.place, conversation.fields
         own = row.get("id", f"{stem}:{conversation.line}" if len(paths) > 1 else conversation.line)
         if isinstance(own, bool) or not isinstance(own, int | str):

@@ -18,7 +18,7 @@ from decode.stats import Stats
 from heads.vocabulary import VocabularyHead
 from proposers import HEAD_PROPOSERS, DraftProposer
 from proposers.tree_proposer import TreeProposer
-from scripts.shared.plot import save_figure
+from scripts.shared.results import save_figure
 from scripts.shared.worth import NODES, count
 from training.checkpoint import read_metrics
 from training.data import Dataset

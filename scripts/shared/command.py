@@ -122,20 +122,6 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def named_value(form: str, names: Iterable[str]) -> Callable[[str], tuple[str, str]]:
-    """An argparse type: one of the names and its value. form: as users read it, e.g. "KIND=DIR"."""
-
-    def parse(text: str) -> tuple[str, str]:
-        name, _, value = text.partition("=")
-        if name not in names or not value:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {form} with a {form.split('=')[0]} of {', '.join(names)}"
-            )
-        return name, value
-
-    return parse
-
-
 def check_writable(path: Path | None, option: str) -> None:
     """Raise ValueError if a file cannot be written there. None is fine: the option was not given."""
     if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):

@@ -37,7 +37,7 @@ def add_template_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template-option", type=parse_template_option, **TEMPLATE_OPTION)
 
 
-def read_prompts(path: str) -> list[Conversation]:
+def read_conversations(path: str) -> list[Conversation]:
     """The conversations to be answered in a file.
 
     A .jsonl file has one JSON object per line, in the formats of docs/training.md; answers after the last question are

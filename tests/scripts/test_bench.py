@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -23,11 +22,12 @@ from decode.models.cost_curve import CostCurve
 from scripts import bench
 from scripts.benchmark import files, measurement, passes
 from scripts.benchmark.files import describe_weights, find_commit, name_numbers
-from scripts.benchmark.measurement import Question, form_groups, load_questions, take_evenly, trim_loop
+from scripts.benchmark.measurement import trim_loop
 from scripts.benchmark.methods import parse_methods
 from scripts.benchmark.plot import label_method
+from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.prompts import ask, read_prompts
+from scripts.shared.prompts import ask, read_conversations
 from tests.support.commands import Call, Run, write_rows
 from tests.support.gguf_files import write_model
 from tests.support.models import limit_threads, needs_compiler, tiny
@@ -167,13 +167,6 @@ def test_the_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert find_commit() == commit + "-dirty"
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    bench.main(["--from", str(folder / "all.json"), "--plot", str(tmp_path / f"speed{suffix}")])
-    assert (tmp_path / f"speed{suffix}").stat().st_size > 1000
-
-
 PUBLISHED = {  # pictures of the pages: the result, and the methods that are shown
     "headline": ("methods-blocks-cpu", "hf,none,ngram,merged,auto"),
     "passes-blocks-cpu": ("passes-blocks-cpu", None),
@@ -219,14 +212,6 @@ def test_weights_are_named_by_what_they_are_stored_in(tmp_path: Path) -> None:
     model = tiny("llama", dtype=torch.float32)
     halved = model.to(torch.bfloat16).to(torch.float32)  # float32 weights that bfloat16 holds
     assert describe_weights(Target(halved, accelerate="packed")) == "bfloat16"
-
-
-def test_a_plot_without_matplotlib_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    run = run_main(bench.main, "--questions", "none.jsonl", "--plot", tmp_path / "speed.png")
-    run.refused('pip install "draftless[plot]"')
 
 
 def test_an_interrupted_run_continues(
@@ -354,7 +339,9 @@ def test_intervals_are_bootstrapped_over_questions() -> None:
 
 def test_a_limit_keeps_the_balance_of_the_tasks() -> None:
     counts = {"writing": 5, "roleplay": 5, "stem": 5, "translation": 9, "qa": 1}
-    questions = [Question(f"{name} {n}", name, ("?",)) for name, count in counts.items() for n in range(count)]
+    questions = [
+        Question(f"{name} {n}", name, ask(["?"], name)) for name, count in counts.items() for n in range(count)
+    ]
     taken = [question.id for question in take_evenly(questions, 9)]
     assert taken == ["writing 0", "writing 1", "roleplay 0", "stem 0", *[f"translation {n}" for n in range(4)], "qa 0"]
     assert take_evenly(questions, None) == take_evenly(questions, 99) == questions
@@ -374,23 +361,14 @@ def test_an_answer_is_cut_where_its_loop_repeats_the_first_token() -> None:
 
 NONE = ("none", "none", {}, False)
 NAMES: dict[str, list[tuple[str, str, dict[str, Any], bool]]] = {
-    "ngram": [("ngram", "ngram", {}, False)],
     "none, none,": [],
     "merged:nodes=16, head=hydra,my/file.py:Mine": [
         ("merged:nodes=16,head=hydra", "merged", {"nodes": 16, "head": "hydra"}, False),
         ("my/file.py:Mine", "my/file.py:Mine", {}, False),
     ],
-    "auto:warm=true,nodes=8,draft:sampled=true": [
+    "auto:warm=true,nodes=8,hf:top_p=0.5,top_k=-1,x=nan": [
         ("auto:warm=true,nodes=8", "auto", {"nodes": 8}, True),
-        ("draft:sampled=true", "draft", {"sampled": True}, False),
-    ],
-    "hf:repetition_penalty=1.1,top_k=-1,x=nan,y=-inf,z=1.5.2": [
-        (
-            "hf:repetition_penalty=1.1,top_k=-1,x=nan,y=-inf,z=1.5.2",
-            "hf",
-            {"repetition_penalty": 1.1, "top_k": -1, "x": "nan", "y": "-inf", "z": "1.5.2"},
-            False,
-        ),
+        ("hf:top_p=0.5,top_k=-1,x=nan", "hf", {"top_p": 0.5, "top_k": -1, "x": "nan"}, False),
     ],
 }
 
@@ -400,29 +378,13 @@ def test_names_of_methods(text: str) -> None:
     assert [(each.text, each.name, each.options, each.warm) for each in parse_methods(text)] == [NONE, *NAMES[text]]
 
 
-def test_a_file_that_is_no_report_is_refused_in_words(tmp_path: Path, run_main: Call) -> None:
-    for content, fault in ((b"{}\n{}", "it is not JSON (Extra data, line 2"), (b"\xff", "no text"), (b"{}", "--json")):
-        (tmp_path / "bad.jsonl").write_bytes(content)
-        run_main(bench.main, "--from", tmp_path / "bad.jsonl").refused("is not a report of draftless bench", fault)
-
-
-GOOD = '{"question_id": 1, "category": "qa", "turns": ["?"]}'
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("\n \n", "is empty; it needs one JSON object a line"),
-        (f"\n{GOOD}\n[1]", "line 3: a line is a JSON object"),
         ('{"question_id": 1, "category": ["qa"], "turns": ["?"]}', "line 1: category is a name"),
-        ('{"question_id": 1, "category": "qa"}', 'line 1: a line is a JSON object with one of "prompt", "turns"'),
-        ('{"question_id": 1, "prompt": ""}', "line 1: the prompt is empty"),
         ('{"question_id": 2, "prompt": "?"}\n{"prompt": "?"}', "line 2: question_id 2 is there twice"),
         ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
         ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and not 'all'"),
-        ('{"question_id": 1, "category": "qa", "turns": []}', '"turns" is a list of at least one prompt'),
-        ('{"question_id": 1, "category": "qa", "turns": ["?", 5]}', "line 1"),
-        (f"{GOOD}\n{GOOD}", "line 2: question_id 1 is there twice"),
     ],
 )
 def test_bad_questions_are_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:
@@ -444,74 +406,35 @@ def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, sav
         {"turns": ["a", "b"]},
     ]
     rows.append({"prompt": "Who?", "system": "be", "category": "qa", "question_id": "last", "response": "Me."})
-    file = tmp_path / "prompts.jsonl"
-    questions = load_questions(Path(write_rows(file, rows)))
-    assert [(each.id, each.category) for each in questions] == [
-        *((n, "questions") for n in (1, 2, 3, 4)),
-        ("last", "qa"),
-    ]
-    assert [each.turns for each in questions] == [("Why?",), ("Hi",), ("What?",), ("a", "b"), ("Who?",)]
-    report = run("--questions", str(file), "--methods", "ngram", "--repeats", "1", json_file=tmp_path / "report.json")
+    file = write_rows(tmp_path / "prompts.jsonl", rows)
+    ids = [(each.id, each.category) for each in load_questions(Path(file))]
+    assert ids == [*((n, "questions") for n in (1, 2, 3, 4)), ("last", "qa")]
+    report = run("--questions", file, "--methods", "ngram", "--repeats", "1", json_file=tmp_path / "report.json")
     renderer = Renderer(Target.load(str(save_model()), dtype="float64", device="cpu").tokenizer)
-    for read, record in zip(read_prompts(str(file)), report["records"], strict=True):
+    for read, record in zip(read_conversations(file), report["records"], strict=True):
         assert record["turns"][0]["prompt_tokens"] == [len(renderer.encode(read))]
     assert [len(record["turns"]) for record in report["records"]] == [1, 1, 1, 2, 1]
-    (tmp_path / "one.txt").write_text("Just this?\n")
-    assert [each.turns for each in load_questions(tmp_path / "one.txt")] == [("Just this?",)]
-
-
-def test_settings_of_transformers_are_taken_as_it_wants_them(run: Any, tmp_path: Path) -> None:
-    """A penalty of 1 is none, and a penalty is a fraction for transformers, however it is written."""
-    method = "hf:repetition_penalty=1,top_p=0.5,early_stopping=never"
-    report = run("--methods", method, "--limit", "1", "--repeats", "1", json_file=tmp_path / "report.json")
-    rows = {row["method"]: row for row in report["rows"]}
-    assert rows[method]["identical"] == 1.0 and rows[method]["tokens"] == rows["none"]["tokens"]
-
-
-def test_there_are_questions_for_a_first_look() -> None:
-    questions = load_questions(bench.BUILT_IN)
-    assert len(questions) == 12 and {len(group) for group in form_groups(questions, 8)} == {2}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--methods", "ngram,telepathy"], "unknown proposer 'telepathy'; choose from none, ngram"),
-        (["--methods", ""], "--methods is ''; name a method"),
         (["--methods", " "], "--methods is ' '; name a method"),
         (["--methods", "nodes=8"], "--methods begins with the option 'nodes=8'"),
         (["--methods", "ngram:width=2"], "ngram has no option width"),
-        (["--methods", "no.py:Mine"], "cannot load 'no.py:Mine': there is no such file"),
-        (["--methods", "draft"], "draft needs draft_model"),
         (["--methods", "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
         (["--methods", "merged:warm=true"], "give --repeats 1"),
         (["--methods", "hf", "--batch-size", "2"], "hf answers one question at a time"),
         (["--methods", "hf:assistant_model=foo"], "has no setting assistant_model; give draft_model=MODEL"),
-        (["--methods", "hf:inputs=1"], "hf:inputs=1: transformers' generate has no setting inputs"),
-        (["--methods", "hf:output_scores=maybe"], "output_scores takes true or false, not 'maybe'"),
-        (["--methods", "hf:output_scores=1"], "output_scores takes true or false, not 1"),
-        (["--methods", "hf:repetition_penalty=nan"], "repetition_penalty takes a number, not 'nan'"),
-        (["--methods", "hf:top_k=true"], "top_k takes a whole number, not True"),
-        (["--methods", "hf:num_beams=1.5"], "num_beams takes a whole number, not 1.5"),
-        (["--methods", "hf:min_p=low"], "min_p takes a number, true or false, not 'low'"),
-        (["--methods", "merged:nodes=1.5"], "nodes is 1.5; it must be a whole number"),
-        (["--gguf", "float32=x"], "--gguf is for --passes"),
-        (["--limit", "0"], "--limit"),
-        (["--repeats", "0"], "--repeats"),
-        (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
         (["--plot", "speed.gif"], "--plot speed.gif must end in .png or .svg"),
         (["--from", "out.json"], "not allowed with argument"),
-        (["--passes", "--methods", "ngram"], "--methods is for --questions"),
-        (["--passes", "--batch-size", "2"], "--batch-size is for --questions"),
-        (["--passes", "--from", "x.json"], "not allowed with argument"),
-        (["--llama-bench", "x"], "--llama-bench is for --passes"),
-        (["--passes", "--llama-bench", "x"], "--llama-bench and --gguf need each other"),
-        (["--passes", "--gguf", "float32=x"], "--llama-bench and --gguf need each other"),
-        (["--passes", "--llama-bench", "no/such", "--gguf", "float32=x"], "no/such: No such file"),
-        (["--passes", "--dtype", "bfloat16", "--llama-bench", "x", "--gguf", "float32=y"], "a file for float32, which"),
-        (["--passes", "--gguf", "int4=x"], "'int4=x' is not DTYPE=FILE with a DTYPE of float64, float32"),
+        (["--passes", "--batch-size", "2"], "--batch-size is not for --passes"),
+        (["--llama-bench", "x"], "--llama-bench is not for --questions"),
+        (["--passes", "--dtype", "bfloat16", "--gguf", "x"], "--llama-bench, --gguf and --dtype need each other"),
+        (["--passes", "--llama-bench", "no/such", "--gguf", "x", "--dtype", "float32"], "no/such: No such file"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(
@@ -519,7 +442,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 ) -> None:
     for module in (bench, passes):
         monkeypatch.setattr(module, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
-    (tmp_path / "good.jsonl").write_text(GOOD)
+    (tmp_path / "good.jsonl").write_text('{"turns": ["?"]}')
     questions = [] if "--passes" in options else ["--questions", tmp_path / "good.jsonl"]
     run_main(bench.main, *questions, *options).refused(message)
 
@@ -539,9 +462,9 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_ro
         options += ["--model", save_model(), "--device", "cpu", "--dtype", "float64", "--max-new-tokens", "12"]
         return run_main(bench.main, *options)
 
-    ask_long(["?"], ["long " * 60]).refused("question 1: turn 0 has 305 tokens; the model's context of 256")
+    ask_long(["?"], ["long " * 60]).refused("long.jsonl, line 2: turn 0 has 305 tokens; the model's context of 256")
     err = ask_long(["long " * 47, "more"], ["long " * 44, "more"]).err
-    assert "question 0: turn 1 has" in err and "leaves no room for an answer: it ends here" in err
+    assert "long.jsonl, line 1: turn 1 has" in err and "leaves no room for an answer: it ends here" in err
     report = json.loads((tmp_path / "o").read_text())
     assert [len(record["turns"]) for record in report["records"]] == [1, 2]
     last = report["records"][1]["turns"][1]
