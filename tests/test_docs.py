@@ -142,7 +142,9 @@ def test_the_results_are_those_that_were_measured(file: str, section: str) -> No
     for name, *cells in shown:
         assert cells[:4] == measured[name.strip("`")]
     if file == "methods-blocks-cpu":
-        by_task = {(row["category"], row["method"]): f"{row['speedup_vs_none']:.2f}x ({row['tau']:.2f})" for row in rows}
+        by_task = {
+            (row["category"], row["method"]): f"{row['speedup_vs_none']:.2f}x ({row['tau']:.2f})" for row in rows
+        }
         head = re.search(r"^\| task \|.*", PAGES["docs/performance.md"], re.M)[0]  # type: ignore[index]
         methods = re.findall(r"`([\w-]+)`", head)
         assert len(methods) >= 6

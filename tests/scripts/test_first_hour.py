@@ -42,7 +42,7 @@ def test_the_same_command_goes_on_after_what_is_done(tmp_path: Path, monkeypatch
     assert [part["name"] for part in run_parts(parts, tmp_path, CPU)["parts"]] == ["a", "b", "c"]
     assert file.read_text() == "abbc"
     monkeypatch.setattr(first_hour, "describe_machine", lambda device: {"gpu": "another"})
-    with pytest.raises(ValueError, match='was begun with .*gpu null, not "another"'):
+    with pytest.raises(ValueError, match=r'was begun with .*gpu null, not "another"'):
         run_parts(parts, tmp_path, CPU)
     (tmp_path / REPORT).write_text("{")
     with pytest.raises(ValueError, match="damaged"):
