@@ -243,10 +243,17 @@ class Engine:
 
     def _begin(self, requests: list[Request]) -> list[Chunk]:
         """Start a batch with these requests, whose prompts are read at once."""
-        self._batch, seconds = self._make_batch(len(requests)), Seconds.begin()
+        call, seconds = requests[0].call, Seconds.begin()
+        inputs = None if call is None else call.find_inputs([request.request_id for request in requests])
+        self._batch = self._make_batch(len(requests), inputs)
+        session, fuse, prompts = self._batch.session, self._batch.fuse, [request.prompt for request in requests]
         with seconds.measure("target"):
             try:
-                read = self._batch.session.extend([request.prompt for request in requests], self._batch.fuse)
+                if inputs is None:
+                    read = session.extend(prompts, fuse)
+                else:
+                    unread = inputs.begin(session)
+                    read = inputs.finish(unread, session.extend(unread, fuse))
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self._end_batch()
                 return self._refuse(requests, error)
@@ -285,10 +292,10 @@ class Engine:
             self._batch.session.join(reading.session, reading.rows)
         return self._join(reading.requests, read, reading.seconds)
 
-    def _make_batch(self, rows: int) -> Batch:
+    def _make_batch(self, rows: int, inputs: Any = None) -> Batch:
         if getattr(self.proposer, "adaptive", False):
             self.target.warm_up(self.rows)
-        return Batch(self.target, self.proposer, self.nodes, self._rule, rows, self._prefixes)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, rows, self._prefixes, inputs)
 
     def _join(self, requests: list[Request], read: Read, seconds: Seconds) -> list[Chunk]:
         assert self._batch is not None

@@ -6,7 +6,7 @@ is its position. The nodes being verified follow: node i of row b is in slot len
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import proxy
@@ -23,22 +23,26 @@ GROWTH = 256  # allocations are rounded up to this
 TOGETHER = 8  # layers that share tensors; with more of them, growing and moving rows would need more memory
 
 
-class TreeCache(Cache):
-    """A transformers `Cache` whose layers write to the slots that `reserve` chose. Attention sees the used slots."""
+class KVCache(Cache):
+    """A transformers `Cache` whose layers write to the slots that were reserved. Attention sees the used slots.
 
-    def __init__(self, batch: int, layer_count: int = 1) -> None:
+    round_rows: how many rows are allocated for so many.
+    """
+
+    def __init__(self, rows: int, layer_count: int = 1, round_rows: Callable[[int], int] = int) -> None:
         # A reference cycle would keep the memory of an unused cache until the garbage collector runs.
         cache: Any = proxy(self)
-        self._make_layer = partial(TreeCacheLayer, cache)
-        super().__init__(layer_class_to_replicate=self._make_layer)
+        self.make_layer = partial(KVLayer, cache)
+        super().__init__(layer_class_to_replicate=self.make_layer)
         self.blocks: list[Block] = []
-        self._layer_count = layer_count
-        self.lengths = [0] * batch  # committed tokens of each row, on the host
+        self.lengths = [0] * rows  # committed tokens of each row, on the host
         self.capacity = 0  # slots that are allocated
         self.used = 0  # slots that attention sees
-        self.node_slots = torch.empty(batch, 0, dtype=torch.long)  # [B, N]
+        self.node_slots = torch.empty(rows, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
+        self.last_call: Any = None  # of a layer in the pass, which `decode.cpu.layer_kernel` repeats
         self._node_rows: Tensor | None = None
+        self._layer_count, self._round_rows = layer_count, round_rows
 
     def reserve(
         self, start: int, count: int, device: torch.device, lengths: Tensor | None = None, exact: bool = False
@@ -49,14 +53,19 @@ class TreeCache(Cache):
         """
         longest = max(self.lengths)
         end = longest + start + count
-        self.used = -(-end // BUCKET) * BUCKET
-        self.grow(self.used, start)
-        self.used = end if exact else self.used
+        bucket = -(-end // BUCKET) * BUCKET
+        self.grow(bucket, start)
         lengths = torch.tensor(self.lengths).to(device) if lengths is None else lengths
-        self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=device)
-        self.slots = slice(longest + start, end) if min(self.lengths) == longest else self.node_slots
-        self._node_rows = None
+        self.place(lengths, start, count)
+        self.used = end if exact else bucket
+        if min(self.lengths) == longest:
+            self.slots = slice(longest + start, end)
         return lengths
+
+    def place(self, lengths: Tensor, start: int, count: int) -> None:
+        """Choose the slots of nodes start..start+count-1, which are allocated, after `lengths` [B] committed tokens."""
+        self.slots = self.node_slots = lengths[:, None] + torch.arange(start, start + count, device=lengths.device)
+        self._node_rows = None
 
     def reserve_flat(self, real: Tensor) -> None:
         """Make the nodes that were reserved one row, without padding: `real` [B, N] tells those that are none."""
@@ -71,23 +80,18 @@ class TreeCache(Cache):
             self._node_rows = torch.arange(rows, device=self.node_slots.device)[:, None].repeat(1, nodes)
         return self._node_rows
 
-    def keep(self, path: Tensor, counts: Sequence[int]) -> None:
-        """Commit the first counts[b] nodes of each row's path, and forget the others. See `plan_moves` for the path."""
-        moves = self.plan_moves(path)
-        if moves is not None:
-            self.move(moves)
-        self.commit(counts)
+    @property
+    def states(self) -> list[Tensor]:
+        """All keys and values, of the rows that are allocated: other tensors once they have moved in memory."""
+        return [states for block in self.blocks for states in (block.keys, block.values)]
 
-    def plan_moves(self, path: Tensor) -> Tensor | None:
-        """The slots [2, B, T] that each path's nodes are in and those they go to; None if all are in place.
-
-        path [B, T], on the CPU; padding holds its own column index, so nothing moves there.
-        """
-        column = torch.arange(path.shape[1])
-        if not bool((path != column).any()):  # a chain is in place already
+    def plan_moves(self, path: Sequence[Sequence[int]]) -> Tensor | None:
+        """The slots [2, B, T] of the nodes of each row's path, and those they go to; None if all are in place."""
+        if all(node == place for row in path for place, node in enumerate(row)):  # a chain
             return None
-        starts = torch.tensor(self.lengths)[:, None]
-        return torch.stack([starts + path, starts + column])
+        width = max(map(len, path))
+        starts, nodes = torch.tensor(self.lengths)[:, None], [[*row, *range(len(row), width)] for row in path]
+        return torch.stack([starts + torch.tensor(nodes), starts + torch.arange(width)])
 
     def move(self, moves: Tensor) -> None:
         """Copy slots as planned, in all layers."""
@@ -103,9 +107,9 @@ class TreeCache(Cache):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """A layer's keys and values in all slots; None before its first write."""
+        """The keys and values of a layer that has nothing else, in all slots; None before its first write."""
         layer = self.layers[number] if number < len(self.layers) else None
-        return (layer.keys, layer.values) if layer is not None and layer.is_initialized else None
+        return (layer.keys, layer.values) if type(layer) is KVLayer and layer.is_initialized else None
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order. None may come later than it was: `rows[i] >= i`."""
@@ -120,24 +124,31 @@ class TreeCache(Cache):
         self.lengths += [0] * count
         self._show_rows()
 
+    @torch.inference_mode()  # the cache was made in it
+    def restart(self, rows: int) -> None:
+        """Forget all tokens. Memory stays where it is, and is cleared: 0 times a NaN in a hidden slot would be NaN."""
+        self.lengths = [0] * rows
+        for states in self.states:
+            states.zero_()
+        self._show_rows()
+
     def _show_rows(self) -> None:
         """Let layers see as many rows as there are. New ones are allocated for as many again: few joins allocate."""
-        rows = self.round_rows(len(self.lengths))
+        rows = self._round_rows(len(self.lengths))
         for block in self.blocks:
             have = block.keys.shape[1]
             if rows > have:
                 block.allocate(max(rows, 2 * have), self.capacity, self.lengths)
             block.show(rows)
 
-    def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
-        """Replace these rows by rows of another cache: `sources`, or all of them, in order."""
-        sources = range(len(other.lengths)) if sources is None else sources
+    def replace(self, rows: Sequence[int], other: KVCache, sources: Sequence[int]) -> None:
+        """Replace these rows by the rows `sources` of another cache, in order."""
         slots = max((other.lengths[source] for source in sources), default=0)
         self.grow(slots)
         index, on_device = torch.tensor([[*rows], [*sources]]), dict[torch.device, Tensor]()
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
-                self.layers.append(self._make_layer())
+                self.layers.append(self.make_layer())
             if layer.is_initialized:
                 if layer.device not in on_device:
                     on_device[layer.device] = copy_packed({"rows": index}, layer.device)["rows"]
@@ -147,17 +158,17 @@ class TreeCache(Cache):
 
     def clear_free_slots(self) -> None:
         """Zero all slots beyond each row's length."""
-        for block in self.blocks:
-            block.clear_beyond(self.lengths)
-
-    def round_rows(self, rows: int) -> int:
-        """How many rows are allocated for so many."""
-        return rows
+        for states in self.states:  # [L, R, H, S, D]
+            slot = torch.arange(states.shape[3], device=states.device)
+            free = slot >= torch.tensor(self.lengths, device=states.device)[:, None]  # [B, S]
+            states[:, : len(self.lengths)].masked_fill_(free[:, None, :, None], 0)
+            states[:, len(self.lengths) :].zero_()
 
     def grow(self, slots: int, nodes: int = 0) -> None:
         """Allocate so many slots of each row, and some more. nodes: of each row that are kept with its tokens."""
         for block in self.blocks:
-            block.trim()  # all layers have been written to
+            if len(block.layers) < len(block.keys):
+                block.trim()  # all layers have been written to
         if slots > self.capacity:
             capacity = -(-max(slots, self.capacity * 3 // 2) // GROWTH) * GROWTH
             filled = [min(length + nodes, self.capacity) for length in self.lengths]
@@ -165,15 +176,22 @@ class TreeCache(Cache):
                 block.allocate(block.keys.shape[1], capacity, filled)
             self.capacity = capacity
 
-    def add(self, layer: TreeCacheLayer, keys: Tensor, values: Tensor) -> None:
+    def add(self, layer: KVLayer, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer, for keys and values such as these [B, H, N, D]."""
         block = next((block for block in self.blocks if block.has_room_for(keys, values)), None)
         if block is None:
             left = self._layer_count - sum(len(block.keys) for block in self.blocks)
-            shape = max(1, min(left, TOGETHER)), self.round_rows(len(self.lengths)), self.capacity
+            shape = max(1, min(left, TOGETHER)), self._round_rows(len(self.lengths)), self.capacity
             block = Block(*(_allocate(states, *shape) for states in (keys, values)))
             self.blocks.append(block)
         block.add(layer)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Also of models without attention layers."""
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.used, 0
 
 
 class Block:
@@ -183,7 +201,7 @@ class Block:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.layers: list[TreeCacheLayer] = []
+        self.layers: list[KVLayer] = []
         self.rows = keys.shape[1]
         self.hold(keys, values)
 
@@ -199,15 +217,14 @@ class Block:
         pairs = (keys, self.keys), (values, self.values)
         return len(self.layers) < len(self.keys) and all(_kind(new) == _kind(held) for new, held in pairs)
 
-    def add(self, layer: TreeCacheLayer) -> None:
+    def add(self, layer: KVLayer) -> None:
         self.layers.append(layer)
         self.hold(self.keys, self.values)
 
     def trim(self) -> None:
         """Free the parts that no layer has taken: other layers have another shape, or use another layer's keys."""
         count = len(self.layers)
-        if count < len(self.keys):
-            self.hold(self.keys[:count].clone(), self.values[:count].clone())
+        self.hold(self.keys[:count].clone(), self.values[:count].clone())
 
     def allocate(self, rows: int, slots: int, filled: Sequence[int]) -> None:
         """Move to new memory for so many rows and slots, with the first `filled[b]` slots of each row."""
@@ -218,18 +235,6 @@ class Block:
         """Let layers see so many rows."""
         self.rows = rows
         self.hold(self.keys, self.values)
-
-    def clear(self) -> None:
-        for states in (self.keys, self.values):
-            states.zero_()
-
-    def clear_beyond(self, lengths: Sequence[int]) -> None:
-        """Zero the slots of the first rows beyond their lengths, and all of other rows."""
-        for states in (self.keys, self.values):
-            slot = torch.arange(states.shape[3], device=states.device)
-            free = slot >= torch.tensor(lengths, device=states.device)[:, None]  # [B, S]
-            states[:, : len(lengths)].masked_fill_(free[:, None, :, None], 0)
-            states[:, len(lengths) :].zero_()
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
@@ -264,14 +269,14 @@ def _kind(states: Tensor) -> tuple[Any, ...]:
     return states.shape[-3], states.shape[-1], states.dtype, states.device
 
 
-class TreeCacheLayer(CacheLayerMixin):
+class KVLayer(CacheLayerMixin):
     """One layer's keys and values, [B, H, S, D] each. Layers with a window keep all tokens; the mask applies it."""
 
     is_sliding = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self, cache: TreeCache) -> None:
+    def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
 
@@ -284,11 +289,15 @@ class TreeCacheLayer(CacheLayerMixin):
         """Write the new nodes, [B, H, N, D] each, and return all used slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._write(self.keys, key_states)
-        self._write(self.values, value_states)
+        slots = self.cache.slots
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            if isinstance(slots, slice):
+                states[:, :, slots] = new
+            else:
+                states[self.cache.node_rows.to(new.device), :, slots.to(new.device)] = new.transpose(1, 2)
         return self.keys[:, :, : self.cache.used], self.values[:, :, : self.cache.used]
 
-    def replace(self, rows: Tensor, sources: Tensor, other: TreeCacheLayer, count: int) -> None:
+    def replace(self, rows: Tensor, sources: Tensor, other: KVLayer, count: int) -> None:
         """Copy the first `count` slots of another layer's rows `sources` to these rows, in order."""
         if not self.is_initialized:
             self.lazy_initialization(other.keys, other.values)
@@ -296,17 +305,10 @@ class TreeCacheLayer(CacheLayerMixin):
         self.values[rows, :, :count] = other.values[sources, :, :count]
 
     def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
+        return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.used, 0
+        return self.cache.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
         return -1
-
-    def _write(self, states: Tensor, new: Tensor) -> None:
-        slots = self.cache.slots
-        if isinstance(slots, slice):
-            states[:, :, slots] = new
-        else:
-            states[self.cache.node_rows.to(new.device), :, slots.to(new.device)] = new.transpose(1, 2)

@@ -17,7 +17,7 @@ from decode.proposer import Proposer, Step, Use, check_layers
 from decode.reading import Prefixes, Text
 from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs
-from decode.session import Session, Verdict
+from decode.session import Inputs, Session, Verdict
 from decode.stats import Seconds, Stats
 from decode.target import Target
 from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
@@ -69,6 +69,7 @@ class Batch:
         rule: AcceptanceRule,
         rows: int,
         prefixes: Prefixes | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         self.target, self.nodes, self.rule, self.prefixes = target, nodes, rule, prefixes
         self.layers, self.fuse = proposer.layers, getattr(proposer, "fuse", None)
@@ -77,7 +78,8 @@ class Batch:
             begin(target)
         check_layers(proposer, target)
         self._use = Use(proposer)
-        self.session: Session = target.open(rows, self.layers)
+        plain = inputs is None
+        self.session = target.open(rows, self.layers) if plain else Session(target, rows, self.layers, inputs=inputs)
         self.session.keeps_beginnings = prefixes is not None
         self._rows: list[Verified] = []  # in order: those of the last pass, and those that have joined since
         self._verifying = 0.0  # seconds of the last pass
@@ -135,6 +137,9 @@ class Batch:
             begin += len(part.requests)
             if running:
                 parts.append(part if len(running) == len(part.requests) else part.select(running))
+        for row, request in enumerate(requests):
+            if request.finish and request.call is not None:
+                request.call.record_states(request.request_id, self.session, row)
         if self.prefixes is not None and len(kept) < len(requests):
             for text, request in zip(self.list_texts(), requests, strict=True):
                 if request.finish not in (None, "error"):
@@ -264,6 +269,8 @@ class Batch:
                 nodes = part.accepted.path[row][: len(chunk.tokens)]  # a token was chosen after each
                 told = find_log_probs(part.verdict.logits[row, nodes], chunk.tokens, request.log_probs)
                 chunk = replace(chunk, log_probs=told)
+            if request.call is not None:
+                request.call.record_logits(request.request_id, part.verdict.logits[row, part.accepted.path[row]])
             chunks.append(request.deliver(chunk, self.target.tokenizer))
             if request.finish and size > 1 and self._finish is not None:
                 self._finish(request.request_id, chunk.tokens, chunk.drafted)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.models.stock_model import StockModel
-from decode.recurrent import open_session
 from decode.request import Request
 from decode.session import Fuse, Read, Session, find_unique
 from decode.stats import Seconds
@@ -125,7 +124,7 @@ class Reading:
         find: Callable[[list[int]], Text | None],
     ) -> None:
         prompts, self.rows = find_unique([request.prompt for request in requests])
-        self.requests, self.session = requests, open_session(target, len(prompts), layers)
+        self.requests, self.session = requests, Session(target, len(prompts), layers)
         self.seconds = Seconds()
         self._known = [find(prompt) for prompt in prompts]
         with self.seconds.measure("target"):

@@ -13,21 +13,17 @@ Shapes: B rows, N nodes, V vocabulary, F feature width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from operator import add
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import proxy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from decode.kv_cache import BUCKET, TreeCache, TreeCacheLayer
-from decode.models.stock_model import StockModel
-from decode.session import ALIKE, Fuse, Read, Session, Verdict, group_by_length
-from decode.trees.sampling import Sampling
+from decode.kv_cache import BUCKET, KVCache, KVLayer
 from decode.trees.tree import Tree
 
 STATES = "conv_states", "recurrent_states"  # of a layer: dicts of tensors [B, ...] by the number of the state
@@ -35,7 +31,7 @@ EVERY, MOST_MARKS = 128, 4  # tokens between the states of a text that are kept,
 MOST_GIVEN = 8  # tokens of a row; more of them are committed by a pass of their own
 FLAGS = "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized", "conv_kernel_size"
 Index: TypeAlias = Callable[[torch.device], Tensor]  # rows, on each device
-States: TypeAlias = dict[tuple[str, int], Tensor]  # of a layer and a row, by name and number
+LayerStates: TypeAlias = dict[tuple[str, int], Tensor]  # of a layer and a row, by name and number
 
 
 class StateLayer(LinearAttentionLayer):
@@ -113,7 +109,7 @@ class StateLayer(LinearAttentionLayer):
         states = [state for name in STATES for state in getattr(self, name).values() if state is not None]
         return sum(state[row].nbytes for state in states)
 
-    def read_row(self, row: int) -> States:
+    def read_row(self, row: int) -> LayerStates:
         """A copy of a row's states."""
         return {
             (name, number): state[row].clone()
@@ -122,7 +118,7 @@ class StateLayer(LinearAttentionLayer):
             if state is not None
         }
 
-    def write_row(self, row: int, states: States) -> None:
+    def write_row(self, row: int, states: LayerStates) -> None:
         """Replace a row's states; those that are not given become zeros."""
         for name in STATES:
             for number, state in getattr(self, name).items():
@@ -152,290 +148,205 @@ class StateLayer(LinearAttentionLayer):
                     states[number] = old.index_copy(0, rows(state.device), state[sources(state.device)])
 
 
-class StateAndAttentionLayer(StateLayer, TreeCacheLayer):
+class StateAndAttentionLayer(StateLayer, KVLayer):
     """A layer with both a state, and keys and values."""
 
     def __init__(self, cache: Any, number_of_states: int) -> None:
-        TreeCacheLayer.__init__(self, cache)
+        KVLayer.__init__(self, cache)
         StateLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """transformers names the arguments of states only."""
-        (TreeCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+        (KVLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-class StateCache(TreeCache):
-    """The KV cache and the states of a batch.
+@dataclass(frozen=True)
+class Replay:
+    """A pass over the chains of a tree, each after its row's given tokens.
 
-    given: of each row, committed tokens that its state has not seen. marks: of each row, states at earlier places of
+    tree: given tokens and chains. start: the first of its nodes that is computed. only: those computed nodes, counted
+    from there, that have logits; None: all. nodes, logits: where each row's results are among those of the pass.
+    """
+
+    tree: Tree
+    start: int
+    only: list[int] | None
+    nodes: list[list[int]]
+    logits: list[list[int]]
+
+    def take_features(self, features: Tensor) -> Tensor:
+        """Those of the tree's nodes [B, n, F]."""
+        return _take(features, self.nodes)
+
+    def take_logits(self, logits: Tensor) -> Tensor:
+        """Those that were asked for, [B, n, V]."""
+        return _take(logits, self.logits)
+
+
+class States:
+    """The states of a session's rows, and the KV cache in which their layers are.
+
+    given: of each row, committed tokens that its states have not seen. marks: of each row, states at earlier places of
     its text, as (tokens, the states of each layer).
     """
 
-    def __init__(self, batch: int, config: PretrainedConfig) -> None:
+    def __init__(self, rows: int, config: PretrainedConfig) -> None:
         layers = DynamicCache(config=config).layers
-        super().__init__(batch, sum(hasattr(layer, "is_sliding") for layer in layers))
-        self.given: list[list[int]] = [[] for _ in range(batch)]
-        self.marks: list[list[tuple[int, list[States]]]] = [[] for _ in range(batch)]
-        self.layers = [self._make(layer) for layer in layers]
-        self.states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        self.is_ahead = False  # a pass has changed the states, and was not kept
+        self.cache = KVCache(rows, sum(hasattr(layer, "is_sliding") for layer in layers))
+        self.cache.layers = [self._make(layer) for layer in layers]
+        self.layers = [layer for layer in self.cache.layers if isinstance(layer, StateLayer)]
+        self.given: list[list[int]] = [[] for _ in range(rows)]
+        self.marks: list[list[tuple[int, list[LayerStates]]]] = [[] for _ in range(rows)]
         self._config = config
+        self._is_ahead = False  # a pass has changed the states, and was not kept
+        self._chains: list[list[int]] = []  # of the last pass
+        self._width = 0  # of that pass, with given tokens
 
     def _make(self, layer: Any) -> Any:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            return self._make_layer() if hasattr(layer, "is_sliding") else StateLayer(0)  # an MLP of nemotron_h
+            return self.cache.make_layer() if hasattr(layer, "is_sliding") else StateLayer(0)  # an MLP of nemotron_h
         number = layer.number_of_states
-        return StateAndAttentionLayer(proxy(self), number) if hasattr(layer, "is_sliding") else StateLayer(number)
+        return StateAndAttentionLayer(proxy(self.cache), number) if hasattr(layer, "is_sliding") else StateLayer(number)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Also of models without attention layers."""
-        return max(self.lengths)
+    def list_behind(self, only_roots: bool) -> list[int]:
+        """Rows whose given tokens need a pass of their own: they are many, or they keep rows apart.
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.used, 0
+        Where no row has drafts (`only_roots`), rows with different numbers of given tokens would never meet: the
+        longest one is committed, the others get a further token to give.
+        """
+        counts = [*map(len, self.given)]
+        is_apart = only_roots and len({*counts}) > 1
+        return [row for row, count in enumerate(counts) if count > MOST_GIVEN or (is_apart and count)]
 
-    def allocated(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """As that of `TreeCache`; None for layers with a state."""
-        return None if isinstance(self.layers[number], StateLayer) else super().allocated(number)
+    def begin(self, tree: Tree, start: int, only: Sequence[int] | None) -> Replay:
+        """Prepare a pass over chains after what is committed, or, with `start`, one that continues the last one."""
+        pairs = zip(tree.tokens.tolist(), tree.sizes.tolist(), strict=True)
+        self._chains = [tokens[:size] for tokens, size in pairs]
+        whole = Tree.chain([before + chain for before, chain in zip(self.given, self._chains, strict=True)])
+        self._width = whole.width
+        if not start:
+            self.forget()
+            for layer in self.layers:
+                layer.begin(whole.width == 1)
+            self._is_ahead = True
+        first = len(self.given[0]) + start if start else 0  # the first node that this pass computes
+        nodes = range(start, tree.width)  # whose results are returned; padding gets the result of a real node
+        places = [[min(len(before) + node, whole.width - 1) - first for node in nodes] for before in self.given]
+        if only is None:
+            return Replay(whole, first, None, places, places)
+        wanted = [[row[node] for node in only] for row in places]
+        computed = sorted({place for row in wanted for place in row})
+        return Replay(whole, first, computed, places, [[computed.index(place) for place in row] for row in wanted])
 
-    def begin(self, is_single: bool) -> None:
-        """Prepare a pass after what is committed."""
-        self.forget()
-        for layer in self.states:
-            layer.begin(is_single)
-        self.is_ahead = True
-
-    def learn(self, is_single: bool) -> None:
+    def learn(self) -> None:
         """Take in what the pass did, before another continues it."""
-        for layer in self.states:
-            layer.learn(is_single)
+        for layer in self.layers:
+            layer.learn(self._width == 1)
 
-    def end(self, kept: Sequence[bool]) -> None:
-        """Commit what the pass made of these rows' states, and go back in the others."""
-        if not all(kept):
-            rows = _index(kept)
-            for layer in self.states:
-                layer.restore_all_but(rows) if any(kept) else layer.restore()
-        self.is_ahead = False
+    def keep(self, path: Sequence[Sequence[int]], marks: bool) -> None:
+        """Commit nodes of the pass: with their states if all of a row were computed and kept, else as given tokens.
+
+        marks: keep states that rows can go back to.
+        """
+        if not self._is_ahead:  # nothing was verified
+            return
+        rows = [*zip(self.given, self._chains, map(len, path), strict=True)]
+        kept = [count == len(chain) and len(given) + count == self._width for given, chain, count in rows]
+        self._end(kept)
+        self.cache.commit([self._width if is_kept else 0 for is_kept in kept])
+        if marks:
+            self._mark()
+        self.given = [
+            [] if is_kept else given + chain[:count] for is_kept, (given, chain, count) in zip(kept, rows, strict=True)
+        ]
 
     def forget(self) -> None:
         """Go back to what is committed, if a pass was not kept."""
-        if self.is_ahead:
-            self.end([False])
+        if self._is_ahead:
+            self._end([False])
 
-    def load_states(self, cache: Cache) -> None:
-        """Take the states of a cache of transformers, for all rows."""
+    def _end(self, kept: Sequence[bool]) -> None:
+        """Commit what the pass made of these rows' states, and go back in the others."""
+        if not all(kept):
+            rows = _index(kept)
+            for layer in self.layers:
+                layer.restore_all_but(rows) if any(kept) else layer.restore()
+        self._is_ahead = False
+
+    def load(self, cache: Cache, sources: Sequence[int]) -> None:
+        """Take the states of a cache of transformers, of these of its rows."""
         layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
-        rows, stateful = _index(range(len(self.lengths))), [layer for layer in self.states if layer.number_of_states]
+        stateful = [layer for layer in self.layers if layer.number_of_states]
+        rows, index = _index(range(len(self.given))), _index(sources)
         for layer, another in zip(stateful, layers, strict=True):
-            layer.replace_states(rows, another, rows, len(self.lengths))
+            layer.replace_states(rows, another, index, len(self.given))
 
-    def view(self, row: int) -> StateCache:
-        """A cache of one row, whose keys and values are those of this one."""
-        self.grow(self.lengths[row] + len(self.given[row]) + BUCKET)
-        part, index = StateCache(1, self._config), _index([row])
-        for layer, viewed in zip(self.layers, part.layers, strict=True):
+    def view(self, row: int) -> States:
+        """The states of one row, without its given tokens, in a cache whose keys and values are those of this one."""
+        self.cache.grow(self.cache.lengths[row] + len(self.given[row]) + BUCKET)
+        part, index = States(1, self._config), _index([row])
+        for layer, viewed in zip(self.cache.layers, part.cache.layers, strict=True):
             if layer.is_initialized:
                 viewed.keys, viewed.values = layer.keys[row : row + 1], layer.values[row : row + 1]
                 viewed.dtype, viewed.device, viewed.is_initialized = layer.dtype, layer.device, True
             if isinstance(layer, StateLayer):
                 viewed.replace_states(_index([0]), layer, index, 1)
-        part.capacity, part.lengths = self.capacity, [self.lengths[row]]
-        part.given, part.marks = [self.given[row]], [self.marks[row]]
+        part.cache.capacity, part.cache.lengths = self.cache.capacity, [self.cache.lengths[row]]
         return part
 
-    def take_back(self, row: int, part: StateCache) -> None:
-        """Take what was committed in the view of a row."""
+    def take_back(self, row: int, part: States) -> None:
+        """Take what was committed in the view of a row: all of its given tokens."""
         rows, sources = _index([row]), _index([0])
-        for layer, viewed in zip(self.states, part.states, strict=True):
-            layer.replace_states(rows, viewed, sources, len(self.lengths))
-        self.lengths[row], self.given[row], self.marks[row] = part.lengths[0], part.given[0], part.marks[0]
+        for layer, viewed in zip(self.layers, part.layers, strict=True):
+            layer.replace_states(rows, viewed, sources, len(self.given))
+        self.cache.lengths[row], self.given[row] = part.cache.lengths[0], []
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Keep each row's states every `EVERY` tokens, in long texts every quarter of their length."""
-        for row, (length, marks) in enumerate(zip(self.lengths, self.marks, strict=True)):
+        for row, (length, marks) in enumerate(zip(self.cache.lengths, self.marks, strict=True)):
             if length - (marks[-1][0] if marks else 0) >= max(EVERY, length // MOST_MARKS):
-                marks.append((length, [layer.read_row(row) for layer in self.states]))
+                marks.append((length, [layer.read_row(row) for layer in self.layers]))
                 self.marks[row] = marks[1::2] if len(marks) > MOST_MARKS else marks
 
-    def find_mark(self, row: int, length: int) -> int:
+    def find_beginning(self, row: int, length: int) -> int:
         """The most tokens of a row, `length` at most, whose states are known; 0 if there are none."""
-        known = [self.lengths[row], *(place for place, _ in self.marks[row])]
+        known = [self.cache.lengths[row], *(place for place, _ in self.marks[row])]
         return max((place for place in known if place <= length), default=0)
 
     def rewind(self, row: int, length: int) -> None:
-        """Go back to a place that `find_mark` has found."""
-        if length < self.lengths[row]:
-            states = dict(self.marks[row]).get(length, [{} for _ in self.states])
-            for layer, kept in zip(self.states, states, strict=True):
+        """Go back to a place that `find_beginning` has found."""
+        if length < self.cache.lengths[row]:
+            states = dict(self.marks[row]).get(length, [{} for _ in self.layers])
+            for layer, kept in zip(self.layers, states, strict=True):
                 layer.write_row(row, kept)
         self.given[row], self.marks[row] = [], [mark for mark in self.marks[row] if mark[0] <= length]
-        self.lengths[row] = length
+        self.cache.lengths[row] = length
+
+    def count_bytes(self, row: int) -> int:
+        """The bytes of a row's states, those at earlier places included."""
+        return (1 + len(self.marks[row])) * sum(layer.count_bytes(row) for layer in self.layers)
 
     def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
+        """As `KVCache.select`, for the states."""
         self.given, self.marks = [self.given[row] for row in rows], [self.marks[row] for row in rows]
         index = _index(rows)
-        for layer in self.states:
+        for layer in self.layers:
             layer.change(lambda state: state[index(state.device)])
 
     def add_rows(self, count: int) -> None:
-        super().add_rows(count)
+        """As `KVCache.add_rows`, for the states."""
         self.given += [[] for _ in range(count)]
         self.marks += [[] for _ in range(count)]
-        for layer in self.states:
+        for layer in self.layers:
             layer.change(lambda state: torch.cat([state, state.new_zeros(count, *state.shape[1:])]))
 
-    def replace(self, rows: Sequence[int], other: TreeCache, sources: Sequence[int] | None = None) -> None:
-        assert isinstance(other, StateCache)
-        sources = range(len(other.lengths)) if sources is None else sources
-        super().replace(rows, other, sources)
+    def replace(self, rows: Sequence[int], other: States, sources: Sequence[int]) -> None:
+        """As `KVCache.replace`, for the states."""
         for row, source in zip(rows, sources, strict=True):
             self.given[row], self.marks[row] = [*other.given[source]], [*other.marks[source]]
         index, source_index = _index(rows), _index(sources)
-        for layer, another in zip(self.states, other.states, strict=True):
-            layer.replace_states(index, another, source_index, len(self.lengths))
-
-
-class StateSession(Session):
-    """A session for a target with a recurrent state."""
-
-    cache: StateCache
-    alike = 1  # rows of a prefill are equally long
-
-    def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
-        super().__init__(target, batch, layers)
-        self.cache = StateCache(batch, target.config)
-        self._chains: list[list[int]] = []  # of the last pass
-        self._width = 0  # of that pass, with given tokens
-
-    @property
-    def lengths(self) -> list[int]:
-        return [*map(add, self.cache.lengths, self.count_given())]
-
-    def count_given(self) -> list[int]:
-        return [*map(len, self.cache.given)]
-
-    def open(self, batch: int) -> StateSession:
-        session = StateSession(self.target, batch, self.layers)
-        session.keeps_beginnings = self.keeps_beginnings
-        return session
-
-    @torch.no_grad()
-    def verify(
-        self, tree: Tree, *, start: int = 0, only: Sequence[int] | None = None, sampling: Sampling | None = None
-    ) -> Verdict:
-        """As `Session.verify`, for chains. With `start`, all rows must be equally long, and have been before."""
-        if not tree.is_chain:
-            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
-        pairs = zip(tree.tokens.tolist(), tree.sizes.tolist(), strict=True)
-        self._chains, self._upload = [tokens[:size] for tokens, size in pairs], None  # the upload has no given tokens
-        if not start:
-            self._catch_up(only_roots=tree.width == 1)
-        given = self.cache.given
-        whole = Tree.chain([before + chain for before, chain in zip(given, self._chains, strict=True)])
-        self._width, is_single = whole.width, whole.width == 1
-        begin = len(given[0]) + start if start else 0  # the first node that this pass computes
-        nodes = range(start, tree.width)  # whose results are returned; padding gets the result of a real node
-        places = [[min(len(before) + node, whole.width - 1) - begin for node in nodes] for before in given]
-        wanted = places if only is None else [[row[node] for node in only] for row in places]
-        computed = None if only is None else sorted({place for row in wanted for place in row})
-        if not start:
-            self.cache.begin(is_single)
-        verdict = super().verify(whole, start=begin, only=computed)
-        if not start:
-            self.cache.learn(is_single)
-        if computed is not None:
-            wanted = [[computed.index(place) for place in row] for row in wanted]
-        features = None if verdict.features is None else _take(verdict.features, places)
-        return Verdict(_take(verdict.logits, wanted), features)
-
-    def _catch_up(self, only_roots: bool) -> None:
-        """Commit given tokens by passes of their own: of rows with many of them, and those that keep rows apart.
-
-        Where no row has drafts, rows with different numbers of given tokens would never meet: the longest one is
-        committed, the others get a further token to give.
-        """
-        counts = self.count_given()
-        is_apart = only_roots and len(set(counts)) > 1
-        for row, count in enumerate(counts):
-            if count > MOST_GIVEN or (is_apart and count):
-                self._commit_given(row)
-
-    def _commit_given(self, row: int) -> None:
-        part = StateSession(self.target, 1)
-        part.cache = self.cache.view(row)
-        tokens, part.cache.given = part.cache.given[0], [[]]
-        part.verify(Tree.chain([tokens]), only=[0])
-        part.keep([range(len(tokens))])
-        self.cache.take_back(row, part.cache)
-
-    def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
-        inputs = super()._model_inputs(tree, start, lengths)
-        if isinstance(inputs["attention_mask"], dict):
-            inputs["attention_mask"] |= dict.fromkeys(("linear_attention", "conv"))  # padding comes last
-        if not self.target.takes_positions:  # there are no attention layers
-            inputs["attention_mask"] = None
-            del inputs["position_ids"]
-        return inputs
-
-    def keep(self, path: Sequence[Sequence[int]]) -> None:
-        if not self.cache.is_ahead:  # nothing was verified
-            return
-        rows = [*zip(self.cache.given, self._chains, map(len, path), strict=True)]
-        kept = [count == len(chain) and len(given) + count == self._width for given, chain, count in rows]
-        self.cache.end(kept)
-        self.cache.commit([self._width if is_kept else 0 for is_kept in kept])
-        if self.keeps_beginnings:
-            self.cache.mark()
-        self.cache.given = [
-            [] if is_kept else given + chain[:count] for is_kept, (given, chain, count) in zip(kept, rows, strict=True)
-        ]
-
-    def read(
-        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
-    ) -> Generator[None, None, Read]:
-        """As `Session.read`. After it, no row has given tokens. Rows of different lengths are read in groups."""
-        if self.keeps_beginnings and not self.target.backend.pass_tokens:  # longer passes are not faster
-            most = EVERY * len(tokens) if most is None else min(most, EVERY * len(tokens))
-        counts = [*map(add, self.count_given(), map(len, tokens))]
-        groups = group_by_length(counts, self.alike)
-        if len(groups) == 1 or max(counts) < ALIKE:
-            read = yield from super().read(tokens, fuse, most)
-            for row, count in enumerate(self.count_given()):
-                if count:
-                    self._commit_given(row)
-            return read
-        logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
-        for rows in groups:
-            part = self.open(0)
-            part.join(self, rows)
-            found, states = yield from part.read([tokens[row] for row in rows], fuse, most)
-            self.cache.replace(rows, part.cache)
-            for place, row in enumerate(rows):
-                logits[row] = found[place]
-                if states is not None:
-                    features[row] = states[place, : len(tokens[row])]
-        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
-
-    def find_beginning(self, row: int, length: int) -> int:
-        return self.cache.find_mark(row, length)
-
-    def rewind(self, row: int, length: int) -> None:
-        self._move_now()
-        self.cache.rewind(row, self.find_beginning(row, length))
-
-    def count_state_bytes(self, row: int) -> int:
-        return (1 + len(self.cache.marks[row])) * sum(layer.count_bytes(row) for layer in self.cache.states)
-
-    def _move_now(self) -> None:
-        super()._move_now()
-        self.cache.forget()
-
-
-def open_session(target: StockModel, batch: int, layers: Sequence[int] = ()) -> Session:
-    """An empty session of a target, without graphs."""
-    return (StateSession if target.is_recurrent else Session)(target, batch, layers)
+        for layer, another in zip(self.layers, other.layers, strict=True):
+            layer.replace_states(index, another, source_index, len(self.given))
 
 
 def _index(rows: Sequence[int]) -> Index:

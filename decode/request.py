@@ -46,6 +46,7 @@ class Request:
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
     is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. driver: its engine.
+    call: the `generate` call of transformers that it belongs to (`decode.hf.call`).
     """
 
     request_id: int
@@ -63,6 +64,7 @@ class Request:
     is_cancelled: bool = False
     answer: Answer | None = None
     driver: Driver | None = None
+    call: Any = None
 
     def __post_init__(self) -> None:
         self.sequence = list(self.prompt)

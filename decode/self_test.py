@@ -19,8 +19,7 @@ from transformers import DynamicCache
 from decode.cpu.packed_linear import BAD_WEIGHT, PackedLayer, find_bad_weight
 from decode.models.compatibility import ATTENDING, AttentionWindow, find_input_scales
 from decode.models.stock_model import StockModel, capture_features, find_decoder
-from decode.recurrent import open_session
-from decode.session import Session
+from decode.session import Session, run_through
 from decode.trees.tree import Tree
 
 # The largest error of a logit, in standard deviations of the logits. Wrong masks give at least 2e-2 in float32. In
@@ -216,8 +215,8 @@ def _measure_chain_errors(target: StockModel, others: int = 1, layer: int | None
     prompt, tokens = _make_example(target)
     texts = [[*prompt, *tokens.tolist()]] + [[*prompt[3:], *tokens.tolist()]] * others
     plain = [_compute(target, torch.tensor([text]), layer)[0].float() for text in texts]
-    session = open_session(target, len(texts), () if layer is None else (layer,))
-    session.extend([text[: -len(tokens)] for text in texts])
+    session = Session(target, len(texts), () if layer is None else (layer,))
+    run_through(session.read([text[: -len(tokens)] for text in texts]))
     errors, left = [], len(tokens)
     for count, wrong in ((2, 3), (1, 0), (1, 0), (3, 2), (3, 0)):  # accepted and rejected nodes; the third goes alone
         right = [text[-left:][:count] for text in texts]
@@ -262,7 +261,7 @@ def _misses_edge(target: StockModel, kind: str, span: AttentionWindow) -> bool:
     committed = span.window + 2 if span.window else (span.chunk or 1) - 1  # chunks end within the tree
     types = getattr(target.config, "layer_types", None)
     layer = [ATTENDING.get(each) for each in types].index(kind) if types else 0
-    session, tree = open_session(target, 1), _make_trees(_make_example(target)[1][:5])
+    session, tree = Session(target, 1), _make_trees(_make_example(target)[1][:5])
     tree = tree.best_chains() if target.is_recurrent else tree
     path = tree.ancestors[0, -1].nonzero()[:, 0]  # of depth 0, 1 and 2: the first two see the value
     ids = tree.tokens[:, path].to(target.device)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from operator import add
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.devices.transfer import Upload, copy_packed, waits
-from decode.kv_cache import TreeCache
+from decode.kv_cache import KVCache
 from decode.models.grouped_attention import LONG, count_seen
 from decode.models.stock_model import StockModel, capture_features
+from decode.recurrent import EVERY, States
 from decode.trees.check import check_on_device
 from decode.trees.masks import tree_masks
 from decode.trees.sampling import Sampling
@@ -27,9 +29,8 @@ MASK_BYTES = 1 << 28  # of a mask in it
 GROUP = 16  # rows of a prefill at most ...
 ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
 Fuse: TypeAlias = Callable[[Tensor], Tensor]  # from features [B, T, F] to what a proposer needs of them, [B, T, *]
-Read: TypeAlias = tuple[
-    Tensor, Tensor | None
-]  # the logits after each prompt [B, V], and its tokens' features [B, T, *]
+# The logits after each prompt [B, V], and its tokens' features [B, T, *].
+Read: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,76 @@ class Verdict:
         return Verdict(self.logits[index], None if self.features is None else self.features[index])
 
 
+class Steps(Protocol):
+    """What makes the passes of a session on its device, with a KV cache of its own."""
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    def verify(self, session: Session, tree: Tree, upload: Upload, sampling: Sampling | None) -> Verdict:
+        """The pass over a tree on the device, whose lengths are in the upload. With `sampling` it accepts the tree."""
+        ...
+
+    def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:
+        """As `check_on_device`."""
+        ...
+
+
+class Inputs(Protocol):
+    """What the rows of a session have as inputs besides their tokens."""
+
+    def select(self, places: Sequence[int]) -> Self: ...
+
+    def join(self, other: Any) -> Self: ...
+
+    def rewrite(self, inputs: dict[str, Any], session: Session, lengths: Tensor, depth: Tensor) -> dict[str, Any]:
+        """The model's inputs for nodes of some `depth` [B, N] after `lengths` [B] committed tokens."""
+        ...
+
+
 class Session:
-    """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it."""
+    """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it.
 
-    alike = ALIKE
-    keeps_beginnings = False  # whether rows with a state can go back to a beginning of their text; others always can
+    layers: the hidden states that verdicts carry as features. steps: makes the passes, if it is given. states: of the
+    target's recurrent layers. inputs: what the rows have besides tokens. keeps_beginnings: whether rows with a state
+    can go back to a beginning of their text; others always can.
+    """
 
-    def __init__(self, target: StockModel, batch: int, layers: Sequence[int] = ()) -> None:
-        self.target = target
-        self.layers = tuple(layers)
-        self.cache = TreeCache(batch, target.config.num_hidden_layers)
+    keeps_beginnings = False
+
+    def __init__(
+        self,
+        target: StockModel,
+        rows: int,
+        layers: Sequence[int] = (),
+        *,
+        steps: Steps | None = None,
+        states: States | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        self.target, self.layers, self.steps, self.inputs = target, tuple(layers), steps, inputs
+        self.states = States(rows, target.config) if target.is_recurrent and states is None else states
+        part = steps or self.states
+        self.cache = KVCache(rows, target.config.num_hidden_layers) if part is None else part.cache
         self._moves: Tensor | None = None  # of the nodes kept last; they are made with the next forward pass
+        self._has_moved = False  # the last pass has accepted its trees, and moved their nodes
         self._upload: Upload | None = None
         self._memory: Tensor | None = None  # for the logits of flat passes
 
     @property
     def lengths(self) -> list[int]:
         """The number of committed tokens of each row."""
-        return self.cache.lengths
+        return self.cache.lengths if self.states is None else [*map(add, self.cache.lengths, self.count_given())]
 
     def count_given(self) -> list[int]:
         """How many committed tokens of each row the next pass computes once more; see `decode.recurrent`."""
-        return [0] * len(self.lengths)
+        return [0] * len(self.cache.lengths) if self.states is None else [*map(len, self.states.given)]
 
-    def open(self, batch: int) -> Session:
+    def open(self, rows: int) -> Session:
         """An empty session for the same target and layers, without graphs."""
-        return Session(self.target, batch, self.layers)
+        session = Session(self.target, rows, self.layers)
+        session.keeps_beginnings = self.keeps_beginnings
+        return session
 
     def begin_upload(self) -> Upload:
         """What the next forward pass needs on the device. Whatever else is added is copied with it."""
@@ -103,6 +148,8 @@ class Session:
 
         roots [B]: the bonus tokens. See `decode.trees.check`.
         """
+        if self.steps is not None:
+            return self.steps.check(self, tree, roots, nodes)
         return check_on_device(tree, roots, nodes, self.target.vocabulary)
 
     @torch.no_grad()
@@ -113,46 +160,87 @@ class Session:
 
         start: compute only the nodes from this one on; those before it were verified by the last call and are still in
         the cache (a tree that grows level by level). only: the nodes to compute logits for, which then are [B, n, V].
-        sampling: what all rows sample by, without logits processors; a session may then accept the tree in the same
-        pass.
+        sampling: what all rows sample by, without logits processors; a pass of fixed shape then accepts the tree, too.
+        For a target with states, all rows must be equally long for `start`, and have been before.
+
+        Raises ValueError for a tree that is no chain, if the target has states.
         """
+        if self.states is not None:
+            return self._replay(self.states, tree, start, only)
+        return self._compute(tree, start, only, sampling)
+
+    def _replay(self, states: States, tree: Tree, start: int, only: Sequence[int] | None) -> Verdict:
+        """`verify` for chains, whose rows begin with tokens that their states have not seen."""
+        if not tree.is_chain:
+            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
+        self._upload = None  # it lacks the given tokens
+        for row in [] if start else states.list_behind(only_roots=tree.width == 1):
+            self._commit_given(states, row)
+        replay = states.begin(tree, start, only)
+        verdict = self._compute(replay.tree, replay.start, replay.only)
+        if not start:
+            states.learn()
+        features = None if verdict.features is None else replay.take_features(verdict.features)
+        return Verdict(replay.take_logits(verdict.logits), features)
+
+    def _commit_given(self, states: States, row: int) -> None:
+        """Commit a row's given tokens by a pass of its own."""
+        inputs = None if self.inputs is None else self.inputs.select([row])
+        part = Session(self.target, 1, states=states.view(row), inputs=inputs)
+        part.verify(Tree.chain([states.given[row]]), only=[0])
+        part.keep([range(len(states.given[row]))])
+        assert part.states is not None
+        states.take_back(row, part.states)
+
+    def _compute(self, tree: Tree, start: int, only: Sequence[int] | None, sampling: Sampling | None = None) -> Verdict:
         target, count = self.target, tree.width - start
         upload = self._upload or self.begin_upload()
-        tree = self.place(tree)
+        tree = tree if tree.tokens.device == target.device else self.place(tree)
         if self._moves is not None:
             self.cache.move(upload["moves"])
         self._moves = self._upload = None
-        unmasked = self._needs_no_mask(tree, start)
+        if self.steps is not None:
+            assert start == 0 and only is None
+            verdict = self.steps.verify(self, tree, upload, sampling)
+            self._has_moved = verdict.packed is not None
+            return verdict
+        unmasked = not start and self.inputs is None and self._needs_no_mask(tree)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
+        sees_all = target.sees_texts_whole and self.inputs is None
+        seen = None if unmasked else count_seen(self.cache.lengths) if sees_all else 0
+        inputs = self.make_inputs(tree, start, lengths, seen)
         if target.passes_flat and tree.batch > 1 and not bool((real := tree.real[:, start:]).all()):
-            return self._run_flat(tree, start, lengths, real, range(count) if only is None else only)
+            return self._run_flat(inputs, real, range(count) if only is None else only)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
-        verdict = self._run_model(tree, start, lengths, **extra)
+        verdict = self.run(inputs | extra)
         if only is not None and verdict.logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
             verdict = replace(verdict, logits=verdict.logits[:, list(only)])
         return verdict
 
-    def _run_model(self, tree: Tree, start: int, lengths: Tensor, **extra: Any) -> Verdict:
+    def run(self, inputs: dict[str, Any]) -> Verdict:
         """The model's forward pass. It writes to the slots that the cache has reserved."""
         target = self.target
         with capture_features(target.model, self.layers) as captured:
-            output = target.run(self.cache, **self._model_inputs(tree, start, lengths), **extra)
+            output = target.run(self.cache, **inputs)
         features = [captured[layer].to(target.device) for layer in self.layers]
         return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)
 
-    def _run_flat(self, tree: Tree, start: int, lengths: Tensor, real: Tensor, only: Sequence[int]) -> Verdict:
-        """`_run_model` for the nodes `real` [B, N] as one row of T tokens, without padding.
+    def _run_flat(self, inputs: dict[str, Any], real: Tensor, only: Sequence[int]) -> Verdict:
+        """`run` for the nodes `real` [B, N] as one row of T tokens, without padding.
 
         The logits of padding are those of an earlier pass: filling them would take as long as a token.
         """
         target, wanted = self.target, torch.zeros_like(real)
         wanted[:, [*only]] = real[:, [*only]]
         keep = wanted[real].nonzero()[:, 0]  # places among the T tokens
-        inputs = {name: _flatten(each, real) for name, each in self._model_inputs(tree, start, lengths).items()}
+        inputs = {name: _flatten(each, real) for name, each in inputs.items()}
         self.cache.reserve_flat(real)
         with capture_features(target.model, self.layers) as captured:
             logits = target.run(self.cache, real.sum(dim=1), **inputs, logits_to_keep=keep).logits[0]
-        padded = self._logits(len(real), len(only), logits)
+        size = len(real) * len(only) * logits.shape[-1]
+        if self._memory is None or self._memory.numel() < size:  # new memory takes as long as the pass
+            self._memory = logits.new_zeros(size)
+        padded = self._memory[:size].view(len(real), len(only), -1)
         padded[wanted[:, [*only]]] = logits if len(logits) == len(keep) else logits[keep]
         if not self.layers:
             return Verdict(padded, None)
@@ -161,36 +249,35 @@ class Session:
         features[real] = found
         return Verdict(padded, features)
 
-    def _logits(self, rows: int, nodes: int, like: Tensor) -> Tensor:
-        """Memory for logits [B, N, V], the same in each flat pass: new memory takes as long as the pass."""
-        size = rows * nodes * like.shape[-1]
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = like.new_zeros(size)
-        return self._memory[:size].view(rows, nodes, -1)
+    def make_inputs(self, tree: Tree, start: int, lengths: Tensor, seen: int | None) -> dict[str, Any]:
+        """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens.
 
-    def _model_inputs(self, tree: Tree, start: int, lengths: Tensor) -> dict[str, Any]:
-        """The model's inputs for the nodes from `start` on, after `lengths` [B] committed tokens."""
+        seen: the slots that all nodes see, if that is faster without a mask; None: there is no mask at all.
+        """
         target, depth = self.target, tree.depth[:, start:]
         positions = (lengths[:, None] + depth).clamp(max=target.context - 1)
         masks: Any = None
-        if self._needs_no_mask(tree, start):
-            if any(self.cache.lengths):  # see `grouped_sdpa`
-                masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
-                masks = dict.fromkeys(target.windows, masks) if len(target.windows) > 1 else masks
-        else:
+        if seen is not None:
             ancestors = None if tree.is_chain else tree.ancestors[:, start:]
             depth = depth if tree.is_chain else tree.depth
-            seen = self._count_seen()
             masks = tree_masks(target.windows, lengths, ancestors, depth, self.cache.used, target.dtype, seen)
-        return {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
+        elif any(self.cache.lengths):  # see `grouped_sdpa`
+            masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
+            masks = dict.fromkeys(target.windows, masks) if len(target.windows) > 1 else masks
+        if self.states is not None and isinstance(masks, dict):
+            masks |= dict.fromkeys(("linear_attention", "conv"))  # padding comes last
+        inputs = {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
+        if not target.takes_positions:  # there are no attention layers
+            inputs = {"input_ids": inputs["input_ids"], "attention_mask": None}
+        return inputs if self.inputs is None else self.inputs.rewrite(inputs, self, lengths, tree.depth[:, start:])
 
-    def _needs_no_mask(self, tree: Tree, start: int) -> bool:
+    def _needs_no_mask(self, tree: Tree) -> bool:
         """Whether the nodes are the next tokens of all rows, and the model hides later ones itself, and faster.
 
         Without committed tokens, it would not hide unused slots from a single node.
         """
         target, width, lengths = self.target, tree.width, self.cache.lengths
-        if not tree.is_chain or start or target.needs_masks:
+        if not tree.is_chain or target.needs_masks:
             return False
         if not any(lengths):
             return width > 1
@@ -198,80 +285,51 @@ class Session:
         is_faster = width == 1 or width >= CHUNK or lengths[0] >= LONG
         return target.sees_texts_whole and is_alike and is_faster
 
-    def _count_seen(self) -> int:
-        """The slots that all nodes see, if seeing them without a mask is faster."""
-        return count_seen(self.cache.lengths) if self.target.sees_texts_whole else 0
-
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
-        """Commit tokens at the end of each row, at least one each.
-
-        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
-        `fuse` makes of them, one forward pass after another.
-        """
-        groups = group_by_length([*map(len, tokens)], self.alike)
-        is_simple = len(groups) == 1 and len({*map(tuple, tokens)}) == len(tokens)
-        if is_simple or any(self.lengths):  # only empty rows can be filled in groups, and equal texts be read once
-            return run_through(self.read(tokens, fuse))
-        logits: list[Tensor] = [torch.empty(0)] * len(tokens)
-        features: list[Tensor] = [torch.empty(0)] * len(tokens)
-        for rows in groups:
-            group_logits, group_features = self.renew(rows, [tokens[row] for row in rows], fuse)
-            for index, row in enumerate(rows):
-                logits[row] = group_logits[index]
-                if group_features is not None:
-                    features[row] = group_features[index, : len(tokens[row])]
-        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
-
-    def renew(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
-        """Empty these rows and commit new tokens to them. Returns what `extend` does, for these rows."""
+        """`read` without a pause; equal texts are read once."""
         unique, sources = find_unique(tokens)
-        session = self.open(len(unique))
-        logits, features = session.extend(unique, fuse)
-        self._move_now()
-        self.cache.replace(rows, session.cache, sources)
+        if len(unique) == len(tokens) or any(self.lengths) or self.inputs is not None:
+            return run_through(self.read(tokens, fuse))
+        part = self.open(len(unique))
+        logits, features = run_through(part.read(unique, fuse))
+        self.replace(range(len(tokens)), part, sources)
         return logits[sources], None if features is None else features[sources]
-
-    def add_rows(self, count: int) -> None:
-        """Add empty rows after the others."""
-        self._move_now()
-        self.cache.add_rows(count)
-
-    def join(self, other: Session, sources: Sequence[int]) -> None:
-        """Add rows after the others, with what is committed in the rows `sources` of another session."""
-        begin = len(self.lengths)
-        other._move_now()
-        self.add_rows(len(sources))
-        self.cache.replace(range(begin, begin + len(sources)), other.cache, sources)
-
-    def copy_from(self, other: Session, row: int, source: int, length: int) -> None:
-        """Replace an empty row by the first `length` tokens of another session's row `source`."""
-        other._move_now()
-        self.cache.replace([row], other.cache, [source])
-        self.rewind(row, length)
-
-    def find_beginning(self, row: int, length: int) -> int:
-        """The most tokens of a row that it can go back to, `length` at most."""
-        return min(length, self.cache.lengths[row])
-
-    def rewind(self, row: int, length: int) -> None:
-        """Go back to the first tokens of a row, as many as `find_beginning` finds."""
-        self.cache.lengths[row] = self.find_beginning(row, length)
-
-    def count_state_bytes(self, row: int) -> int:
-        """The bytes of a row beyond its keys and values."""
-        return 0
 
     def read(
         self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
     ) -> Generator[None, None, Read]:
-        """`extend` for all rows at once, some tokens of each in a forward pass. Yields between passes.
+        """Commit tokens at the end of each row, at least one each. Yields between passes over some tokens of each.
 
-        most: tokens of all rows in a pass; None takes as many as are fastest.
+        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
+        `fuse` makes of them, pass by pass. Rows with tokens of different lengths are read in groups. After it, no row
+        has given tokens. most: tokens of all rows in a pass; None takes as many as are fastest.
         """
+        counts = [*map(add, self.count_given(), map(len, tokens))]
+        all_rows = [*range(len(tokens))]
+        groups = [all_rows] if max(counts) < ALIKE else group_by_length(counts, ALIKE if self.states is None else 1)
+        if len(groups) == 1 and self.steps is None:
+            return (yield from self._read_group(tokens, fuse, most))
+        logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
+        for rows in groups:
+            part = self.open(0)
+            part.join(self, rows)
+            found, states = yield from part.read([tokens[row] for row in rows], fuse, most)
+            self.replace(rows, part, range(len(rows)))
+            for place, row in enumerate(rows):
+                logits[row] = found[place]
+                if states is not None:
+                    features[row] = states[place, : len(tokens[row])]
+        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
+
+    def _read_group(
+        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None, most: int | None
+    ) -> Generator[None, None, Read]:
         logits: list[Tensor] = [torch.empty(0)] * len(tokens)
         longest, features = max(map(len, tokens)), torch.empty(0)
         chunk = choose_chunk(self.target, len(tokens), longest + max(self.lengths))
         chunk = chunk if most is None else min(chunk, max(most // len(tokens), 1))
+        if self.states is not None and self.keeps_beginnings and not self.target.backend.pass_tokens:
+            chunk = min(chunk, EVERY)  # longer passes are not faster there
         for begin in range(0, longest, chunk):
             if begin:
                 yield
@@ -279,7 +337,7 @@ class Session:
             ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
             last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
             verdict = self.verify(Tree.chain(parts), only=last)
-            self.keep([list(range(len(part))) for part in parts])
+            self.keep([range(len(part)) for part in parts])
             for row in ending:
                 logits[row] = verdict.logits[row, last.index(len(parts[row]) - 1)]
             if verdict.features is not None:
@@ -288,36 +346,94 @@ class Session:
                     features = part.new_empty(len(tokens), longest, part.shape[2])
                 features[:, begin : begin + chunk] = part
             del verdict
+        for row, count in enumerate(self.count_given()):
+            if count and self.states is not None:
+                self._commit_given(self.states, row)
         return torch.stack(logits), features if self.layers else None
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         """Commit the nodes of each row's path, root first, and forget the rest of the tree."""
-        self._move_now()
-        width = max(map(len, path), default=0)
-        padded = [[*row, *range(len(row), width)] for row in path]
-        self._moves = self.cache.plan_moves(torch.tensor(padded, dtype=torch.long))
-        self._upload = None
+        if self.states is not None:
+            return self.states.keep(path, self.keeps_beginnings)
+        if not self._has_moved:
+            self.settle()
+            self._moves = self.cache.plan_moves(path)
+        self._upload, self._has_moved = None, False
         self.cache.commit([len(row) for row in path])
+
+    def add_rows(self, count: int) -> None:
+        """Add empty rows after the others."""
+        self.settle()
+        self.cache.add_rows(count)
+        if self.states is not None:
+            self.states.add_rows(count)
+
+    def replace(self, rows: Sequence[int], other: Session, sources: Sequence[int]) -> None:
+        """Replace these rows by what is committed in the rows `sources` of another session."""
+        self.settle()
+        other.settle()
+        self.cache.replace(rows, other.cache, sources)
+        if self.states is not None and other.states is not None:
+            self.states.replace(rows, other.states, sources)
+
+    def join(self, other: Session, sources: Sequence[int]) -> None:
+        """Add rows after the others, with what is committed in the rows `sources` of another session."""
+        begin = len(self.cache.lengths)
+        self.add_rows(len(sources))
+        self.replace(range(begin, begin + len(sources)), other, sources)
+        if other.inputs is not None:
+            more = other.inputs.select(sources)
+            self.inputs = more if self.inputs is None else self.inputs.join(more)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order: `rows[i] >= i`. Nodes that were not kept are lost."""
-        self._move_now()
+        self.settle()
         self.cache.select(rows)
+        if self.states is not None:
+            self.states.select(rows)
+        self.inputs = self.inputs and self.inputs.select(rows)
+
+    def find_beginning(self, row: int, length: int) -> int:
+        """The most tokens of a row that it can go back to, `length` at most."""
+        return min(length, self.cache.lengths[row]) if self.states is None else self.states.find_beginning(row, length)
+
+    def rewind(self, row: int, length: int) -> None:
+        """Go back to the first tokens of a row, as many as `find_beginning` finds."""
+        length = self.find_beginning(row, length)
+        if self.states is None:
+            self.cache.lengths[row] = length
+        else:
+            self.states.forget()
+            self.states.rewind(row, length)
+
+    def copy_from(self, other: Session, row: int, source: int, length: int) -> None:
+        """Replace an empty row by the first `length` tokens of another session's row `source`."""
+        self.replace([row], other, [source])
+        self.rewind(row, length)
+
+    def count_state_bytes(self, row: int) -> int:
+        """The bytes of a row beyond its keys and values."""
+        return 0 if self.states is None else self.states.count_bytes(row)
 
     def close(self) -> None:
-        """The rows that are left have ended."""
+        """The rows that are left have ended. The next session may take the steps."""
+        if self.steps is not None:
+            self.target.idle_steps[:] = [self.steps]
 
     @torch.inference_mode()  # the cache may have been made in it
     def clear_free_slots(self) -> None:
         """Zero all slots beyond the committed tokens: 0 times a NaN in a hidden slot would be NaN."""
-        self._move_now()
+        self.settle()
         self.cache.clear_free_slots()
 
     @torch.inference_mode()  # the cache may have been made in it
-    def _move_now(self) -> None:
+    def settle(self) -> None:
+        """Move the nodes kept last, and forget those that were not."""
         if self._moves is not None:
             self.cache.move(copy_packed({"moves": self._moves}, self.target.device)["moves"])
         self._moves = self._upload = None
+        if self.states is not None:
+            self.states.forget()
 
 
 def _flatten(inputs: Any, real: Tensor) -> Any:
@@ -351,7 +467,7 @@ def run_through(reading: Generator[None, None, Read]) -> Read:
             return result
 
 
-def group_by_length(lengths: Sequence[int], alike: int = ALIKE) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], alike: int) -> list[list[int]]:
     """The indices of texts of these lengths; lengths in a group differ by less than `alike`."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

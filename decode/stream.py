@@ -10,7 +10,7 @@ from typing import Any
 
 from decode.engine import WHOLE, Engine
 from decode.proposer import Proposer, check_proposer
-from decode.request import NODES, read_requests
+from decode.request import NODES, Request, read_requests
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
 from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import as_whole_numbers, read_count
@@ -84,13 +84,23 @@ def stream(
         sampled=getattr(proposer, "sampled", False),
     )
     nodes = NODES if nodes is None else nodes
-    rows = min(batch_size or len(requests), len(requests))
-    lossy = lossy_typical_acceptance
+    return run_requests(target, requests, proposer, nodes, batch_size, lossy_typical_acceptance)
+
+
+def run_requests(
+    target: Target,
+    requests: Sequence[Request],
+    proposer: Proposer | str | Path | None,
+    nodes: int,
+    rows: int | None = None,
+    lossy: bool = False,
+) -> Iterator[Chunk]:
+    """The chunks of requests that `read_requests` has made. They run in an engine of their own, `rows` at a time."""
+    rows = min(rows or len(requests), len(requests))
     # Prompts are read whole, so that no row is empty meanwhile.
     whole = {"part": WHOLE, "kept_bytes": 0}
     engine = Engine(target, proposer, rows=rows, nodes=nodes, **whole, lossy_typical_acceptance=lossy)
     engine.submit(requests)
-    del requests  # those that are finished are freed
     return _run(engine)
 
 

@@ -17,7 +17,7 @@ from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.compiled_layers import compiled_layers
 from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLayer
-from decode.cuda.fixed_session import FixedSessions, find_graph_fault
+from decode.cuda.fixed_steps import find_graph_fault, open_steps
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.cost_curve import CONTEXTS, CostCurve
@@ -56,7 +56,7 @@ class Target(TimedModel):
         refuse_unsupported(model)
         super().__init__(accelerated_copy(model, accelerate), deterministic)
         self.accelerate, self._shares_all = accelerate, self.model is model
-        self.tokenizer, self._fixed_sessions = tokenizer, FixedSessions()
+        self.tokenizer = tokenizer
         self_test(self)
         if (mode := getattr(self.model, "graphs", None)) is not None:
             self._use_graphs(must=mode == "graphs")
@@ -146,9 +146,8 @@ class Target(TimedModel):
         return curve.padded if self.has_graphs else curve
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        return (
-            self._fixed_sessions.open(self, batch_size, layers) if self.has_graphs else super().open(batch_size, layers)
-        )
+        steps = open_steps(self, batch_size, layers) if self.has_graphs else None
+        return Session(self, batch_size, layers, steps=steps)
 
 
 def check_target(target: Any, other: Any = None, order: str = "") -> None:

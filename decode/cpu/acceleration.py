@@ -28,7 +28,7 @@ def accelerate(model: PreTrainedModel, mode: str = "auto") -> PreTrainedModel:
 
     On a GPU every mode but "off" changes only attention: grouped queries share their keys and values instead of
     repeating them in memory, and long texts are seen without a mask. "graphs" also makes steps CUDA graphs
-    (`decode.cuda.fixed_session`), and so does "auto" for models that allow it.
+    (`decode.cuda.fixed_steps`), and so does "auto" for models that allow it.
     mode: on a CPU, "packed" replaces linear layers by packed ones and frees their dense weights. "compiled" also
     compiles the decoder layers. "auto" compiles models that are large enough, where there is a C++ compiler, and packs
     others. "off" changes nothing.

@@ -29,8 +29,7 @@ from decode.cpu.layer_kernel import (
 )
 from decode.models.stock_model import StockModel, find_decoder
 from decode.models.user_cache import print_notice_once
-from decode.recurrent import open_session
-from decode.session import Session
+from decode.session import Session, run_through
 from decode.trees.tree import Tree
 
 # The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
@@ -171,12 +170,12 @@ def _start_sessions(model: PreTrainedModel) -> list[Session]:
 
     Three tokens are computed, once, so that no two layers and rows have the same cache.
     """
-    computed, sessions = open_session(StockModel(model), TRIALS[0][0]), []
-    computed.extend([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])])
+    computed, sessions = Session(StockModel(model), TRIALS[0][0]), []
+    run_through(computed.read([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])]))
     for rows, _, committed in TRIALS:
         computed.select(range(rows))
         session = computed.open(rows)
-        session.cache.replace(range(rows), computed.cache)
+        session.replace(range(rows), computed, range(rows))
         session.cache.lengths = [committed - row for row in range(rows)]
         sessions.append(session)
     return sessions

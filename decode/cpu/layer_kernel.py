@@ -27,7 +27,7 @@ from torch.export import Dim
 from torch.func import functional_call
 
 from decode.cpu.build_cache import SECOND, digest, environment
-from decode.kv_cache import TreeCache
+from decode.kv_cache import KVCache
 from decode.models.grouped_attention import ATTENTION
 
 Kernel = Callable[[list[Tensor]], list[Tensor]]
@@ -59,7 +59,7 @@ class LastCall(NamedTuple):
     """What layers of the same pass have in common: most get the same arguments but for states, keys and values.
 
     others: the tensors of the call between these. names, values: the keyword arguments, without a value for the cache,
-    which is the argument `cache_name`. slots: the cache's, which are new in each pass.
+    which has them. slots: the cache's, which are new in each pass.
     """
 
     form: tuple[Any, ...]
@@ -67,14 +67,12 @@ class LastCall(NamedTuple):
     others: list[Tensor]
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    cache_name: str
     slots: Tensor
     states: tuple[torch.Size, torch.dtype]
 
-    def repeat(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+    def repeat(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], cache: KVCache) -> LayerCall | None:
         """The call of another layer, if it has the same arguments with other states of the same form."""
-        cache = kwargs.get(self.cache_name)
-        if not isinstance(cache, TreeCache) or cache.node_slots is not self.slots or len(args) != 1:
+        if cache.node_slots is not self.slots or len(args) != 1:
             return None
         states, stored = args[0], cache.allocated(number)
         is_alike = (
@@ -86,32 +84,30 @@ class LastCall(NamedTuple):
         return LayerCall(self.form, self.sizes, [states, *self.others, *stored, cache.node_slots, cache.node_rows])
 
 
-_LAST: list[LastCall | None] = [None]  # read and written in one step: other threads only miss it
-
-
 def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
-    """A call of the layer that writes to layer `number` of a `TreeCache`.
+    """A call of the layer that writes to layer `number` of a `KVCache`.
 
     None if that part of the cache is empty, or if an argument is not a tensor, a plain value, a tuple or that cache.
     """
-    last = _LAST[0]
-    if last is not None and (call := last.repeat(number, args, kwargs)) is not None:
-        return call
-    name, cache = next(((name, value) for name, value in kwargs.items() if isinstance(value, TreeCache)), ("", None))
-    cache = cache or next((value for value in args if isinstance(value, TreeCache)), None)
-    states = None if cache is None else cache.allocated(number)
-    if cache is None or states is None:
+    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
+    if cache is None:
         return None
-    call = _flatten(args, kwargs, cache, states)
-    if call is not None and name and len(args) == 1 and call.tensors[0] is args[0]:
+    last: LastCall | None = cache.last_call
+    if last is not None and (call := last.repeat(number, args, kwargs, cache)) is not None:
+        return call
+    states = cache.allocated(number)
+    call = None if states is None else _flatten(args, kwargs, cache, states)
+    if call is not None and len(args) == 1 and call.tensors[0] is args[0]:
         values = tuple(None if value is cache else value for value in kwargs.values())
         kind = args[0].shape, args[0].dtype
-        _LAST[0] = LastCall(call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, name, cache.node_slots, kind)
+        cache.last_call = LastCall(
+            call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, cache.node_slots, kind
+        )
     return call
 
 
 def _flatten(
-    args: tuple[Any, ...], kwargs: dict[str, Any], cache: TreeCache, states: tuple[Tensor, Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], cache: KVCache, states: tuple[Tensor, Tensor]
 ) -> LayerCall | None:
     tensors: list[Tensor] = []
     constants: list[Any] = []
@@ -123,7 +119,7 @@ def _flatten(
         if isinstance(value, tuple):
             return tuple(map(describe, value))
         if value is cache:
-            return TreeCache
+            return KVCache
         constants.append(value)
         return type(value)
 
@@ -135,15 +131,15 @@ def _flatten(
 
 
 def rebuild_call(form: tuple[Any, ...], used: int, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a flattened call, with a `LayerCache` of `used` slots for the KV cache."""
+    """The arguments of a flattened call, with a `LayerView` of `used` slots for the KV cache."""
     *arguments, keys, values, slots, rows = tensors
     args, kwargs, constants = form
-    cache, left, constants = LayerCache(keys, values, slots, rows, used), iter(arguments), iter(constants)
+    cache, left, constants = LayerView(keys, values, slots, rows, used), iter(arguments), iter(constants)
 
     def rebuild(kind: Any) -> Any:
         if isinstance(kind, tuple):
             return tuple(map(rebuild, kind))
-        if kind is TreeCache:
+        if kind is KVCache:
             return cache
         return next(left if isinstance(kind, torch.dtype) else constants)
 
@@ -155,7 +151,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @dataclass
-class LayerCache:
+class LayerView:
     """A kernel's view of the KV cache: a layer's keys and values [B, H, C, D], its nodes' slots and rows, and S."""
 
     keys: Tensor
@@ -165,7 +161,7 @@ class LayerCache:
     used: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `TreeCacheLayer.update`, but writes to the whole tensors: a compiler would copy slices of them."""
+        """As `KVLayer.update`, but writes to the whole tensors: a compiler would copy slices of them."""
         self.keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
         self.values[self.rows, :, self.slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from decode.kv_cache import TreeCache
+from decode.kv_cache import KVCache
 
 READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
@@ -52,12 +52,9 @@ def check_cache(cache: Cache, batch: int) -> None:
             raise ValueError(f"the cache holds {layer.keys.shape[0]} rows; the batch has {batch}")
 
 
-def read_cache(cache: Cache, past: int, first: Sequence[int]) -> list[RowStates]:
-    """Each row's states in a user's cache of `past` columns. Columns that have left a window are zeros."""
-    return [
-        [_read_row(layer, row, begin, past) if _has_states(layer) else None for layer in cache.layers]
-        for row, begin in enumerate(first)
-    ]
+def read_cache(cache: Cache, past: int, row: int, first: int) -> RowStates:
+    """A row's states in a user's cache of `past` columns, from the first one on. Those outside a window are zeros."""
+    return [_read_layer(layer, row, first, past) if _has_states(layer) else None for layer in cache.layers]
 
 
 def _has_states(layer: CacheLayerMixin) -> bool:
@@ -65,7 +62,7 @@ def _has_states(layer: CacheLayerMixin) -> bool:
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 
-def _read_row(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:
+def _read_layer(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:
     held = [states[row, :, :past] for states in (layer.keys, layer.values)]
     keys, values = (pad(states, (0, 0, past - states.shape[1], 0))[:, first:] for states in held)
     return keys, values
@@ -82,18 +79,16 @@ def write_cache(cache: Cache, rows: Sequence[RowStates], past: int, columns: int
             cache.update(keys[:, :, past:], values[:, :, past:], number)
 
 
-def read_rows(cache: TreeCache, rows: Sequence[int]) -> list[RowStates]:
-    """Copies of the committed states of some rows."""
-    copies: list[RowStates] = [[] for _ in rows]
-    for layer in cache.layers:
-        for row, copied in zip(rows, copies, strict=True):
-            slots = slice(0, cache.lengths[row])
-            both = [states[row, :, slots].clone() for states in (layer.keys, layer.values) if layer.is_initialized]
-            copied.append((both[0], both[1]) if both else None)
-    return copies
+def read_row(cache: KVCache, row: int) -> RowStates:
+    """A copy of a row's committed states."""
+    slots = slice(0, cache.lengths[row])
+    return [
+        (layer.keys[row, :, slots].clone(), layer.values[row, :, slots].clone()) if layer.is_initialized else None
+        for layer in cache.layers
+    ]
 
 
-def load_rows(cache: TreeCache, rows: Sequence[RowStates], lengths: Sequence[int], device: torch.device) -> None:
+def load_rows(cache: KVCache, rows: Sequence[RowStates], lengths: Sequence[int], device: torch.device) -> None:
     """Fill an empty cache with the first `lengths[b]` states of each row."""
     count = max(lengths)
     if count == 0:
@@ -104,7 +99,7 @@ def load_rows(cache: TreeCache, rows: Sequence[RowStates], lengths: Sequence[int
             both = zip(*(states for states in layer if states is not None), strict=True)
             keys, values = (_stack_rows(part, lengths) for part in both)
             cache.update(keys, values, number)
-    cache.keep(torch.arange(count).expand(len(lengths), -1), lengths)
+    cache.commit(lengths)
 
 
 def _stack_rows(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:

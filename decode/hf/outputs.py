@@ -15,10 +15,12 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from decode.hf.kv_states import RowStates, read_cache, write_cache
+from decode.hf.call import GenerateCall
+from decode.hf.kv_states import RowStates, load_rows, read_cache, read_row, write_cache
 from decode.hf.prompts import Prompts, extend_columns
-from decode.hf.session import PromptSession
 from decode.models.compatibility import find_cache_name
+from decode.session import Session
+from decode.target import Target
 from decode.trees.tree import Tree
 
 PASS_OUTPUTS = ("attentions", "hidden_states")
@@ -26,7 +28,8 @@ PASS_OUTPUTS = ("attentions", "hidden_states")
 
 def make_output(
     model: PreTrainedModel,
-    session: PromptSession,
+    target: Target,
+    call: GenerateCall,
     sequences: Tensor,
     counts: Sequence[int],
     config: GenerationConfig,
@@ -36,24 +39,24 @@ def make_output(
 
     The cache in the prompts is filled, whether it is the user's or one that `generate` made.
     """
-    prompts, new = session.prompts, max(counts)
+    prompts, new = call.prompts, max(counts)
     names = PASS_OUTPUTS if config.return_dict_in_generate else ()
     wanted = [name for name in names if getattr(config, f"output_{name}")]
+    wants_logits = bool(names) and bool(config.output_scores or config.output_logits)
     logits, every = list[Tensor](), dict[str, Any]()
-    if session.target.is_recurrent:
-        session.close()
-        if wanted or session.recording.logits or prompts.cache is not None:
+    if target.is_recurrent:
+        if wanted or wants_logits or prompts.cache is not None:
             every = _run_again(model, prompts, sequences, new, prompts.cache, wanted)  # which fills the cache
             logits = [*every["logits"][:, -new:].float()]
     else:
         before = _copy_cache(model, prompts) if wanted and prompts.past else None
-        states, logits = _complete(session, sequences, counts)
+        states, logits = _complete(target, call, sequences, counts)
         if prompts.cache is not None:
             write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
         every = _run_again(model, prompts, sequences, new, before, wanted) if wanted else {}
     output = GenerateDecoderOnlyOutput(sequences=sequences)
     setattr(output, find_cache_name(GenerateDecoderOnlyOutput), prompts.cache)
-    if session.recording.logits:
+    if wants_logits:
         steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
         if config.output_scores:
             ends = range(sequences.shape[1] - new, sequences.shape[1])
@@ -66,28 +69,28 @@ def make_output(
     return output
 
 
-def _complete(session: PromptSession, sequences: Tensor, counts: Sequence[int]) -> tuple[list[RowStates], list[Tensor]]:
+def _complete(
+    target: Target, call: GenerateCall, sequences: Tensor, counts: Sequence[int]
+) -> tuple[list[RowStates], list[Tensor]]:
     """The states of all columns but the last, and the logits [T, V] of new tokens, for each row.
 
     Rows that end before the others go on with padding, as in transformers.
     """
-    prompts, new = session.prompts, max(counts)
-    session.close()
-    lengths = [prompts.columns - first + count - 1 for first, count in zip(prompts.first.tolist(), counts, strict=True)]
-    logits = [torch.cat(session.logits[row])[:count] for row, count in enumerate(counts) if session.recording.logits]
-    states = [_cut(session.states[row], length) for row, length in enumerate(lengths)]
+    prompts, new = call.prompts, max(counts)
+    lengths = [prompts.columns - first + count - 1 for first, count in zip(prompts.first, counts, strict=True)]
+    logits = [torch.cat(call.logits[row])[:count] for row, count in enumerate(counts) if call.keeps_logits]
+    states = [_cut(call.states[row], length) for row, length in enumerate(lengths)]
     short = [row for row, count in enumerate(counts) if count < new]
     if short:
-        rest = PromptSession(session.target, (), prompts.select(short), session.recording)
-        rest.resume([states[row] for row in short], [lengths[row] for row in short])
+        rest = Session(target, len(short), inputs=call.find_inputs(short))
+        load_rows(rest.cache, [states[row] for row in short], [lengths[row] for row in short], target.device)
         tokens = [sequences[row, counts[row] - new - 1 : -1].tolist() for row in short]
-        rest.verify(Tree.chain(tokens))
-        rest.keep([[*range(len(row))] for row in tokens])
-        rest.close()
-        for index, row in enumerate(short):
-            states[row] = rest.states[index]
-            if session.recording.logits:
-                logits[row] = torch.cat([logits[row], *rest.logits[index]])
+        padded = rest.verify(Tree.chain(tokens)).logits
+        rest.keep([range(len(row)) for row in tokens])
+        for place, row in enumerate(short):
+            states[row] = read_row(rest.cache, place)
+            if call.keeps_logits:
+                logits[row] = torch.cat([logits[row], padded[place, : new - counts[row]].float()])
     return states, logits
 
 
@@ -99,7 +102,9 @@ def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
     """The user's cache as it is now."""
     assert prompts.cache is not None
     copied = DynamicCache(config=model.config.get_text_config(decoder=True))
-    write_cache(copied, read_cache(prompts.cache, prompts.past, [0] * len(prompts.tokens)), 0, prompts.past)
+    write_cache(
+        copied, [read_cache(prompts.cache, prompts.past, row, 0) for row in range(len(prompts.tokens))], 0, prompts.past
+    )
     return copied
 
 

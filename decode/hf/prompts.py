@@ -6,7 +6,7 @@ Shapes: B rows, C columns of a prompt (those of a user's cache included), L colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from decode.hf.kv_states import check_cache, count_cached
 from decode.models.compatibility import CACHE_NAMES
+from decode.target import Target
 
 PLACEHOLDER = 0  # stands for a prompt whose tokens are unknown
 
@@ -30,7 +31,7 @@ class Prompts:
 
     tokens: list[list[int]]  # of each row, for proposers and processors; a placeholder if none is known
     padding: list[Tensor]  # the dropped tokens before them
-    first: Tensor  # [B] the first column that is computed
+    first: list[int]  # of each row, the first column that is computed
     positions: Tensor  # [B, C]
     hidden: Tensor | None  # [B, C] bool
     token_types: Tensor | None  # [B, C]
@@ -46,8 +47,9 @@ class Prompts:
     @property
     def real(self) -> Tensor:
         """Which columns are attended to, [B, C] bool."""
-        column = torch.arange(self.columns, device=self.first.device)
-        return column >= self.first[:, None] if self.hidden is None else ~self.hidden
+        column = torch.arange(self.columns, device=self.positions.device)
+        first = torch.tensor(self.first, device=column.device)
+        return column >= first[:, None] if self.hidden is None else ~self.hidden
 
     @property
     def are_plain(self) -> bool:
@@ -72,14 +74,6 @@ class Prompts:
         shown = torch.as_tensor(tokens, dtype=padding.dtype, device=padding.device)[self.placeholders :]
         return torch.cat([padding, shown])[None]
 
-    def select(self, rows: Sequence[int]) -> Prompts:
-        """The same for some rows only."""
-        changed: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in ("tokens", "padding")}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                changed[name] = value[rows]
-        return replace(self, **changed)
-
 
 def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationConfig) -> Prompts:
     """The prompts in the arguments that transformers' `generate` passes on.
@@ -101,9 +95,8 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
     moved = (positions != default) & real
     moved[:, : columns - known] &= embeddings is not None  # transformers may not know the positions of cached tokens
     is_plain = not bool((real[:, 1:] < real[:, :-1]).any()) and not bool(moved.any())
-    first = (~real).sum(dim=1) if is_plain else torch.zeros_like(positions[:, 0])
-    dropped = (first - (columns - known)).clamp(min=0).tolist()
-    rows = list(zip(input_ids, dropped, strict=True))
+    first: list[int] = (~real).sum(dim=1).tolist() if is_plain else [0] * len(real)
+    rows = [(ids, max(begin - (columns - known), 0)) for ids, begin in zip(input_ids, first, strict=True)]
     return Prompts(
         tokens=[ids[count:].tolist() or [PLACEHOLDER] for ids, count in rows],
         padding=[ids[:count] for ids, count in rows],
@@ -116,6 +109,17 @@ def read_prompts(input_ids: Tensor, inputs: dict[str, Any], config: GenerationCo
         past=past,
         unknown=columns - known,
     )
+
+
+def refuse_prompts(target: Target, prompts: Prompts) -> None:
+    """Raise ValueError for prompts that the target cannot start from."""
+    if target.is_recurrent and prompts.hidden is not None:
+        raise ValueError(
+            f"{target.config.model_type} keeps a recurrent state, from which no column in a prompt can be hidden; "
+            "attention_mask may have zeros on the left only, and position_ids must count from there"
+        )
+    if max(map(len, prompts.tokens)) + prompts.extra_positions >= target.context:
+        raise ValueError(f"the prompts leave no room for an answer in the model's context of {target.context} tokens")
 
 
 def _read_mask(input_ids: Tensor, inputs: dict[str, Any], past: int, config: GenerationConfig) -> Tensor:

@@ -24,15 +24,16 @@ from decode.hf.arguments import (
     refuse_settings,
     split_criteria,
 )
+from decode.hf.call import GenerateCall
 from decode.hf.outputs import make_output
 from decode.hf.processors import make_criterion, make_sampling
-from decode.hf.prompts import read_prompts
-from decode.hf.session import PromptTarget, Recording
+from decode.hf.prompts import read_prompts, refuse_prompts
 from decode.models.compatibility import refuse_unsupported
 from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
+from decode.request import read_requests
 from decode.requests.answer import Chunk
-from decode.stream import stream
+from decode.stream import run_requests
 from decode.target import Target
 from decode.trees.sampling import copy_processor
 
@@ -87,33 +88,39 @@ def speculate(
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
     returns_cache = prompts.cache is not None and getattr(prompts.cache, "_is_user_defined", False)
-    returns_logits = generation_config.output_scores or generation_config.output_logits
+    returns_logits = bool(generation_config.output_scores or generation_config.output_logits)
     returns_more = bool(generation_config.return_dict_in_generate)
-    recording = Recording(returns_more or returns_cache, bool(returns_more and returns_logits))
     target = _find_target(model, accelerate, deterministic)
-    proposer = as_proposer(proposer, target)
-    target = PromptTarget(target, prompts, recording)
-    may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > target.context
+    refuse_prompts(target, prompts)
+    records = not target.is_recurrent  # `make_output` runs those once more
+    call = GenerateCall(
+        prompts, records and (returns_more or returns_cache), records and returns_more and returns_logits
+    )
+    proposer, context = as_proposer(proposer, target), target.context - prompts.extra_positions
+    may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > context
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
     # With `output_scores`, processors are called a second time, so a single row's need a copy of their own.
-    copies = len(input_ids) == 1 and recording.logits and generation_config.output_scores
+    copies = len(input_ids) == 1 and returns_more and generation_config.output_scores
     first = LogitsProcessorList([*map(copy_processor, logits_processor)]) if copies else logits_processor
-    chunks = stream(
+    requests = read_requests(
         target,
         prompts.tokens,
-        proposer,
         sampling=make_sampling(generation_config, logits_processor, prompts),
         max_new_tokens=max_new_tokens,
         stop_ids=[token for token in stop_ids if 0 <= token < target.vocabulary],  # a model's -1 means none
         criterion=make_criterion(criteria, prompts) if criteria else None,
         nodes=nodes,
         text=False,
+        is_alone=len(input_ids) == 1,
+        sampled=getattr(proposer, "sampled", False),
     )
-    sequences, counts = _collect(chunks, input_ids, streamer, pad or 0)
-    if recording.states:
-        output = make_output(model, target.session, sequences, counts, generation_config, first)
+    for request in requests:
+        request.call, request.context = call, context
+    sequences, counts = _collect(run_requests(target, requests, proposer, nodes), input_ids, streamer, pad or 0)
+    if returns_more or returns_cache:
+        output = make_output(model, target, call, sequences, counts, generation_config, first)
     return output if generation_config.return_dict_in_generate else sequences
 
 

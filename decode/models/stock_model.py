@@ -41,6 +41,7 @@ class StockModel:
         self.device = _input_device(model)
         self.backend = find_backend(self.device)
         self.dtype = model.dtype
+        self.idle_steps: list[Any] = []  # of a session that has ended, one at most; see `Session`
         self._cache_name = find_cache_name(type(model).forward)
 
     @cached_property

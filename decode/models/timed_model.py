@@ -35,7 +35,6 @@ from decode.models.cost_curve import (
 )
 from decode.models.stock_model import StockModel
 from decode.models.user_cache import PARTIAL, scratch, user_cache
-from decode.recurrent import open_session
 from decode.session import Session
 
 PACKAGE = Path(__file__).parents[1]
@@ -52,7 +51,7 @@ class TimedModel(StockModel):
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
         """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
-        return open_session(self, batch_size, layers)
+        return Session(self, batch_size, layers)
 
     def warm_up(self, batch_size: int = 1) -> None:
         """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from decode import Target, Tree, generate
+from decode import Session, Target, Tree, generate
 from decode.models.cost_curve import fill, random_chain, time_pass
-from decode.recurrent import StateSession
+from decode.session import run_through
 from proposers import NGramProposer
 from scripts.benchmark.files import find_commit
 
@@ -69,36 +69,34 @@ def time_passes(target: Target, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for rows, session in sessions.items():
-            assert isinstance(session, StateSession)
-            cache, trees = session.cache, {count: random_chain(count, rows, target) for count in NODES}
+            states, trees = session.states, {count: random_chain(count, rows, target) for count in NODES}
             for count, tree in trees.items():
                 times.setdefault(f"{rows} x {count} nodes", []).append(time_pass(session, tree))
-                cache.forget()
-            cache.given = [[5, 6, 7, 8]] * rows
+                states.forget()
+            states.given = [[5, 6, 7, 8]] * rows
             times.setdefault(f"{rows} x 4 nodes after 4 given", []).append(time_pass(session, trees[4]))
-            cache.forget()
-            cache.given = [[] for _ in range(rows)]
+            states.forget()
+            states.given = [[] for _ in range(rows)]
             times.setdefault(f"{rows} x keeping states", []).append(time_begin(session))
-            for layer in cache.states:
+            for layer in states.layers:
                 layer._replaced.clear()  # as if passes wrote to the states
             times.setdefault(f"{rows} x copying states", []).append(time_begin(session))
             session.verify(trees[4])  # which learns again that they do not
-            cache.forget()
+            states.forget()
     return {name: round(1000 * median(each), 3) for name, each in times.items()}
 
 
-def time_begin(session: StateSession) -> float:
+def time_begin(session: Session) -> float:
     begun = perf_counter()
-    session.cache.begin(False)
+    session.states.begin(Tree.chain([[5, 6]] * len(session.lengths)), 0, None)
     seconds = perf_counter() - begun
-    session.cache.forget()
+    session.states.forget()
     return seconds
 
 
 def count_state_bytes(target: Target) -> int:
     session = target.open(1)
-    assert isinstance(session, StateSession)
-    session.extend([[5, 6, 7]])
+    run_through(session.read([[5, 6, 7]]))
     return session.count_state_bytes(0)
 
 
@@ -127,7 +125,7 @@ def compare_rules(dtype: torch.dtype) -> dict[str, float]:
         text = torch.randint(target.vocabulary, (44,), generator=generator).tolist()
         one, other = target.open(1), target.open(1)
         for session in (one, other):
-            session.extend([text[:-4]])
+            run_through(session.read([text[:-4]]))
         chain, single = one.verify(Tree.chain([text[-4:]])).logits[0], []
         for token in text[-4:]:
             single.append(other.verify(Tree.chain([[token]])).logits[0, 0])

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode import Step, Target, Tree
+from decode import Session, Step, Target, Tree
 from decode.devices.transfer import read
 from decode.reading import SHORTEST, count_common
-from decode.recurrent import open_session
 from decode.trees.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap
 
@@ -62,7 +61,7 @@ class DraftSession:
         known = [self.text(row)[:length] for row, length in enumerate(lengths)]
         self._drafter, self._step = None, step
         self._follow_texts(step, None)
-        self._session = open_session(self.draft, len(step.request_ids))
+        self._session = Session(self.draft, len(step.request_ids))
         for row in range(len(step.request_ids)) if old is not None else ():
             text = self.text(row)[:-1]
             found = [old.find_beginning(place, count_common(each, text)) for place, each in enumerate(known)]

@@ -13,12 +13,12 @@ from typing import Self
 
 import torch
 
-from decode import Engine, Proposer, Sampling, Step, Target, Tree
+from decode import Engine, Proposer, Sampling, Session, Step, Target, Tree
 from decode.devices.transfer import read
 from decode.reading import Text
-from decode.recurrent import open_session
 from decode.request import Request
 from decode.requests.answer import LogProbs
+from decode.session import run_through
 from decode.trees.noise import make_exponential
 from proposers.draft_budget import ChainAcceptance, DraftBudget
 from proposers.draft_models.proposer import has_other_tokens
@@ -80,8 +80,8 @@ class StagedProposer:
             raise ValueError(f"width is {self.width}, more than the {size} tokens that there are")
         if self._engine is None:
             self._engine = Engine(self.draft_model, self.inner)
-            session = open_session(self.draft_model, 1, self.inner.layers)
-            _, features = session.extend([[0]])
+            session = Session(self.draft_model, 1, self.inner.layers)
+            _, features = run_through(session.read([[0]]))
             self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).least_bytes
 
     @torch.no_grad()

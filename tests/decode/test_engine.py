@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate
-from decode.kv_cache import TreeCacheLayer
+from decode.kv_cache import KVLayer
 from decode.session import Session
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.test_lossless import DETERMINISTIC, make_target
@@ -631,7 +631,7 @@ def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
         "eagle3": lambda: EagleProposer(make_head("eagle3", target), nodes=6),
     }
     engine, counts, choose = Engine(target, made[name](), rows=4, part=8), list[int](), random.Random(1)
-    layers = WeakSet[TreeCacheLayer]()
+    layers = WeakSet[KVLayer]()
     for count in (60, 60, 200):
         for number in range(count):
             request = engine.add(choose.choice(PROMPTS), max_new_tokens=choose.randint(1, 5), stop_ids=[])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
-from decode.kv_cache import TreeCacheLayer
-from decode.session import Session
+from decode.kv_cache import KVLayer
+from decode.session import Session, run_through
 from decode.trees.accept import draw
 from decode.trees.noise import gumbel_max
 from proposers import NGramProposer
@@ -94,7 +94,9 @@ def test_a_renewed_row_keeps_nothing_of_the_old_one(kind: str) -> None:
     target = Target(tiny(kind))
     session, expected = target.open(3), target.open(3)
     session.extend([PROMPTS[5], PROMPTS[0], PROMPTS[2]])
-    session.renew([0, 2], [PROMPTS[1], PROMPTS[10]])
+    other = session.open(2)
+    run_through(other.read([PROMPTS[1], PROMPTS[10]]))
+    session.replace([0, 2], other, [0, 1])
     expected.extend([PROMPTS[1], PROMPTS[0], PROMPTS[10]])
     for _ in range(2):
         tree = Tree.chain([[3, 4], [5, 6], [7, 8]])
@@ -119,13 +121,13 @@ def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> No
 
 def test_kv_caches_are_freed_at_once(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     """Without the garbage collector, which does not run when a GPU is out of memory."""
-    layers, make = WeakSet[TreeCacheLayer](), TreeCacheLayer.__init__
+    layers, make = WeakSet[KVLayer](), KVLayer.__init__
 
-    def count(layer: TreeCacheLayer, *arguments: object) -> None:
+    def count(layer: KVLayer, *arguments: object) -> None:
         make(layer, *arguments)
         layers.add(layer)
 
-    monkeypatch.setattr(TreeCacheLayer, "__init__", count)
+    monkeypatch.setattr(KVLayer, "__init__", count)
     gc.collect()
     gc.disable()
     try:

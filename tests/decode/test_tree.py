@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode import Sampling, Target, Tree
-from decode.kv_cache import TreeCache
+from decode.kv_cache import KVCache
 from decode.trees.accept import accept, walk
 from proposers.trees.draft import Draft
 from tests.support.drafting import tree_of_paths, tree_of_rows
@@ -158,16 +158,22 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
             assert fast.tokens[row] == longest
 
 
+def keep(cache: KVCache, path: list[list[int]]) -> None:
+    moves = cache.plan_moves(path)
+    assert moves is not None
+    cache.move(moves)
+    cache.commit([*map(len, path)])
+
+
 def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
-    cache = TreeCache(batch=3)
+    cache = KVCache(3)
     cache.lengths = [4, 0, 2]
     cache.reserve(0, 6, torch.device("cpu"))
     states = torch.arange(3 * 6, dtype=torch.float64).view(3, 1, 6, 1)
     cache.update(states, states + 100, layer_idx=0)
     layer = cache.layers[0]
     before = layer.keys.clone()
-    path = torch.tensor([[0, 1, 3, 5], [0, 2, 3, 4], [0, 1, 2, 3]])  # the last row moves nothing
-    cache.keep(path, [4, 4, 2])
+    keep(cache, [[0, 1, 3, 5], [0, 2, 3, 4], [0, 1]])  # the last row moves nothing
     assert cache.lengths == [8, 4, 4]
     assert layer.keys[0, 0, 4:8, 0].tolist() == [0, 1, 3, 5]
     assert layer.keys[1, 0, 0:4, 0].tolist() == [6, 8, 9, 10]
@@ -182,14 +188,14 @@ def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
 
 def test_layers_of_one_shape_share_tensors() -> None:
     """At most 8 of them, and a layer of another shape has tensors of its own. All are moved, grown and selected."""
-    cache = TreeCache(batch=2, layer_count=11)
+    cache = KVCache(2, layer_count=11)
     heads = [3 if number in (5, 7) else 1 for number in range(11)]
     cache.reserve(0, 4, torch.device("cpu"))
     new = torch.arange(8.0).view(2, 1, 4, 1)
     for number, count in enumerate(heads):
         cache.update(new.expand(-1, count, -1, 2) + 100 * number, new.expand(-1, count, -1, 1) - number, number)
     assert [len(block.keys) for block in cache.blocks] == [8, 3, 1]
-    cache.keep(torch.tensor([[0, 3], [0, 2]]), [2, 2])
+    keep(cache, [[0, 3], [0, 2]])
     cache.reserve(0, 400, torch.device("cpu"))
     assert [len(block.keys) for block in cache.blocks] == [8, 2, 1]  # what no layer took is freed
     cache.select([1])

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode import Proposer, Target, generate
+from decode import Proposer, Session, Target, generate
 from decode.cpu.acceleration import accelerated_copy
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from decode.models.stock_model import StockModel
-from decode.recurrent import open_session
 from proposers import NGramProposer
 from tests.decode.cpu.test_packed import use_onednn
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree, draw_prompts
@@ -85,7 +84,7 @@ def read_logits(model: PreTrainedModel) -> Tensor:
     """The logits of two trees after prompts of different lengths, alone and in a batch."""
     prompts, found = draw_prompts(), []
     for rows in ([0], [0, 1, 2, 3]):
-        session = open_session(StockModel(model), len(rows))
+        session = Session(StockModel(model), len(rows))
         session.extend([prompts[row] for row in rows])
         is_chain = session.target.is_recurrent
         for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
-from decode.cuda.fixed_session import FixedSession, make_buffer
+from decode.cuda.fixed_steps import FixedSteps, compute_step, list_inputs, make_buffer
 from decode.cuda.graph import CudaGraphPool
 from decode.devices import graph
 from decode.devices.graph import Captured, round_up
@@ -43,16 +43,20 @@ def make_row(choose: random.Random, size: int) -> tuple[list[int], list[int]]:
     return tokens, parents
 
 
-def open_sessions(kind: str, rows: int, length: int = 5, **changes: Any) -> tuple[FixedSession, Session]:
+def open_fixed(target: Target, rows: int, layers: Sequence[int] = ()) -> Session:
+    return Session(target, rows, layers, steps=FixedSteps(target, rows, layers))
+
+
+def open_sessions(kind: str, rows: int, length: int = 5, **changes: Any) -> tuple[Session, Session]:
     """A session with steps of fixed shape and one without, which have read the same prompts."""
     target = Target(tiny(kind, vocab_size=VOCABULARY, max_position_embeddings=1024, **changes))
-    sessions = FixedSession(target, rows, LAYERS), target.open(rows, LAYERS)
+    sessions = open_fixed(target, rows, LAYERS), target.open(rows, LAYERS)
     for session in sessions:
         session.extend([[(7 * row + place) % VOCABULARY for place in range(length + row)] for row in range(rows)])
     return sessions
 
 
-def add_noise(session: FixedSession, sampling: Sampling) -> dict[int, list[int]]:
+def add_noise(session: Session, sampling: Sampling) -> dict[int, list[int]]:
     """Upload the noise of a step. Returns texts as long as the committed ones."""
     texts = {row: [0] * length for row, length in enumerate(session.lengths)}
     if not sampling.greedy:
@@ -108,7 +112,7 @@ def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
     target = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), accelerate="packed")
     plain = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024))
     monkeypatch.setattr(plain, "sees_texts_whole", False, raising=False)
-    choose, sessions = random.Random(2), (FixedSession(target, 3, ()), Session(plain, 3))
+    choose, sessions = random.Random(2), (open_fixed(target, 3), Session(plain, 3))
     for session in sessions:
         session.extend([[(7 * row + place) % VOCABULARY for place in range(70 + row)] for row in range(3)])
     windows = set()
@@ -118,18 +122,19 @@ def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(found.logits[tree.real], expected.logits[tree.real])
         for session in sessions:
             session.keep([[0]] * 3)
-        windows.add((sessions[0]._count_seen(), sessions[0].cache.used))
-        assert len(sessions[0].memory.steps) <= 4
+        steps = sessions[0].steps
+        assert isinstance(steps, FixedSteps) and len(steps.graphs) <= 4
+        windows.update(key[4] for key in steps.graphs)
     assert windows == {(64, 96), (64, 128), (96, 128)}
 
 
 class Step(nn.Module):
     """A session's step as a function of its buffers and its cache."""
 
-    def __init__(self, session: FixedSession, kind: Sampling) -> None:
+    def __init__(self, session: Session, kind: Sampling) -> None:
         super().__init__()
         self.model = session.target.model
-        self.compute = partial(session.compute, levels=8, kind=kind)
+        self.compute = partial(compute_step, session, levels=8, kind=kind, seen=0)
         self.blocks = session.cache.blocks  # no modules
 
     def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:
@@ -138,7 +143,7 @@ class Step(nn.Module):
         return vars(self.compute(buffers))
 
 
-def copy_cache(session: FixedSession) -> list[tuple[Tensor, Tensor]]:
+def copy_cache(session: Session) -> list[tuple[Tensor, Tensor]]:
     return [(block.keys.clone(), block.values.clone()) for block in session.cache.blocks]
 
 
@@ -148,17 +153,19 @@ def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chai
     """Its shapes are numbers, and what it computes later, with more tokens committed, is what the session computes."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     session, _ = open_sessions("gemma3_text", rows, **kinds)
+    steps = session.steps
+    assert isinstance(steps, FixedSteps)
 
     def begin_step(width: int) -> tuple[Tree, dict[str, Tensor]]:
         """A tree and what a step reads, padded to 8 nodes."""
         tokens = torch.randint(VOCABULARY, (rows, width))
         tree = Tree.chain(tokens.tolist()) if chain else make_trees(random.Random(width), rows, width)
         add_noise(session, sampling)
-        inputs = session._list_inputs(tree, sampling)
+        inputs = list_inputs(tree, session._upload or session.begin_upload(), sampling)
         buffers = {name: make_buffer(name, tensor, rows, 8) for name, tensor in inputs.items()}
         for name, tensor in inputs.items():
             buffers[name][tuple(map(slice, tensor.shape))] = tensor
-        session.cache.make_room(8)
+        steps.make_room(8)
         return tree, buffers
 
     _, buffers = begin_step(8)
