@@ -349,7 +349,7 @@ def test_a_kv_cache_without_memory_ends_its_request(target: Target, monkeypatch:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return allocate(file, size, **options)
 
-    monkeypatch.setattr("decode.kv_cache.mmap.mmap", allocate_little)
+    monkeypatch.setattr("decode.cpu.backend.mmap.mmap", allocate_little)
     engine = Engine(target, None)
     large = engine.add(PROMPTS[0], max_new_tokens=5)
     list(engine)
