@@ -9,9 +9,8 @@ from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
-from proposers.lookahead import LookaheadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
-from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
+from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.sources import AnswerStore, Continuation, Place, Source
 from proposers.tree_proposer import TreeProposer

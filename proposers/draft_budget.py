@@ -21,7 +21,7 @@ CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
-SIZES = range(8, 65)  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
+TREE_SIZES = range(8, 65)  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
 
@@ -78,6 +78,8 @@ class DraftBudget:
 
     expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned. usual_level_time: the
     time of drafting one level before it was measured, and where nothing is measured.
+    acceptance_ratio: tokens accepted for each that was expected. rate: tokens per unit of time; at least 1, as plain
+    decoding is always possible.
     """
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
@@ -94,6 +96,7 @@ class DraftBudget:
         # Decayed sums over the steps with drafts.
         self._accepted = self._expected = 0.0
         self._steps = self._time = 1.0
+        self._weigh()
         self._promising = True
         self._backoff, self._failures = 0, 0
         self._right: list[float] = []  # by level: how probable it was that a path was right down to it
@@ -101,20 +104,12 @@ class DraftBudget:
         self._pass_seconds, self._level_seconds = inf, dict[int, float]()
         self._rows = 1
 
-    @property
-    def acceptance_ratio(self) -> float:
-        """Tokens accepted for each that was expected."""
-        return (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per unit of time; at least 1, because plain decoding is always possible."""
-        return max(self._drafting_rate, 1.0)
-
-    @property
-    def _drafting_rate(self) -> float:
-        """The same in steps with drafts alone. Expected tokens are counted, because accepted ones vary more."""
-        return (self._steps + self.acceptance_ratio * self._expected) / self._time
+    def _weigh(self) -> None:
+        """Find the ratio and the rates that follow from the sums. Call it when they change."""
+        self.acceptance_ratio = (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
+        # In steps with drafts alone. Expected tokens are counted, because accepted ones vary more.
+        self._drafting_rate = (self._steps + self.acceptance_ratio * self._expected) / self._time
+        self.rate = max(self._drafting_rate, 1.0)
 
     @property
     def least_worth(self) -> float:
@@ -125,7 +120,7 @@ class DraftBudget:
         """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
         is right with probability `p` at most."""
         if nodes not in self._least_slopes:
-            more = [self.unit, *range(1, max(2, int(SIZES.stop - nodes)))]
+            more = [self.unit, *range(1, max(2, int(TREE_SIZES.stop - nodes)))]
             base = self.cost(nodes)
             self._least_slopes[nodes] = min((self.cost(nodes + each) - base) / each for each in more)
         return self.acceptance_ratio * p > self.rate * self._least_slopes[nodes]
@@ -163,7 +158,7 @@ class DraftBudget:
             else:
                 self._pass_seconds, self._level_seconds = inf, {}
             self.cost = cost
-            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in SIZES)
+            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in TREE_SIZES)
             self._least_slopes = {}
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
         if new_texts or promising > self._promising:
@@ -177,6 +172,7 @@ class DraftBudget:
             return
         self._accepted = MEMORY * self._accepted + accepted
         self._expected = MEMORY * self._expected + self._expected_last
+        self._weigh()
         if self._drafting_rate >= 1:
             self._failures = 0
         else:
@@ -251,3 +247,4 @@ class DraftBudget:
         self.nodes, self._expected_last = nodes + self.given, expected
         self._steps = MEMORY * self._steps + 1
         self._time = MEMORY * self._time + self.cost(self.nodes) + drafting_time
+        self._weigh()

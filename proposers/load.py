@@ -31,9 +31,8 @@ from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.lookahead import LookaheadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
-from proposers.merged import MergedProposer, RecyclingProposer, SuffixProposer
+from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
 from proposers.own_class import find_own, is_own_class, load_own
 from proposers.sources import AnswerStore

@@ -13,16 +13,24 @@ import torch
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
 from proposers.draft_budget import DraftBudget
-from proposers.sources import SOURCES, AnswerStore, RecyclingSource, Source, StoredSource, SuffixSource
-from proposers.sources.growing_tree import GrowingTree, Kinds, Node
+from proposers.sources import (
+    SOURCES,
+    AnswerStore,
+    LookaheadSource,
+    RecyclingSource,
+    Source,
+    StoredSource,
+    SuffixSource,
+)
+from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds
 from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer
 from proposers.trees.search import ScoredDrafter
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
-# Trees that grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
-Growth: TypeAlias = tuple[float, list[GrowingTree]]
+# Rows whose trees grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
+Growth: TypeAlias = tuple[float, Sequence[int]]
 PARTS = 10  # a drafter's probabilities are counted alike in so many parts
 
 
@@ -101,34 +109,36 @@ class MergedProposer:
         if self.adaptive:
             expected = list(accumulate((p for p, _ in grown), initial=0.0))
             grown = grown[: self.draft_budget.choose_growth(expected, levels)]
-        taken = Counter(id(tree) for _, growing in grown for tree in growing)
-        for tree, request_id in zip(trees, step.request_ids, strict=True):
-            del tree.nodes[1 + taken[id(tree)] :]
+        taken = Counter(row for _, rows in grown for row in rows)
+        for row, (tree, request_id) in enumerate(zip(trees, step.request_ids, strict=True)):
+            del tree.nodes[1 + taken[row] :]
             if assumed:
                 for source in self.sources:
                     for path in source.assume(request_id):
                         tree.add_path(path, limit)
-        return make_tree(trees)
+        tokens = [[node.token for node in tree.nodes] for tree in trees]
+        parents = [[-1 if node.parent is None else node.parent.number for node in tree.nodes] for tree in trees]
+        return Tree.of_rows([*zip(tokens, parents, strict=True)])
 
     def _grow(self, trees: Sequence[GrowingTree], most: int) -> list[Growth]:
         """Let the trees grow to at most `most` nodes each, as long as more may be worth their time.
 
         Where they share a budget, the tree with the most likely node grows; else all of them do.
         """
-        for tree in trees:
-            tree.restart()
-        shares, grown = self.adaptive and self.draft_budget.unit < 1, list[Growth]()
+        growths = [tree.grow(most) for tree in trees]
+        coming = [next(each, 0.0) for each in growths]  # the probability of each row's next node
+        budget, grown, rows = self.draft_budget, list[Growth](), range(len(trees))
+        shares = self.adaptive and budget.unit < 1
         while True:
-            growing = [tree for tree in trees if len(tree.nodes) < most]
             if shares:
-                growing = [max(growing, key=GrowingTree.next_p)] if growing else []
-            p = sum(tree.next_p() for tree in growing) / len(trees)
-            nodes = 1 + self.draft_budget.unit * len(grown)
-            if p == 0 or (self.adaptive and not self.draft_budget.is_worth_more(nodes, p / self.draft_budget.unit)):
+                rows = range(best := coming.index(max(coming)), best + 1)
+            p = sum(coming[row] for row in rows) / len(trees)
+            nodes = 1 + budget.unit * len(grown)
+            if p == 0 or (self.adaptive and not budget.is_worth_more(nodes, p / budget.unit)):
                 return grown
-            for tree in growing:
-                tree.take()
-            grown.append((p, growing))
+            for row in rows:
+                coming[row] = next(growths[row], 0.0)
+            grown.append((p, rows))
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
@@ -144,7 +154,7 @@ class MergedProposer:
         """Learn from a request's last tree. Arguments as in `decode.Proposer`."""
         self._learn(self._trees.pop(request_id).learn(tokens), accepted)
 
-    def _learn(self, followed: Sequence[tuple[Node, int]], accepted: int) -> None:
+    def _learn(self, followed: Sequence[tuple[GrowingNode, int]], accepted: int) -> None:
         """Learn whose tokens were accepted, and how often the drafter's continuations are news.
 
         followed: the nodes on the text's path and the source of each next token; of these, `accepted` were drafted.
@@ -175,13 +185,13 @@ class MergedProposer:
                     tree.add(node, len(self.sources), named)
             grown = self._grow(trees, most)
             level += 1
-            paths = [find_paths(tree, level, drafter.width) for tree in trees]
+            paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
             self.draft_budget.take_drafting_time(perf_counter() - begun, passes)
         return grown, passes
 
-    def _is_worth(self, paths: Sequence[Sequence[Node]]) -> bool:
+    def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:
         """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
@@ -201,14 +211,24 @@ class RecyclingProposer(MergedProposer):
         super().__init__([RecyclingSource()], nodes=nodes)
 
 
-def find_paths(tree: GrowingTree, depth: int, width: int) -> list[Node]:
-    """The most likely nodes of a depth whose parents the drafter has continued."""
-    nodes = [node for node in tree.nodes if node.depth == depth and node.parent is not None and node.parent.path >= 0]
-    return nodes[:width]
+class LookaheadProposer(MergedProposer):
+    """Drafts n-grams that the target has predicted: `LookaheadSource` alone. It needs no training.
+
+    window, size: as in `LookaheadSource`; W and N in the paper.
+    nodes: the size of every tree, root included; half of it is for the window. None is 1 + 2 x W x (N - 1): 19 by
+    default, which suits a CPU. The authors take W = 7 and N = 5 for models of 7B parameters on a GPU: 57 nodes.
+    The size does not adapt to the acceptance or the device: without its window a tree would learn nothing.
+
+    Raises ValueError as `LookaheadSource` and `MergedProposer` do.
+    """
+
+    def __init__(self, window: int = 3, size: int = 4, *, nodes: int | None = None) -> None:
+        source = LookaheadSource(window, size)
+        super().__init__([source], nodes=1 + 2 * source.assumed if nodes is None else nodes)
 
 
 def continue_paths(
-    drafter: ScoredDrafter, level: int, paths: Sequence[Sequence[Node]], ranks: int, device: torch.device
+    drafter: ScoredDrafter, level: int, paths: Sequence[Sequence[GrowingNode]], ranks: int, device: torch.device
 ) -> list[list[list[Named]]]:
     """A drafter's continuations by its calibrated probabilities, by row and path. NaN counts as 0.
 
@@ -237,11 +257,3 @@ def continue_paths(
         ]
         for row in zip(drafted.tolist(), p.tolist(), strict=True)
     ]
-
-
-def make_tree(trees: Sequence[GrowingTree]) -> Tree:
-    """The nodes of each row's tree."""
-    rows = [tree.nodes for tree in trees]
-    tokens = [[node.token for node in row] for row in rows]
-    parents = [[-1 if node.parent is None else node.parent.number for node in row] for row in rows]
-    return Tree.of_rows([*zip(tokens, parents, strict=True)])

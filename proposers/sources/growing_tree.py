@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeAlias
 
-from decode.models.stock_model import StockModel
+from decode import Target
 from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
-
-
 Kinds: TypeAlias = dict[Hashable, list[int]]  # by kind: how many of a source's continuations were right, and all
 
 
-def correct(p: float, counts: Sequence[int]) -> float:
-    """A source's estimate, corrected by what became of such continuations."""
-    return (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
-
-
-class Node:
-    """A node of the tree."""
+class GrowingNode:
+    """A node of a growing tree."""
 
     __slots__ = ("best", "depth", "likely", "named", "number", "p", "parent", "path", "serial", "states", "token")
 
-    def __init__(self, token: int, parent: Node | None, serial: int) -> None:
+    def __init__(self, token: int, parent: GrowingNode | None, serial: int) -> None:
         self.token, self.parent, self.serial = token, parent, serial
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.best = -1  # the source that is most confident of it
@@ -58,45 +51,39 @@ class GrowingTree:
         least: float,
         deepest: int,
         stop_ids: Container[int] = (),
-        target: StockModel | None = None,
+        target: Target | None = None,
     ) -> None:
         self.sources, self.counts = sources, counts
         self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
         self.vocabulary = inf if target is None else target.vocabulary
         self.is_chain = target is not None and target.is_recurrent
-        self.root = Node(root, None, 0)
+        self.root = GrowingNode(root, None, 0)
         self.root.states = [source.start(request_id) for source in sources]
-        self._made = {(-1, root): self.root}  # by the parent's serial number and the token
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin again with the root alone. What the sources named is kept."""
         self.nodes = [self.root]
+        self._made = {(-1, root): self.root}  # by the parent's serial number and the token
+
+    def grow(self, most: int) -> Iterator[float]:
+        """Let the tree grow from its root again, to at most `most` nodes: by the most likely node with each `next`.
+
+        Gives that node's probability before it is added. What the sources named is kept.
+        """
+        node, self.nodes = self.root, [self.root]
         # A heap of nodes to come: the most likely first, of equals the first one named.
-        self._waiting: list[tuple[float, int, Node, int]] = []
-        self._count = 0
-        self._is_open = True  # the next tokens of the last node are not waiting yet
-
-    def next_p(self) -> float:
-        """The probability of the most likely node that is not in the tree; 0 if there is none."""
-        if self._is_open:
-            self._is_open = False
-            node = self.nodes[-1]
+        waiting: list[tuple[float, int, int, GrowingNode, int]] = []
+        while len(self.nodes) < most:
             if self.is_chain:
-                self._waiting = []
+                waiting = []
             if node.depth < self.deepest and node.token not in self.stop_ids:
-                self._wait_for(self._ask(node))
-        return -self._waiting[0][0] if self._waiting else 0.0
-
-    def take(self) -> None:
-        """Add the most likely node to the tree, if there is one."""
-        if not self.next_p():
-            return
-        p, _, parent, token = heappop(self._waiting)
-        node = self._make(parent, token)
-        node.p, node.best, node.number = -p, parent.likely[token][1], len(self.nodes)
-        self.nodes.append(node)
-        self._is_open = True
+                self._ask(node)
+                for place, (token, (p, _)) in enumerate(node.likely.items()):
+                    heappush(waiting, (-node.p * p, node.number, place, node, token))
+            if not waiting or not waiting[0][0]:
+                return
+            yield -waiting[0][0]
+            p, _, _, parent, token = heappop(waiting)
+            node = self._make(parent, token)
+            node.p, node.best, node.number = -p, parent.likely[token][1], len(self.nodes)
+            self.nodes.append(node)
 
     def add_path(self, tokens: Iterable[int], most: int) -> None:
         """Add a path of tokens after the root, until the tree has `most` nodes.
@@ -112,17 +99,30 @@ class GrowingTree:
                 node.number = len(self.nodes)
                 self.nodes.append(node)
 
-    def add(self, node: Node, source: int, continuations: Iterable[Named]) -> None:
-        """Add the continuations of a node that a source names. They count after `restart`."""
+    def add(self, node: GrowingNode, source: int, continuations: Iterable[Named]) -> None:
+        """Add the continuations of a node that a source names. They count when it grows again."""
         self._ask(node)
-        self._add(node, source, continuations)
+        assert node.named is not None
+        found = list(continuations)
+        node.named.append((source, found))
+        kinds, likely, least = self.counts[source], node.likely, self.least / node.p
+        for token, p, kind in found:
+            counts = kinds.get(kind)
+            if counts is not None:  # what became of such continuations
+                p = (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
+            if p >= least and 0 <= token < self.vocabulary and (token not in likely or p > likely[token][0]):
+                likely[token] = p, source
 
-    def learn(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
+    def find_continued(self, depth: int) -> list[GrowingNode]:
+        """The nodes of a depth whose parents a drafter has continued, the most likely first."""
+        return [node for node in self.nodes if node.depth == depth and node.parent and node.parent.path >= 0]
+
+    def learn(self, tokens: Sequence[int]) -> list[tuple[GrowingNode, int]]:
         """Count which continuations were right. tokens: those accepted after the root, then the bonus token.
 
         Returns the accepted nodes, root first, each with the source that was most confident of the next token, or -1.
         """
-        node: Node | None = self.root
+        node: GrowingNode | None = self.root
         accepted = []
         for token in tokens:
             if node is None:
@@ -137,39 +137,21 @@ class GrowingTree:
             node = self._made.get((node.serial, token))
         return accepted
 
-    def _make(self, parent: Node, token: int) -> Node:
+    def _make(self, parent: GrowingNode, token: int) -> GrowingNode:
         """The node of a token after another node, always the same one."""
         key = parent.serial, token
         node = self._made.get(key)
         if node is None:
-            node = self._made[key] = Node(token, parent, len(self._made))
+            node = self._made[key] = GrowingNode(token, parent, len(self._made))
         return node
 
-    def _ask(self, node: Node) -> Node:
-        """The node, after all sources have been asked for its continuations."""
-        if node.named is None:
-            node.named = []
-            if node.parent is not None:
-                pairs = zip(self.sources, node.parent.states, strict=True)
-                node.states = [source.follow(state, node.token) for source, state in pairs]
-            for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
-                self._add(node, number, source.continuations(state))
-        return node
-
-    def _add(self, node: Node, source: int, continuations: Iterable[Named]) -> None:
-        assert node.named is not None
-        found = list(continuations)
-        node.named.append((source, found))
-        kinds, likely, least = self.counts[source], node.likely, self.least / node.p
-        for token, p, kind in found:
-            counts = kinds.get(kind)
-            if counts is not None:
-                p = correct(p, counts)
-            if p >= least and 0 <= token < self.vocabulary and (token not in likely or p > likely[token][0]):
-                likely[token] = p, source
-
-    def _wait_for(self, node: Node) -> None:
-        """Let the next tokens of a node wait."""
-        for token, (p, _) in node.likely.items():
-            self._count += 1
-            heappush(self._waiting, (-node.p * p, self._count, node, token))
+    def _ask(self, node: GrowingNode) -> None:
+        """Ask all sources for a node's continuations, once."""
+        if node.named is not None:
+            return
+        node.named = []
+        if node.parent is not None:
+            pairs = zip(self.sources, node.parent.states, strict=True)
+            node.states = [source.follow(state, node.token) for source, state in pairs]
+        for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
+            self.add(node, number, source.continuations(state))

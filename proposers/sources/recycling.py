@@ -6,9 +6,8 @@ was nearly chosen instead of the last token often comes next. Shapes: B rows, N 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,10 @@ from decode import Step, Tree
 from decode.devices.transfer import read, waits
 from proposers.sources.source import Named, Source, sigmoid
 
-RANKS = 8  # most likely next tokens that are kept
+KEPT_RANKS = 8  # most likely next tokens that are kept
 ORDERS = 3  # of the keys: the last 1, 2 and 3 tokens
 SHARES = 8  # probabilities are kept in so many steps
 KEYS = 1 << 16  # kept for each request, some 50 MB; the oldest go first
-RIVALS = -1  # in place of a key's length
 BLOCK = 64  # tokens whose largest logit is found first
 # A continuation's log-odds of being right, fitted on 88 answers of the default model to real users' prompts and to
 # exercises: by the key's length and the share of the prediction, plus by its rank; and the same of rivals.
@@ -34,6 +32,18 @@ SHARE_WEIGHT = (
 RANK_WEIGHT = 0.13, -0.50, -0.77, -1.10, -1.46, -1.56, -1.72, -2.06
 RIVAL_SHARE_WEIGHT = -2.38, -2.95, -2.55, -1.93
 RIVAL_RANK_WEIGHT = 0.0, -0.43, -0.95, -1.24, -1.42, -1.87, -1.98, -1.91
+# By rank and share: the probability of a rival and its kind; and of a continuation, by its key's length before.
+RIVAL_KINDS = [
+    [(sigmoid(RIVAL_SHARE_WEIGHT[min(share, 3)] + weight), (rank, share)) for share in range(SHARES)]
+    for rank, weight in enumerate(RIVAL_RANK_WEIGHT)
+]
+KINDS = [
+    [
+        [(sigmoid(by_share + weight), (order, rank, share)) for share, by_share in enumerate(by_shares)]
+        for rank, weight in enumerate(RANK_WEIGHT)
+    ]
+    for order, by_shares in enumerate(SHARE_WEIGHT)
+]
 
 
 class Predictions(NamedTuple):
@@ -41,6 +51,10 @@ class Predictions(NamedTuple):
 
     tokens: tuple[int, ...]
     shares: tuple[int, ...]
+
+
+# By the last 1, 2 and 3 tokens of each node of a request's trees: what the target predicted after them.
+Recycled: TypeAlias = dict[tuple[int, ...], Predictions]
 
 
 class Context(NamedTuple):
@@ -66,7 +80,7 @@ class RecyclingSource(Source):
         rows = zip(step.request_ids, step.kept, step.sequences, step.path, trees, strict=True)
         for request_id, place, text, path, (tokens, parents, predictions) in rows:
             recycled = Recycled() if place is None else before[request_id].recycled
-            recycled.learn(text[-ORDERS - len(path) : -len(path) - 1], tokens, parents, predictions)
+            learn(recycled, text[-ORDERS - len(path) : -len(path) - 1], tokens, parents, predictions)
             self._roots[request_id] = Context(recycled, tuple(text[-ORDERS:]), predictions[path[-1]])
 
     def start(self, request_id: int) -> Context:
@@ -76,51 +90,36 @@ class RecyclingSource(Source):
         return Context(state.recycled, (*state.tail, token)[-ORDERS:])
 
     def continuations(self, state: Context) -> list[Named]:
-        order, predictions = state.recycled.find(state.tail)
-        named = _name(order, predictions)
-        if state.rivals is not None:
-            named += [rival for rival in _name(RIVALS, state.rivals) if rival[0] != state.tail[-1]]
+        recycled, tail, rivals = state
+        named: list[Named] = []
+        for order in range(len(tail), 0, -1):
+            if (predictions := recycled.get(tail[-order:])) is not None:
+                pairs, kinds = zip(*predictions, strict=True), KINDS[order]
+                named = [(token, *kinds[rank][share]) for rank, (token, share) in enumerate(pairs)]
+                break
+        if rivals is not None:
+            pairs, last = zip(*rivals, strict=True), tail[-1]
+            named += [(token, *RIVAL_KINDS[rank][share]) for rank, (token, share) in enumerate(pairs) if token != last]
         return named
 
 
-def _name(order: int, predictions: Predictions) -> list[Named]:
-    return [
-        (token, *_estimate(order, rank, share)) for rank, (token, share) in enumerate(zip(*predictions, strict=True))
-    ]
-
-
-@cache
-def _estimate(order: int, rank: int, share: int) -> tuple[float, Hashable]:
-    """The probability of a continuation by a key of so many tokens, or of a rival, and its kind."""
-    if order == RIVALS:
-        return sigmoid(RIVAL_SHARE_WEIGHT[min(share, 3)] + RIVAL_RANK_WEIGHT[rank]), (rank, share)
-    return sigmoid(SHARE_WEIGHT[order][share] + RANK_WEIGHT[rank]), (order, rank, share)
-
-
-class Recycled(dict[tuple[int, ...], Predictions]):
-    """What the target predicted after the last 1, 2 and 3 tokens of each node of a request's trees."""
-
-    def learn(
-        self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], predicted: Sequence[Predictions]
-    ) -> None:
-        """Keep what was predicted after the nodes of a tree. text: the last tokens before its root."""
-        tails: list[tuple[int, ...]] = []
-        for token, parent, predictions in zip(tokens, parents, predicted, strict=True):
-            tails.append((*(tails[parent] if tails else text), token)[-ORDERS:])
-            for order in range(1, len(tails[-1]) + 1):
-                key = tails[-1][-order:]
-                self.pop(key, None)  # the newest key is the last one
-                self[key] = predictions
-        while len(self) > KEYS:
-            del self[next(iter(self))]
-
-    def find(self, tail: tuple[int, ...]) -> tuple[int, Predictions]:
-        """The predictions for the longest known end of `tail`, and its length; empty if none is known."""
-        for order in range(len(tail), 0, -1):
-            predictions = self.get(tail[-order:])
-            if predictions is not None:
-                return order, predictions
-        return 0, Predictions((), ())
+def learn(
+    recycled: Recycled,
+    text: Sequence[int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    predicted: Sequence[Predictions],
+) -> None:
+    """Keep what was predicted after the nodes of a tree. text: the last tokens before its root."""
+    tails: list[tuple[int, ...]] = []
+    for token, parent, predictions in zip(tokens, parents, predicted, strict=True):
+        tails.append((*(tails[parent] if tails else text), token)[-ORDERS:])
+        for order in range(1, len(tails[-1]) + 1):
+            key = tails[-1][-order:]
+            recycled.pop(key, None)  # the newest key is the last one
+            recycled[key] = predictions
+    while len(recycled) > KEYS:
+        del recycled[next(iter(recycled))]
 
 
 def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int], list[Predictions]]]:
@@ -129,7 +128,7 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
     # A GPU would have to be waited for to leave padding out; without padding, nothing needs to be copied.
     leaves_out = not waits(logits) and not bool(tree.real.all())
     chosen: Any = tree.real if leaves_out else slice(None)
-    ids, values = top_logits(logits[chosen], RANKS)
+    ids, values = top_logits(logits[chosen], KEPT_RANKS)
     shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
     shares = (shares * SHARES).long().clamp(max=SHARES - 1)
     found = torch.zeros(*tree.tokens.shape, 2, ids.shape[-1], dtype=torch.long, device=logits.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
-from functools import cache
 from math import exp
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -31,7 +30,6 @@ class Continuation(NamedTuple):
 Named: TypeAlias = tuple[int, float, Hashable]  # a continuation; plain tuples are made in a quarter of the time
 
 
-@cache
 def sigmoid(log_odds: float) -> float:
     """The probability with such odds."""
     return 1 / (1 + exp(-log_odds))

@@ -6,8 +6,7 @@ After Oliaro et al., "SuffixDecoding" (2024), and Hu et al., "SAM Decoding" (202
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -33,6 +32,13 @@ LENGTH_WEIGHT = (
 )
 RANK_WEIGHT = 0.23, -0.15, -0.44, -0.79
 COUNT_WEIGHT = -0.77, -0.44, 0.06
+KINDS = {  # the probability of a copied token by its kind: `LENGTHS` of the match, rank, count, different tokens
+    (size, rank, count, distinct): sigmoid(by_distinct + by_rank + by_count)
+    for size, by_size in enumerate(LENGTH_WEIGHT)
+    for distinct, by_distinct in enumerate(by_size, start=1)
+    for rank, by_rank in enumerate(RANK_WEIGHT)
+    for count, by_count in enumerate(COUNT_WEIGHT, start=1)
+}
 COUNTED = 32  # links: a new occurrence is counted for so many suffixes, longest first, so that loops stay fast
 _by_count = itemgetter(1, 2)
 
@@ -89,17 +95,8 @@ def rank_copies(length: int, copies: Iterable[tuple[int, int, int]]) -> list[Nam
     """
     found = sorted(copies, key=_by_count, reverse=True)
     size, distinct = bisect_left(LENGTHS, length), min(len(found), 3)
-    return [
-        (token, *_estimate(size, rank, min(count, 3), distinct))
-        for rank, (token, count, _) in enumerate(found[:BRANCHES])
-    ]
-
-
-@cache
-def _estimate(size: int, rank: int, count: int, distinct: int) -> tuple[float, Hashable]:
-    """The probability of a copied token, and its kind."""
-    log_odds = LENGTH_WEIGHT[size][distinct - 1] + RANK_WEIGHT[rank] + COUNT_WEIGHT[count - 1]
-    return sigmoid(log_odds), (size, rank, count, distinct)
+    kinds = [(size, rank, min(count, 3), distinct) for rank, (_, count, _) in enumerate(found[:BRANCHES])]
+    return [(token, KINDS[kind], kind) for kind, (token, _, _) in zip(kinds, found, strict=False)]
 
 
 class SuffixAutomaton:

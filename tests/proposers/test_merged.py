@@ -20,9 +20,9 @@ from proposers import (
     Source,
     SuffixProposer,
 )
-from proposers.sources import recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, correct
-from proposers.sources.recycling import ORDERS, RANKS, Predictions, Recycled, top_logits
+from proposers.sources import RecyclingSource, recycling
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree
+from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn, top_logits
 from tests.support.drafting import Recorder, list_paths, make_head
 
 
@@ -55,9 +55,7 @@ def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, **limits: 
 
 
 def fill(tree: GrowingTree, size: int) -> None:
-    tree.restart()
-    for _ in range(size - 1):
-        tree.take()
+    assert all(tree.grow(size))
 
 
 FIRST = {(): {10: 0.5, 11: 0.4}, (10,): {20: 0.5}, (10, 20): {30: 0.9}, (11,): {21: 0.1}}
@@ -96,40 +94,46 @@ def test_only_continuations_of_accepted_nodes_are_counted() -> None:
     assert [(node.token, source) for node, source in accepted] == [(2, 0), (10, 0), (20, -1)]
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
     assert tree.counts == [{"table": [2, 4]}, {}]
-    assert correct(0.8, [2, 4]) == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
+    tree.add(tree.root, 0, [Continuation(45, 0.8, "table")])
+    assert tree.root.likely[45][0] == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
 
 
 def test_the_largest_logits_are_found() -> None:
     for seed, size in enumerate((1, 7, 63, 64, 65, 130, 1000, 4099)):
         logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
-        ids, values = top_logits(logits, RANKS)
-        expected = logits.topk(min(RANKS, size), dim=-1)
+        ids, values = top_logits(logits, KEPT_RANKS)
+        expected = logits.topk(min(KEPT_RANKS, size), dim=-1)
         assert torch.equal(ids, expected.indices) and torch.equal(values, expected.values)
     ids, values = top_logits(torch.zeros(1, 1, 300), 5)
     assert len(set(ids.flatten().tolist())) == 5 and torch.equal(values, torch.zeros(1, 1, 5))
+
+
+def find(recycled: Recycled, tail: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The continuations after a tail, each with the length of its key."""
+    return [(kind[0], token) for token, _, kind in RecyclingSource().continuations(Context(recycled, tail))]
 
 
 def test_predictions_after_every_node_are_recycled() -> None:
     """Rejected nodes too, by the last one to three tokens of their own paths."""
     recycled = Recycled()
     predictions = [Predictions((node,), (7,)) for node in range(5)]
-    recycled.learn([1, 2], [3, 4, 5, 6], [-1, 0, 0, 1], predictions[:4])
+    learn(recycled, [1, 2], [3, 4, 5, 6], [-1, 0, 0, 1], predictions[:4])
     for tail, node in {(1, 2, 3): 0, (2, 3, 4): 1, (2, 3, 5): 2, (3, 4, 6): 3}.items():
-        assert recycled.find(tail) == (ORDERS, predictions[node])
-        assert recycled.find((9, *tail[1:])) == (2, predictions[node])
-        assert recycled.find((9, 9, tail[-1])) == (1, predictions[node])
-    assert recycled.find((0,)) == (0, Predictions((), ()))
-    recycled.learn([8], [3], [-1], [predictions[4]])
-    assert recycled.find((2, 3)) == (2, predictions[0]) and recycled.find((3,)) == (1, predictions[4])
+        assert find(recycled, tail) == [(ORDERS, node)]
+        assert find(recycled, (9, *tail[1:])) == [(2, node)]
+        assert find(recycled, (9, 9, tail[-1])) == [(1, node)]
+    assert find(recycled, (0,)) == []
+    learn(recycled, [8], [3], [-1], [predictions[4]])
+    assert find(recycled, (2, 3)) == [(2, 0)] and find(recycled, (3,)) == [(1, 4)]
 
 
 def test_recycled_predictions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycling, "KEYS", 30)
     recycled = Recycled()
     for token in range(100):
-        recycled.learn([token], [token + 1], [-1], [Predictions((token,), (7,))])
+        learn(recycled, [token], [token + 1], [-1], [Predictions((token,), (7,))])
     assert len(recycled) == 30
-    assert recycled.find((100,))[0] == 1 and recycled.find((50,))[0] == 0
+    assert find(recycled, (100,)) and not find(recycled, (50,))
 
 
 def test_a_repeated_text_is_drafted(target: Target) -> None:
@@ -151,8 +155,8 @@ def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target)
         tail = tuple(text[end - 3 : end])
         if all(tuple(text[place - 3 : place]) != tail for place in range(end + 1, len(text) + 1)):
             logits, _ = target.open(1).extend([text[:end]])
-            assert recycled.find(tail)[1].tokens == tuple(logits[0].topk(RANKS).indices.tolist())
-            assert recycled.find(tail)[1].tokens[0] == text[end]
+            found = [token for _, token in find(recycled, tail)]
+            assert found == logits[0].topk(KEPT_RANKS).indices.tolist() and found[0] == text[end]
 
 
 def test_answers_are_kept_for_later_streams(target: Target) -> None:
