@@ -22,8 +22,8 @@ from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
+from proposers.search import Drafter
 from proposers.tree_proposer import Inputs
-from proposers.trees.search import Drafter
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
 

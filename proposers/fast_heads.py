@@ -16,8 +16,8 @@ from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_
 from decode.devices.backend import find_backend
 from decode.devices.graph import Captured, GraphPool, forget_oldest, round_up
 from heads.vocabulary import VocabularyHead
+from proposers.search import Draft
 from proposers.tree_proposer import Inputs
-from proposers.trees.draft import Draft
 
 BY_TOKEN = ("features", "following")  # inputs [B, T, ...], whose tokens are padded at the right
 FEWEST = 8  # tokens of an input; fewer take as long

@@ -21,9 +21,8 @@ from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
 from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures
+from proposers.search import RANKS, Draft
 from proposers.tree_proposer import Find, Inputs, TreeProposer
-from proposers.trees.draft import Draft
-from proposers.trees.search import RANKS
 
 
 class HeadProposer(TreeProposer):

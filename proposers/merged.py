@@ -13,6 +13,7 @@ import torch
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
 from proposers.draft_budget import DraftBudget
+from proposers.search import ScoredDrafter
 from proposers.sources import (
     SOURCES,
     AnswerStore,
@@ -25,7 +26,6 @@ from proposers.sources import (
 from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds
 from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer
-from proposers.trees.search import ScoredDrafter
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node

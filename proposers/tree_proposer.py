@@ -1,7 +1,7 @@
 """Drafting trees with a drafter: anything that gives the probabilities of next tokens, level by level.
 
 How a tree is drafted: the drafter takes in what the target has accepted (`observe`), a search asks it for next tokens
-level by level (`trees.search`), and the draft budget chooses how many of them become nodes (`draft_budget`). Trained
+level by level (`search`), and the draft budget chooses how many of them become nodes (`draft_budget`). Trained
 heads and small models differ in `observe`, `read_step` and `start_drafter` only.
 
 Shapes: B rows, D draft vocabulary.
@@ -22,9 +22,7 @@ from decode import Sampling, Step, Target, Tree
 from decode.devices.transfer import Upload, waits
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.trees.coupled import find_coupling, find_noise
-from proposers.trees.draft import Draft
-from proposers.trees.search import Drafter, ScoredDrafter, search
+from proposers.search import Draft, Drafter, ScoredDrafter, find_noise, search
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
 Find: TypeAlias = Callable[[Mapping[str, Tensor]], Draft]
@@ -91,7 +89,7 @@ class TreeProposer(ABC):
         begun = perf_counter()
         draft = self._search(step, levels, most)
         if not self.adaptive:
-            return draft.tree(most)
+            return draft.largest
         expected, right = draft.read_figures()
         self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
         self.draft_budget.take_levels(right)
@@ -123,8 +121,8 @@ class TreeProposer(ABC):
         self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]
     ) -> ScoredDrafter:
         """`start_drafter` for the tensors of `read_inputs`, with its tokens scored."""
-        coupling = find_coupling(samplings, inputs.get("keys"))
-        return ScoredDrafter(self.start_drafter(inputs, target), self.token_map, self.calibration, coupling)
+        inner, keys = self.start_drafter(inputs, target), inputs.get("keys")
+        return ScoredDrafter(inner, self.token_map, self.calibration, samplings, keys)
 
     def find_device(self, target: Target) -> torch.device:
         """Where it drafts."""

@@ -25,7 +25,7 @@ from proposers.eagle import EagleDrafter, PEagleProposer, draft_ahead
 from proposers.feature_history import FeaturePart, attend_like_target
 from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
-from proposers.trees.search import RANKS, Drafter
+from proposers.search import RANKS, Drafter
 from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
 from scripts.shared.prompts import add_template_option, encode_turn, read_conversations

@@ -6,7 +6,6 @@ After Leviathan et al. (2023) and Chen et al. (2023). Shapes: B rows, W paths, R
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -22,12 +21,10 @@ from proposers.draft_budget import ChainAcceptance
 from proposers.draft_models.retokenized import retokenize
 from proposers.draft_models.session import DraftSession, ModelDrafter
 from proposers.draft_models.vocabulary import VocabularyMap
+from proposers.search import Draft, ScoredDrafter, find_noise
 from proposers.tree_proposer import Inputs, Start, TreeProposer
-from proposers.trees.coupled import find_coupling, find_noise
-from proposers.trees.draft import Draft
-from proposers.trees.search import ScoredDrafter
 
-LONGEST = 16
+DRAFT_LENGTH = 16  # tokens ahead, at most, unless `depth` is given
 WELL_SHARED = 0.9  # of the target's tokens; with fewer of them a notice says so
 
 
@@ -62,7 +59,7 @@ class DraftProposer(TreeProposer):
         sampled: bool = False,
         calibration: Calibration | None = None,
     ) -> None:
-        depth = LONGEST if depth is None else depth
+        depth = DRAFT_LENGTH if depth is None else depth
         super().__init__(depth=depth, width=width, ranks=width, nodes=nodes, calibration=calibration)
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
@@ -130,15 +127,15 @@ class DraftProposer(TreeProposer):
         if self._map is None or is_part or any(sampling.processors for sampling in step.samplings):
             return super()._search(step, levels, most, start)
         draft = super()._search(step, levels, most, self._start_own)
-        return retokenize(draft, step, self._session, most, self.adaptive)
+        return retokenize(draft, step, self._session, most)
 
     def _start_own(self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]) -> ScoredDrafter:
         """A drafter of the draft model's own tokens. Each gets the noise of the first target token of its text."""
-        coupling = find_coupling(samplings, inputs.get("keys"))
-        if coupling is not None and self._map is not None:
-            coupling = replace(coupling, tokens=self._map.place("first_tokens", inputs["roots"].device))
+        assert self._map is not None
+        keys = inputs.get("keys")
+        tokens = None if keys is None else self._map.place("first_tokens", inputs["roots"].device)
         inner = self._session.start_drafter(inputs["logits"], is_own=True)
-        return ScoredDrafter(inner, coupling=coupling)
+        return ScoredDrafter(inner, samplings=samplings, keys=keys, noise_tokens=tokens)
 
     def _sample(self, step: Step, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier.

@@ -9,7 +9,6 @@ them. All of these are branches of one tree, and one pass verifies them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 
@@ -17,12 +16,12 @@ from decode import Step
 from decode.devices.transfer import read
 from proposers.draft_models.session import DraftSession
 from proposers.draft_models.vocabulary import VocabularyMap, cut_character
-from proposers.trees.draft import Draft, Node
+from proposers.search import Draft, DraftToken
 
 BEFORE = 8  # tokens of the text before a draft that are cut together with it
 
 
-def retokenize(draft: Draft, step: Step, session: DraftSession, nodes: int, has_figures: bool) -> Draft:
+def retokenize(draft: Draft, step: Step, session: DraftSession, nodes: int) -> Draft:
     """The best trees of at most `nodes` nodes in the target's tokens, for a draft in the draft model's own.
 
     A node's score is that of the draft token with its last byte.
@@ -35,12 +34,13 @@ def retokenize(draft: Draft, step: Step, session: DraftSession, nodes: int, has_
     for row, (tokens, parents, scores) in enumerate(read(numbers).transpose(0, 1).tolist()):
         before, partial = step.sequences[row][-BEFORE:], session.find_unread(row)
         drafted = [
-            Node(int(token), int(parent), score) for token, parent, score in zip(tokens, parents, scores, strict=True)
+            DraftToken(int(token), int(parent), score)
+            for token, parent, score in zip(tokens, parents, scores, strict=True)
         ]
         branches = Branches(session.vocabulary, before, partial)
         branches.add_paths(drafted[: int(draft.largest.sizes[row])])
-        rows.append(branches.best(nodes))
-    return Draft.of_rows(step.bonus, rows, draft, has_figures)
+        rows.append(branches.nodes)
+    return Draft.of_rows(step.bonus, rows, nodes, draft)
 
 
 class Branches:
@@ -54,9 +54,9 @@ class Branches:
         data = b"".join(vocabulary.bytes_of.get(token, b"") for token in before)
         self._before = data[: len(data) - len(partial)].lstrip(bytes(range(0x80, 0xC0)))  # begins with a character
         self._numbers: dict[tuple[int, int], int] = {}  # by parent's number and token
-        self._nodes: list[Node] = []
+        self.nodes: list[DraftToken] = []  # parents first
 
-    def add_paths(self, drafted: Sequence[Node]) -> None:
+    def add_paths(self, drafted: Sequence[DraftToken]) -> None:
         """Add the cuts of all paths of a draft, whose first node is the root."""
         texts: list[list[tuple[int, float]] | None] = [[]]  # by node: where each draft token ends, and its score
         data, ends = [b""], dict[int, int]()  # ends: by node, the special token that it is
@@ -89,17 +89,9 @@ class Branches:
                 self._enter(number, special, path[-1][1])
 
     def _enter(self, parent: int, token: int, score: float) -> int:
-        number = self._numbers.setdefault((parent, token), len(self._nodes))
-        if number == len(self._nodes):
-            self._nodes.append(Node(token, parent, score))
-        elif self._nodes[number].score < score:
-            self._nodes[number] = Node(token, parent, score)
+        number = self._numbers.setdefault((parent, token), len(self.nodes))
+        if number == len(self.nodes):
+            self.nodes.append(DraftToken(token, parent, score))
+        elif self.nodes[number].score < score:
+            self.nodes[number] = DraftToken(token, parent, score)
         return number
-
-    def best(self, nodes: int) -> list[Node]:
-        """The best nodes, at most `nodes` with the root, parents first. Their parents are numbers in this list."""
-        known = [number for number, node in enumerate(self._nodes) if node.score > -inf]
-        order = sorted(known, key=lambda number: -self._nodes[number].score)[: nodes - 1]
-        places = {-1: 0} | {number: place for place, number in enumerate(order, start=1)}
-        kept = [self._nodes[number] for number in order]
-        return [node._replace(parent=places[node.parent]) for node in kept]

@@ -21,11 +21,9 @@ from decode.requests.answer import LogProbs
 from decode.session import run_through
 from decode.trees.noise import make_exponential
 from proposers.draft_budget import ChainAcceptance, DraftBudget
-from proposers.draft_models.proposer import has_other_tokens
-from proposers.trees.coupled import find_noise
-from proposers.trees.draft import Node
+from proposers.draft_models.proposer import DRAFT_LENGTH, has_other_tokens
+from proposers.search import Draft, DraftToken, find_noise
 
-LONGEST = 16
 SPARE = 2  # times the memory of the texts: it also holds texts that were drafted in vain
 SLOTS = 256  # that a text may have in addition to its tokens
 
@@ -48,7 +46,7 @@ class StagedProposer:
     def __init__(
         self, draft: Target, inner: Proposer, *, depth: int | None = None, width: int = 1, nodes: int | None = None
     ) -> None:
-        self.draft_model, self.inner, self.depth = draft, inner, LONGEST if depth is None else depth
+        self.draft_model, self.inner, self.depth = draft, inner, DRAFT_LENGTH if depth is None else depth
         self.width, self.nodes, self.adaptive = width, nodes, nodes is None
         if min(self.depth, width) < 1 or (nodes is not None and nodes < 1):
             raise ValueError(f"depth {self.depth}, width {width} and nodes {nodes} must be at least 1")
@@ -96,13 +94,12 @@ class StagedProposer:
             keys = read(find_noise(step, levels))
         rows = []
         for row, request in enumerate(answers.get(each) for each in step.request_ids):
-            nodes = [Node(step.bonus[row], -1, 0.0)]
+            nodes = list[DraftToken]()
             if request is not None and request.answer is not None:
                 noise = None if keys is None else keys[row]
                 self._add_nodes(nodes, request.answer.tokens, request.answer.log_probs, step.samplings[row], noise)
-            most = min(budget, self.nodes or 1 + levels * self.width)
-            rows.append(keep_best(nodes, most))
-        return Tree.of_rows([([n.token for n in row], [n.parent for n in row]) for row in rows])
+            rows.append(nodes)
+        return Draft.of_rows(step.bonus, rows, min(budget, self.nodes or 1 + levels * self.width)).largest
 
     def _choose_levels(self, step: Step, most: int) -> int:
         """How many tokens to draft: as many as should yield most tokens per second, if each is as likely as before."""
@@ -138,30 +135,23 @@ class StagedProposer:
 
     def _add_nodes(
         self,
-        nodes: list[Node],
+        nodes: list[DraftToken],
         tokens: list[int],
         told: Sequence[LogProbs],
         sampling: Sampling,
         keys: torch.Tensor | None,
     ) -> None:
         """Add the draft model's text and, at each of its tokens, what it would have chosen next."""
-        above, score = 0, 0.0
+        above, score = -1, 0.0
         for level, (token, each) in enumerate(zip(tokens, told, strict=True)):
             likely = {**each.best, token: each.chosen}
             log_p = torch.tensor([*likely.values()])
-            if not sampling.greedy and keys is not None:  # as in `trees.coupled`
+            if not sampling.greedy and keys is not None:  # as in `search.add_noise`
                 noise = make_exponential(keys[level : level + 1], torch.tensor([*likely]))[0].log().neg().float()
                 log_p = (log_p + sampling.temperature * noise).log_softmax(dim=-1)
             best = len(nodes)
-            nodes.append(Node(token, above, score + float(log_p[[*likely].index(token)])))
+            nodes.append(DraftToken(token, above, score + float(log_p[[*likely].index(token)])))
             others = [(p, other) for other, p in zip(likely, log_p.tolist(), strict=True) if other != token]
             for p, other in sorted(others, reverse=True)[: self.width - 1]:
-                nodes.append(Node(other, above, score + p))
+                nodes.append(DraftToken(other, above, score + p))
             above, score = best, nodes[best].score
-
-
-def keep_best(nodes: list[Node], most: int) -> list[Node]:
-    """The best `most` nodes, the root among them, with parents before their children."""
-    order = sorted(range(len(nodes)), key=lambda number: -nodes[number].score)[:most]
-    places = {-1: -1} | {number: place for place, number in enumerate(order)}
-    return [nodes[number]._replace(parent=places[nodes[number].parent]) for number in order]

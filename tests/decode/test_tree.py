@@ -12,7 +12,7 @@ import torch
 from decode import Sampling, Target, Tree
 from decode.kv_cache import KVCache
 from decode.trees.accept import accept, walk
-from proposers.trees.draft import Draft
+from proposers.search import Draft
 from tests.support.drafting import tree_of_paths, tree_of_rows
 from tests.support.models import tiny
 
@@ -58,13 +58,13 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     scores = torch.tensor([[-0.5, -2.0, -0.5, -1.0, -0.5]])  # ties along a path: a child must not lose its parent
     make = partial(Draft.of, torch.tensor([7]), tokens, parents, scores, levels=3, right=None, has_figures=True)
     draft = make(nodes=9)
-    tree = draft.tree(4)
+    tree = draft.largest.first(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
     tree.check(1, 4, 20)
-    assert draft.tree(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
+    assert draft.largest.first(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
     for nodes in range(1, 10):
-        first, same = draft.tree(nodes), make(nodes=nodes).largest
+        first, same = draft.largest.first(nodes), make(nodes=nodes).largest
         assert first.height == same.height and first.tensors().keys() == same.tensors().keys()
         assert all(torch.equal(tensor, same.tensors()[name]) for name, tensor in first.tensors().items())
 

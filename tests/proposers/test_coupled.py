@@ -10,8 +10,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
 from decode.trees.noise import TEXT, gumbel_max, row_keys
-from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer
-from proposers.trees.coupled import Coupling
+from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, search
+from proposers.search import add_noise
 from tests.support.drafting import make_head
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [3]]
@@ -46,7 +46,7 @@ def test_the_first_choice_is_what_the_target_draws_from_the_same_probabilities(
     tokens = torch.arange(96) if token_map is None else token_map
     logits = 2 * torch.randn(2, 6, size, generator=torch.Generator().manual_seed(1))
     for level in range(5):
-        perturbed = Coupling([sampling] * 2, keys).perturb(logits, level, token_map)
+        perturbed = add_noise(logits, [sampling] * 2, keys[:, level], token_map)
         for path in range(6):
             p = sampling.probabilities(logits[:, path])
             drawn = gumbel_max(p, keys[:, level], tokens)
@@ -56,26 +56,25 @@ def test_the_first_choice_is_what_the_target_draws_from_the_same_probabilities(
 def test_a_low_temperature_leaves_the_logits_as_they_are() -> None:
     """So that the calibration of greedy drafts holds on."""
     logits = torch.randn(1, 2, 50)
-    perturbed = Coupling([Sampling(temperature=1e-6, seed=1)], torch.tensor([[5]])).perturb(logits, 0, None)
+    perturbed = add_noise(logits, [Sampling(temperature=1e-6, seed=1)], torch.tensor([5]), None)
     assert torch.allclose(perturbed, logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3", "merged"])
 def test_heads_draft_with_the_noise(target: Target, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each level with that of its own position."""
-    levels: list[int] = []
-    perturb = Coupling.perturb
+    used_keys: list[list[int]] = []
 
-    def record(self: Coupling, logits: torch.Tensor, level: int, token_map: torch.Tensor | None) -> torch.Tensor:
-        assert self.keys.shape[0] == len(logits) and self.keys.shape[1] > level
-        levels.append(level)
-        return perturb(self, logits, level, token_map)
+    def record(logits: torch.Tensor, samplings: Any, keys: torch.Tensor, tokens: Any) -> torch.Tensor:
+        assert len(keys) == len(samplings) == len(logits)
+        used_keys.append(keys.tolist())
+        return add_noise(logits, samplings, keys, tokens)
 
-    monkeypatch.setattr(Coupling, "perturb", record)
+    monkeypatch.setattr(search, "add_noise", record)
     head_kind = "eagle" if kind == "merged" else kind
     proposer = HEAD_PROPOSERS[head_kind](make_head(head_kind, target), nodes=9)
     used = MergedProposer([], drafter=proposer, nodes=9) if kind == "merged" else proposer
     generate(target, PROMPTS[:2], used, sampling=Sampling(), max_new_tokens=4)
-    assert not levels  # greedy targets have no noise
+    assert not used_keys  # greedy targets have no noise
     generate(target, PROMPTS[:2], used, sampling=Sampling(temperature=1.0, seed=1), max_new_tokens=8)
-    assert {0, 1} <= {*levels}
+    assert len(used_keys) > 1 and used_keys[0] != used_keys[1]

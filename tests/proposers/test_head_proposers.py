@@ -18,7 +18,7 @@ from heads.layer_cache import attend
 from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history
 from proposers.dflash import DFlashDrafter
 from proposers.draft_budget import DraftBudget
-from proposers.trees.coupled import Coupling
+from proposers.search import add_noise
 from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head
 from tests.support.models import tiny
@@ -89,10 +89,10 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 class Written:
     """A head's probabilities after one text: each path is computed from the true features of all committed tokens."""
 
-    def __init__(self, target: Target, head: Any, text: Sequence[int], coupling: Coupling | None = None) -> None:
+    def __init__(self, target: Target, head: Any, text: Sequence[int], noise: Any = None) -> None:
         _, features = target.open(1, head.features).extend([text[:-1]])
         assert features is not None
-        self.head, self.text, self.coupling = head, text, coupling
+        self.head, self.text, self.noise = head, text, noise
         self.embed = getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()
         if head.kind == "hydra":
             self.true = head.contextualize(features)
@@ -164,8 +164,9 @@ class Written:
         return (logits + selector.successor_codebook @ before).masked_fill(others, -torch.inf)
 
     def _adjust(self, logits: Tensor, level: int) -> Tensor:
-        if self.coupling is not None:
-            logits = self.coupling.perturb(logits[None, None], level, self.head.token_map)[0, 0]
+        if self.noise is not None:
+            sampling, keys = self.noise
+            logits = add_noise(logits[None, None], [sampling], keys[:, level], self.head.token_map)[0, 0]
         return logits.log_softmax(dim=-1)
 
     def best(self, path: Sequence[int], ranks: int) -> Paths:
@@ -224,8 +225,8 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
     assert len(found) > 20 and len({tree.batch for tree in recorder.trees}) > 1
     assert any(len({*accepted}) > 1 for accepted in recorder.accepted)
     for text in [*found[:4], *found[4::7]]:
-        coupling = Coupling([sampling], row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT))
-        assert agree(recorder.drafted[text], Written(target, proposer.head, text, coupling).grow(proposer, 14)), text
+        noise = sampling, row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT)
+        assert agree(recorder.drafted[text], Written(target, proposer.head, text, noise).grow(proposer, 14)), text
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

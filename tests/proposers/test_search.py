@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from proposers.draft_budget import DraftBudget
-from proposers.trees.draft import Draft
-from proposers.trees.search import RANKS, ScoredDrafter, expect_right, search
+from proposers.search import RANKS, Draft, ScoredDrafter, expect_right, search
 from tests.support.drafting import list_paths
 
 
@@ -63,7 +62,7 @@ def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
     drafter = MadeUpDrafter(3, vocabulary)
     draft = find(drafter, [7, 8, 9], 1000)
     for nodes in (2, 3, 9, 40):
-        tree = draft.tree(nodes)
+        tree = draft.largest.first(nodes)
         tree.check(3, nodes, 200)
         assert tree.tokens[:, 0].tolist() == [7, 8, 9] and int(tree.depth.max()) <= tree.height
         for row in range(3):
@@ -72,7 +71,7 @@ def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
 
 def test_a_narrow_search_follows_the_most_likely_paths_of_each_level() -> None:
     drafter = MadeUpDrafter(1, 13)
-    tree = find(drafter, [7], 2).tree(1000)
+    tree = find(drafter, [7], 2).largest.first(1000)
     expected, beam = set[tuple[int, ...]](), {(): 0.0}
     for _ in range(3):
         grown = {}
@@ -93,7 +92,7 @@ def test_only_paths_that_a_tree_can_hold_are_followed(rows: int) -> None:
     counts = []
     for nodes in (3, 4, 6, 12, 30, 1000):
         drafter = MadeUpDrafter(rows, 13)
-        tree, same = find(drafter, roots, 8, nodes).tree(nodes), expected.tree(nodes)
+        tree, same = find(drafter, roots, 8, nodes).largest.first(nodes), expected.largest.first(nodes)
         assert all(list_paths(tree, row) == list_paths(same, row) for row in range(rows))
         counts.append(drafter.followed)
     assert counts == sorted(counts) and counts[0] <= 2 * rows and counts[2] < 12 and counts[-1] == 16
@@ -113,7 +112,7 @@ def test_expected_acceptance_is_that_of_the_best_trees() -> None:
     draft = find(MadeUpDrafter(2, 13), [7, 8], 8)
     accepted, _ = draft.read_figures()
     for nodes in range(1, 21):
-        tree = draft.tree(nodes)
+        tree = draft.largest.first(nodes)
         expected = sum(sum(torch.tensor(list(list_paths(tree, row).values())).exp().tolist()) for row in range(2))
         assert accepted[nodes - 1] == pytest.approx(expected / 2, rel=1e-5)
 

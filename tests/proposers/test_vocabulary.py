@@ -16,7 +16,7 @@ from proposers import DraftProposer, MergedProposer
 from proposers.draft_models.retokenized import Branches
 from proposers.draft_models.session import DraftSession
 from proposers.draft_models.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
-from proposers.trees.draft import Node
+from proposers.search import DraftToken
 from tests.support.drafting import Recorder
 from tests.support.enumeration import (
     EXACT,
@@ -167,23 +167,22 @@ def spell(tokenizer: Any, *words: str) -> list[int]:
 def cut(draft: Any, target: Any, before: str, paths: list[list[str]], partial: bytes = b"") -> set[tuple[str, ...]]:
     """The paths in target tokens, as texts, that a draft with these paths becomes."""
     vocabulary = VocabularyMap(draft, target, len(draft), len(target))
-    nodes, numbers = [Node(0, -1, 0.0)], dict[tuple[str, ...], int]()
+    nodes, numbers = [DraftToken(0, -1, 0.0)], dict[tuple[str, ...], int]()
     for path in paths:
         for depth, word in enumerate(path):
             if tuple(path[: depth + 1]) not in numbers:
                 numbers[tuple(path[: depth + 1])] = len(nodes)
                 parent = numbers.get(tuple(path[:depth]), 0)
-                nodes.append(Node(*spell(draft, word), parent, nodes[parent].score - 1.0))
+                nodes.append(DraftToken(*spell(draft, word), parent, nodes[parent].score - 1.0))
     tokens = target(before, add_special_tokens=False)["input_ids"]
     branches = Branches(vocabulary, tokens, partial)
     branches.add_paths(nodes)
-    found = branches.best(50)
-    texts = [("",), *[()] * len(found)]
-    for place, node in enumerate(found, start=1):
-        above = () if node.parent == 0 else texts[node.parent]
-        texts[place] = (*above, vocabulary.bytes_of[node.token].decode(errors="replace"))
-        assert node.parent < place and node.score <= (0.0 if node.parent == 0 else found[node.parent - 1].score)
-    return {*texts[1:]}
+    texts = list[tuple[str, ...]]()
+    for place, node in enumerate(branches.nodes):
+        above = () if node.parent < 0 else texts[node.parent]
+        texts.append((*above, vocabulary.bytes_of[node.token].decode(errors="replace")))
+        assert node.parent < place and node.score <= (0.0 if node.parent < 0 else branches.nodes[node.parent].score)
+    return {*texts}
 
 
 def test_a_text_is_cut_as_the_target_would() -> None:
@@ -206,9 +205,8 @@ def test_characters_that_are_not_complete() -> None:
     vocabulary = VocabularyMap(draft, target, len(draft), len(target))
     for word, expected in (("\u4f60", 1), ("\u4f60\u597d", 4), ("a", 0)):
         branches = Branches(vocabulary, vocabulary_tokens(target, b"a" + partial), partial)
-        branches.add_paths([Node(0, -1, 0.0), Node(*spell(draft, word), 0, -1.0)])
-        found = branches.best(9)
-        assert b"".join(vocabulary.bytes_of[node.token] for node in found) == word.encode()[2:][:expected]
+        branches.add_paths([DraftToken(0, -1, 0.0), DraftToken(*spell(draft, word), 0, -1.0)])
+        assert b"".join(vocabulary.bytes_of[node.token] for node in branches.nodes) == word.encode()[2:][:expected]
 
 
 def vocabulary_tokens(tokenizer: Any, data: bytes) -> list[int]:
@@ -222,16 +220,23 @@ def test_an_end_is_drafted_by_its_role() -> None:
     vocabulary = VocabularyMap(draft, target, len(draft), len(target))
     branches = Branches(vocabulary, [], b"")
     end = draft.eos_token_id
-    branches.add_paths([Node(0, -1, 0.0), Node(*spell(draft, "a"), 0, -1.0), Node(end, 1, -2.0), Node(end, 2, -3.0)])
-    first, last = branches.best(9)
-    assert vocabulary.bytes_of[first.token] == b"a" and last.token == target.eos_token_id and last.parent == 1
+    branches.add_paths(
+        [
+            DraftToken(0, -1, 0.0),
+            DraftToken(*spell(draft, "a"), 0, -1.0),
+            DraftToken(end, 1, -2.0),
+            DraftToken(end, 2, -3.0),
+        ]
+    )
+    first, last = branches.nodes
+    assert vocabulary.bytes_of[first.token] == b"a" and last.token == target.eos_token_id and last.parent == 0
 
 
 def test_an_end_may_come_at_once() -> None:
     draft, target = merging(["ab"]), sentence_piece(["ab"])
     branches = Branches(VocabularyMap(draft, target, len(draft), len(target)), [], b"")
-    branches.add_paths([Node(0, -1, 0.0), Node(draft.eos_token_id, 0, -1.0)])
-    assert branches.best(9) == [Node(target.eos_token_id, 0, -1.0)]
+    branches.add_paths([DraftToken(0, -1, 0.0), DraftToken(draft.eos_token_id, 0, -1.0)])
+    assert branches.nodes == [DraftToken(target.eos_token_id, -1, -1.0)]
 
 
 def test_a_tokenizer_that_begins_each_text_with_a_space() -> None:

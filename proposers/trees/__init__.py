@@ -1,1 +1,0 @@
-"""Draft trees of heads, searched level by level."""
