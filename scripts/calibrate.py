@@ -28,7 +28,7 @@ from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaP
 from proposers.search import RANKS, Drafter
 from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
-from scripts.shared.prompts import add_template_option, encode_turn, read_conversations
+from scripts.shared.prompts import TEMPLATE_OPTION, encode_turn, read_conversations
 from scripts.shared.results import to_markdown
 from scripts.shared.worth import NODES, count, describe_tau, find_worth
 from training.rendering import Renderer
@@ -109,7 +109,7 @@ def make_parser() -> Parser:
     add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)
     add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
-    add_template_option(parser)
+    parser.add_argument("--template-option", **TEMPLATE_OPTION)
     add_model_options(parser)
     return parser
 

@@ -22,7 +22,7 @@ from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import ModelOptions, add_model_options, load_target
-from scripts.shared.prompts import add_template_option
+from scripts.shared.prompts import TEMPLATE_OPTION
 from training.rendering import Renderer
 
 MOST_DRAFTED = 16  # rows; passes over more take as long as their tokens
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     parser.add_argument("prompts", nargs="+", metavar="PROMPTS", help="files of prompts")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="answers are appended here, one a line")
     parser.add_argument("--changed-model", action="store_true", help=CHANGED_HELP)
-    add_template_option(parser)
+    parser.add_argument("--template-option", **TEMPLATE_OPTION)
     add_model_options(parser)
     parser.set_defaults(accelerate="packed")  # compiled kernels are for smaller batches
     group = parser.add_argument_group("answers")

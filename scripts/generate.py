@@ -22,7 +22,7 @@ from scripts.shared.options import (
     load_target,
     make_proposer,
 )
-from scripts.shared.prompts import add_template_option, ask, encode_turn, read_conversations
+from scripts.shared.prompts import TEMPLATE_OPTION, ask, encode_turn, read_conversations
 from scripts.shared.terminal import format_chunk, has_colour, in_order
 from training.conversations import Conversation
 from training.rendering import Renderer
@@ -97,7 +97,7 @@ def make_parser() -> Parser:
     source = parser.add_mutually_exclusive_group(required=True).add_argument
     source("--prompt", metavar="TEXT", help="the prompt")
     source("--prompt-file", metavar="FILE", help=PROMPT_FILE_HELP)
-    add_template_option(parser)
+    parser.add_argument("--template-option", **TEMPLATE_OPTION)
     parser.add_argument("--chat", action=BooleanOptionalAction, help=CHAT_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer instead of its text")
     add_model_options(parser)

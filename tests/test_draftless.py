@@ -45,6 +45,7 @@ def test_the_name_alone_imports_no_torch() -> None:
 def test_help_lists_the_commands(options: list[str], run_main: Call) -> None:
     out = run_main(draftless.main, *options).out
     assert all(f"  {path.stem} " in out for path in (ROOT / "scripts").glob("[!_]*.py"))
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_wrong_command_gets_the_right_one(run_main: Call) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from decode import Answer, Engine, Sampling
 from decode.requests.detokenizer import decode
-from decode.trees.sampling import LOWEST_TEMPERATURE
 from scripts.shared.prompts import read_conversations
 from training.conversations import TEMPLATE_KEYS, Conversation
 from training.data import TOKENS, VOCABULARY, has_looped
@@ -142,8 +141,7 @@ def _has_looped(prompt_length: int, request_id: int, tokens: list[int]) -> bool:
 
 def check_temperature(value: Any, place: str) -> float:
     """The temperature. Raises ValueError, naming the place, unless `Sampling` takes it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (value != 0 and not LOWEST_TEMPERATURE <= value < float("inf")):
-        lowest = f"0 (greedy) or a number from {LOWEST_TEMPERATURE} on"
-        raise ValueError(f"{place}: a temperature is {lowest}, not {json.dumps(value):.40}")
-    return float(value)
+    try:
+        return Sampling(temperature=value).temperature
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {error}") from error

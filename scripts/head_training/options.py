@@ -14,7 +14,7 @@ from decode.models.loading import check_model
 from heads.checkpoint import find_kind
 from heads.vocabulary import Output
 from scripts.shared.command import Parser, at_least, check_output_folder, check_plot
-from scripts.shared.prompts import TEMPLATE_OPTION, parse_template_option
+from scripts.shared.prompts import TEMPLATE_OPTION
 from training.checkpoint import METRICS
 from training.data import MAX_BAD, read_rows
 from training.factory import REGRESSION
@@ -100,9 +100,7 @@ class TrainOptions:
     max_bad: float = number("fail if more than this share of the rows cannot be trained on", MAX_BAD)
     use_text: bool = flag("read the texts of distilled answers, not their token ids", False)
     template_option: list[tuple[str, Any]] | None = flag(
-        TEMPLATE_OPTION["help"],
-        **{name: value for name, value in TEMPLATE_OPTION.items() if name != "help"},
-        type=parse_template_option,
+        TEMPLATE_OPTION["help"], **{name: value for name, value in TEMPLATE_OPTION.items() if name != "help"}
     )
     init: Path | None = flag(
         "start from the head in this folder; peagle: an EAGLE-3 head will do; mtp: a folder with the model's "

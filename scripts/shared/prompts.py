@@ -14,12 +14,6 @@ from decode import Target
 from training.conversations import Conversation, decode_text, read_conversation, read_lines
 from training.rendering import Renderer
 
-TEMPLATE_OPTION: dict[str, Any] = {
-    "action": "append",
-    "metavar": "NAME=VALUE",
-    "help": "an option of the chat template, such as enable_thinking=false; JSON or text; repeatable",
-}
-
 
 def parse_template_option(text: str) -> tuple[str, Any]:
     """An argparse type: the name and the value of a template's option. A value that is no JSON is text."""
@@ -32,9 +26,12 @@ def parse_template_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """Add --template-option, whose value is a list of pairs or None."""
-    parser.add_argument("--template-option", type=parse_template_option, **TEMPLATE_OPTION)
+TEMPLATE_OPTION: dict[str, Any] = {
+    "action": "append",
+    "type": parse_template_option,
+    "metavar": "NAME=VALUE",
+    "help": "an option of the chat template, such as enable_thinking=false; JSON or text; repeatable",
+}
 
 
 def read_conversations(path: str) -> list[Conversation]:

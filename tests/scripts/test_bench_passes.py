@@ -70,7 +70,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_report_has_its_settings_and_every_size_dtype_context_and_batch(report: dict[str, Any]) -> None:
+def test_report_has_its_settings_and_every_size_context_and_batch(report: dict[str, Any]) -> None:
     entries = report["passes"]
     names = ("engine", "dtype", "context", "batch")
     ours = [*product([OURS], ["float32"], CONTEXTS, BATCH_SIZES)]
@@ -79,17 +79,13 @@ def test_report_has_its_settings_and_every_size_dtype_context_and_batch(report: 
         assert entry["nodes"] == [*SIZES] == [1, 2, 4, 8, 12, 16, 32, 64]
         count = 2 if entry["engine"] == OURS else 2 * LLAMA_ROUNDS
         assert [len(samples) for samples in entry["samples_ms"]] == [count] * len(SIZES)
-        assert entry.get("weights", entry["dtype"]) == entry["dtype"] and ("weights" in entry) == (
-            entry["engine"] == OURS
-        )
-        assert all(sample > 0 for samples in entry["samples_ms"] for sample in samples)
-    assert all(find_medians(entry) == [2.0 * nodes for nodes in SIZES] for entry in entries if entry["engine"] == LLAMA)
-    assert list(report) == ["settings", "machine", "passes"]
-    settings, machine = report["settings"], report["machine"]
-    assert "/" not in json.dumps(settings)
-    assert (settings["repeats"], settings["accelerate"]) == (2, "off")
+        assert min(map(min, entry["samples_ms"])) > 0
+        assert entry.get("weights") == ("float32" if entry["engine"] == OURS else None)
+    assert find_medians(entries[-1]) == [2.0 * nodes for nodes in SIZES]
+    assert list(report) == ["settings", "machine", "passes"] and report["machine"]["threads"] == 1
+    settings = report["settings"]
+    assert "/" not in json.dumps(settings) and (settings["repeats"], settings["accelerate"]) == (2, "off")
     assert settings["llama_cpp"] == {"float32": {"model_type": "llama 1M", "model_n_params": 9, "build_commit": "abc"}}
-    assert machine["threads"] == 1
 
 
 def test_llama_bench_is_checked_once_and_runs_in_every_round(folder: Path) -> None:

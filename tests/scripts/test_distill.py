@@ -214,7 +214,6 @@ def test_a_run_continues_after_the_last_complete_line(call: Call) -> None:
 
 
 GOOD, OTHER = {"id": 1, "prompt": "x"}, {"id": 9, "prompt": "y"}
-NO_TEMPERATURE = "a temperature is 0 (greedy) or a number from 1e-30 on, not "
 
 
 @pytest.mark.parametrize(
@@ -222,12 +221,9 @@ NO_TEMPERATURE = "a temperature is 0 (greedy) or a number from 1e-30 on, not "
     [
         ({"id": 1, "prompt": "y"}, [], "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
         ({"id": None, "prompt": "y"}, [], "line 2: an id is a whole number or a text, not null"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, [], "line 2: there is no question to answer"),
-        ({"prompt": "x", "temperature": -1}, [], f"line 2: {NO_TEMPERATURE}-1"),
-        (OTHER, ["--temperature", "1e-40"], f"--temperature: {NO_TEMPERATURE}1e-40"),
-        (OTHER, ["--temperature", "nan"], f"--temperature: {NO_TEMPERATURE}NaN"),
+        ({"prompt": "x", "temperature": -1}, [], "line 2: temperature is -1.0; it must be 0 (greedy)"),
+        (OTHER, ["--temperature", "nan"], "--temperature: temperature is nan; it must be 0"),
         (OTHER, ["--out", "no/folder/out.jsonl"], "--out no/folder/out.jsonl cannot be written"),
-        (OTHER, ["missing.jsonl"], "missing.jsonl: No such file"),
         (OTHER, [], "there is no such folder"),  # of the model
     ],
 )

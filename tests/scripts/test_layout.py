@@ -52,17 +52,11 @@ def test_help_fits_the_terminal(command: str, columns: int, run_main: Call, monk
     ("command", "options", "message"),
     [
         ("generate", ["--promt", "hi"], "there is no option --promt; did you mean --prompt? (see"),
-        ("generate", ["--promt=hi"], "there is no option --promt; did you mean --prompt?"),
         ("generate", ["--prompt", "hi", "--max-tokens", "4"], "no option --max-tokens; did you mean --max-new-tokens?"),
-        ("generate", ["--prompt", "hi", "--temp", "1"], "no option --temp; did you mean --temperature?"),
         ("generate", ["--prompt", "--zebra"], "there is no option --zebra (see"),
         ("generate", ["--prompt=--zebra", "--nods", "4"], "there is no option --nods; did you mean --nodes?"),
         ("bench", ["--method", "none"], "there is no option --method; did you mean --methods?"),
         ("train", ["--ot", "x"], "there is no option --ot; did you mean --out?"),
-        ("distill", ["--outt", "x"], "there is no option --outt; did you mean --out?"),
-        ("calibrate", ["--prompts", "x"], "there is no option --prompts; did you mean --prompt"),
-        ("check", ["--modle", "x"], "there is no option --modle; did you mean --model?"),
-        ("demo", ["--verbse"], "there is no option --verbse (see"),
     ],
 )
 def test_a_mistyped_option_is_named(command: str, options: list[str], message: str, run_main: Call) -> None:
@@ -78,10 +72,6 @@ def test_values_that_argparse_takes_are_taken() -> None:
     assert parser.parse_args(["--prompt", "--no such option"]).prompt == "--no such option"
     assert parser.parse_args(["--prompt=--zebra"]).prompt == "--zebra"
     assert parser.parse_args(["--prompt", "-1", "--", "--zebra"]).files == ["--zebra"]
-
-
-def test_the_list_of_commands_fits_80_columns(run_main: Call) -> None:
-    assert measure_width(run_main(draftless.main).out) <= 80
 
 
 def test_a_wide_table_becomes_several_with_the_same_lines() -> None:
@@ -107,7 +97,7 @@ def test_names_of_methods_have_no_folders_and_stay_different() -> None:
     assert [*shorten(names).values()] == [*names[:2], "my.py:Mine", *names[3:]]
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8, 15])
+@pytest.mark.parametrize("heads", [1, 15])
 def test_a_calibrations_tables_fit_100_columns(heads: int) -> None:
     row = tuple(1 / (1 + rank) for rank in range(10))
     calibration = Calibration((row,) * heads, ((0.0, 1.0, 0.0),) * heads, (123456,) * heads)
