@@ -139,7 +139,7 @@ class Batch:
                 parts.append(part if len(running) == len(part.requests) else part.select(running))
         for row, request in enumerate(requests):
             if request.finish and request.call is not None:
-                request.call.record_states(request.request_id, self.session, row)
+                request.call.record_row(request.request_id, self.session, row)
         if self.prefixes is not None and len(kept) < len(requests):
             for text, request in zip(self.list_texts(), requests, strict=True):
                 if request.finish not in (None, "error"):
@@ -270,7 +270,8 @@ class Batch:
                 told = find_log_probs(part.verdict.logits[row, nodes], chunk.tokens, request.log_probs)
                 chunk = replace(chunk, log_probs=told)
             if request.call is not None:
-                request.call.record_logits(request.request_id, part.verdict.logits[row, part.accepted.path[row]])
+                nodes = part.accepted.path[row][: len(chunk.tokens)]
+                request.call.record_logits(request.request_id, part.verdict.logits[row, nodes])
             chunks.append(request.deliver(chunk, self.target.tokenizer))
             if request.finish and size > 1 and self._finish is not None:
                 self._finish(request.request_id, chunk.tokens, chunk.drafted)

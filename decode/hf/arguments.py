@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -72,36 +73,28 @@ INPUTS = {
 def find_generate_argument(name: str) -> Any:
     """An argument of the `generate` call that is running; None without one.
 
-    transformers does not pass the streamer, the assistant model and the tokenizer on to callables.
+    Up to 5.24, transformers does not pass the streamer, the assistant model and the tokenizer on to callables, so they
+    are looked for in the frames of `generate` and of the wrappers around it: it takes the tokenizer out of its own.
     """
-    functions: list[Any] = [GenerationMixin.generate]
-    while hasattr(functions[-1], "__wrapped__"):
-        functions.append(functions[-1].__wrapped__)
-    wrappers, frame = {each.__code__ for each in functions[:-1]}, sys._getframe(1)
-    while frame.f_code is not functions[-1].__code__:
-        if frame.f_back is None:
-            return None
+    codes, function = set[CodeType](), GenerationMixin.generate
+    while function is not None:
+        codes.add(function.__code__)
+        function = getattr(function, "__wrapped__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
-    if name in frame.f_locals:
-        return frame.f_locals[name]
-    # `generate` takes the tokenizer out of its keyword arguments. The wrappers around it still have them.
-    while frame.f_back is not None and frame.f_back.f_code in wrappers:
+    while frame is not None and frame.f_code in codes:
+        for passed in (frame.f_locals, frame.f_locals.get("kwargs", {})):
+            if passed.get(name) is not None:
+                return passed[name]
         frame = frame.f_back
-        values = inspect.getargvalues(frame)
-        passed = values.locals.get(values.keywords) if values.keywords else None
-        if isinstance(passed, dict) and name in passed:
-            return passed[name]
     return None
 
 
-def make_stop_criteria(strings: str | list[str] | None) -> list[StopStringCriteria]:
-    """The criterion for `stop_strings`, with the tokenizer that was passed to `generate`.
-
-    Raises ValueError without a tokenizer.
-    """
+def make_stop_criteria(strings: str | list[str] | None, tokenizer: Any) -> list[StopStringCriteria]:
+    """The criterion for `stop_strings`. Raises ValueError without a tokenizer."""
     if strings is None:
         return []
-    tokenizer = find_generate_argument("tokenizer")
     if tokenizer is None:
         raise ValueError(
             "stop_strings need the tokenizer: model.generate(..., stop_strings=[...], tokenizer=tokenizer)"

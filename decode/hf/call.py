@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.hf.kv_states import RowStates, load_rows, read_cache, read_row
+from decode.hf.kv_states import load_cache
 from decode.hf.prompts import PLACEHOLDER, Prompts
 from decode.session import Read, Session
 
@@ -20,13 +20,13 @@ from decode.session import Read, Session
 class GenerateCall:
     """The call that some requests belong to. A request's id is its row in the prompts.
 
-    states: the keys and values of rows that have ended. logits: after each row's tokens, as they came. Both are
-    recorded if they are asked for.
+    ended: a session for each row that has ended. logits: after each row's tokens, as they came. Both are recorded if
+    they are asked for.
     """
 
-    def __init__(self, prompts: Prompts, keeps_states: bool, keeps_logits: bool) -> None:
-        self.prompts, self.keeps_states, self.keeps_logits = prompts, keeps_states, keeps_logits
-        self.states: dict[int, RowStates] = {}
+    def __init__(self, prompts: Prompts, keeps_rows: bool, keeps_logits: bool) -> None:
+        self.prompts, self.keeps_rows, self.keeps_logits = prompts, keeps_rows, keeps_logits
+        self.ended: dict[int, Session] = {}
         self.logits: list[list[Tensor]] = [[] for _ in prompts.tokens]
 
     def find_inputs(self, rows: Sequence[int]) -> PromptInputs | None:
@@ -38,11 +38,11 @@ class GenerateCall:
         if self.keeps_logits:
             self.logits[row].append(logits.float())
 
-    def record_states(self, row: int, session: Session, place: int) -> None:
-        """Take what is committed of a row that has ended, from its place in a session."""
-        if self.keeps_states:
-            session.settle()
-            self.states[row] = read_row(session.cache, place)
+    def record_row(self, row: int, session: Session, place: int) -> None:
+        """Copy what is committed of a row that has ended, from its place in a session."""
+        if self.keeps_rows:
+            self.ended[row] = session.open(0)
+            self.ended[row].join(session, [place])
 
 
 class PromptInputs:
@@ -65,8 +65,7 @@ class PromptInputs:
         # A head drafts from the features of all tokens, so known ones are computed once more.
         past = 0 if session.layers and prompts.unknown == 0 else prompts.past
         if prompts.cache is not None and past:
-            states = [read_cache(prompts.cache, past, row, min(prompts.first[row], past)) for row in self.rows]
-            load_rows(session.cache, states, [max(past - begin, 0) for begin in first], session.target.device)
+            load_cache(session.cache, prompts.cache, past, self.rows, first)
             if session.states is not None:
                 session.states.load(prompts.cache, self.rows)
         rows = [prompts.tokens[row] for row in self.rows]

@@ -6,7 +6,7 @@ Shapes: B rows, H key-value heads, S slots, D head size. A row's slots are its c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from transformers.cache_utils import (
 from decode.kv_cache import KVCache
 
 READABLE = DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
-
-# One row's keys and values [H, S, D] in each layer; None for a layer that uses another layer's.
-RowStates: TypeAlias = list[tuple[Tensor, Tensor] | None]
 
 
 def count_cached(cache: Cache) -> int:
@@ -52,57 +49,48 @@ def check_cache(cache: Cache, batch: int) -> None:
             raise ValueError(f"the cache holds {layer.keys.shape[0]} rows; the batch has {batch}")
 
 
-def read_cache(cache: Cache, past: int, row: int, first: int) -> RowStates:
-    """A row's states in a user's cache of `past` columns, from the first one on. Those outside a window are zeros."""
-    return [_read_layer(layer, row, first, past) if _has_states(layer) else None for layer in cache.layers]
-
-
 def _has_states(layer: CacheLayerMixin) -> bool:
     """Whether a layer holds keys and values of its own. Some layers use another layer's."""
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 
-def _read_layer(layer: DynamicLayer | StaticLayer, row: int, first: int, past: int) -> tuple[Tensor, Tensor]:
-    held = [states[row, :, :past] for states in (layer.keys, layer.values)]
-    keys, values = (pad(states, (0, 0, past - states.shape[1], 0))[:, first:] for states in held)
-    return keys, values
-
-
-def write_cache(cache: Cache, rows: Sequence[RowStates], past: int, columns: int) -> None:
-    """Add the columns from `past` to `columns` to a transformers cache. Dropped columns become zeros."""
-    for number, layer in enumerate(zip(*rows, strict=True)):
-        if layer[0] is not None:
-            both = zip(*(states for states in layer if states is not None), strict=True)
-            keys, values = (
-                torch.stack([pad(states, (0, 0, columns - states.shape[1], 0)) for states in part]) for part in both
-            )
-            cache.update(keys[:, :, past:], values[:, :, past:], number)
-
-
-def read_row(cache: KVCache, row: int) -> RowStates:
-    """A copy of a row's committed states."""
-    slots = slice(0, cache.lengths[row])
+def read_layers(cache: Cache, past: int) -> list[tuple[Tensor, Tensor] | None]:
+    """Keys and values [B, H, past, D] of each layer of a user's cache. Columns that have left a window are zeros."""
     return [
-        (layer.keys[row, :, slots].clone(), layer.values[row, :, slots].clone()) if layer.is_initialized else None
+        (_fill(layer.keys[:, :, :past], past), _fill(layer.values[:, :, :past], past)) if _has_states(layer) else None
         for layer in cache.layers
     ]
 
 
-def load_rows(cache: KVCache, rows: Sequence[RowStates], lengths: Sequence[int], device: torch.device) -> None:
-    """Fill an empty cache with the first `lengths[b]` states of each row."""
-    count = max(lengths)
-    if count == 0:
+def load_cache(cache: KVCache, users: Cache, past: int, rows: Sequence[int], first: Sequence[int]) -> None:
+    """Fill an empty cache with rows of a user's cache of `past` columns, each from its `first` column on."""
+    lengths = [max(past - begin, 0) for begin in first]
+    if max(lengths) == 0:
         return
-    cache.reserve(0, count, device)
-    for number, layer in enumerate(zip(*rows, strict=True)):
-        if layer[0] is not None:
-            both = zip(*(states for states in layer if states is not None), strict=True)
-            keys, values = (_stack_rows(part, lengths) for part in both)
+    layers = read_layers(users, past)
+    cache.reserve(0, max(lengths), next(keys.device for keys, _ in filter(None, layers)))
+    for number, both in enumerate(layers):
+        if both is not None:
+            cut = [
+                [states[row, :, past - length :].transpose(0, 1) for row, length in zip(rows, lengths, strict=True)]
+                for states in both
+            ]
+            keys, values = (pad_sequence(states).permute(1, 2, 0, 3) for states in cut)  # [B, H, S, D]
             cache.update(keys, values, number)
     cache.commit(lengths)
 
 
-def _stack_rows(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """[B, H, S, D], padded at the end."""
-    cut = [each[:, :length].transpose(0, 1) for each, length in zip(states, lengths, strict=True)]
-    return pad_sequence(cut, batch_first=True).transpose(1, 2)
+def write_cache(users: Cache, rows: Sequence[KVCache], past: int, columns: int) -> None:
+    """Add the columns from `past` to `columns` of caches of one row to a user's. Dropped columns become zeros."""
+    for number, layer in enumerate(rows[0].layers):
+        if layer.is_initialized:
+            keys, values = (
+                torch.cat([_fill(getattr(row.layers[number], name)[:, :, : row.lengths[0]], columns) for row in rows])
+                for name in ("keys", "values")
+            )
+            users.update(keys[:, :, past:], values[:, :, past:], number)
+
+
+def _fill(states: Tensor, columns: int) -> Tensor:
+    """States [B, H, S, D] as [B, H, columns, D], with zeros before them."""
+    return pad(states, (0, 0, columns - states.shape[2], 0))

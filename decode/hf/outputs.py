@@ -16,11 +16,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from decode.hf.call import GenerateCall
-from decode.hf.kv_states import RowStates, load_rows, read_cache, read_row, write_cache
+from decode.hf.kv_states import read_layers, write_cache
 from decode.hf.prompts import Prompts, extend_columns
 from decode.models.compatibility import find_cache_name
-from decode.session import Session
-from decode.target import Target
 from decode.trees.tree import Tree
 
 PASS_OUTPUTS = ("attentions", "hidden_states")
@@ -28,7 +26,6 @@ PASS_OUTPUTS = ("attentions", "hidden_states")
 
 def make_output(
     model: PreTrainedModel,
-    target: Target,
     call: GenerateCall,
     sequences: Tensor,
     counts: Sequence[int],
@@ -44,15 +41,16 @@ def make_output(
     wanted = [name for name in names if getattr(config, f"output_{name}")]
     wants_logits = bool(names) and bool(config.output_scores or config.output_logits)
     logits, every = list[Tensor](), dict[str, Any]()
-    if target.is_recurrent:
+    if not call.keeps_rows:  # of a recurrent target
         if wanted or wants_logits or prompts.cache is not None:
             every = _run_again(model, prompts, sequences, new, prompts.cache, wanted)  # which fills the cache
             logits = [*every["logits"][:, -new:].float()]
     else:
         before = _copy_cache(model, prompts) if wanted and prompts.past else None
-        states, logits = _complete(target, call, sequences, counts)
+        logits = _complete(call, sequences, counts)
         if prompts.cache is not None:
-            write_cache(prompts.cache, states, prompts.past, prompts.columns + new - 1)
+            rows = [call.ended[row].cache for row in range(len(counts))]
+            write_cache(prompts.cache, rows, prompts.past, prompts.columns + new - 1)
         every = _run_again(model, prompts, sequences, new, before, wanted) if wanted else {}
     output = GenerateDecoderOnlyOutput(sequences=sequences)
     setattr(output, find_cache_name(GenerateDecoderOnlyOutput), prompts.cache)
@@ -69,42 +67,29 @@ def make_output(
     return output
 
 
-def _complete(
-    target: Target, call: GenerateCall, sequences: Tensor, counts: Sequence[int]
-) -> tuple[list[RowStates], list[Tensor]]:
-    """The states of all columns but the last, and the logits [T, V] of new tokens, for each row.
+def _complete(call: GenerateCall, sequences: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Let rows that ended before the others go on with padding, as in transformers.
 
-    Rows that end before the others go on with padding, as in transformers.
+    In the end, all have states of all columns but the last. Returns the logits [T, V] that were recorded of each row.
     """
     prompts, new = call.prompts, max(counts)
-    lengths = [prompts.columns - first + count - 1 for first, count in zip(prompts.first, counts, strict=True)]
-    logits = [torch.cat(call.logits[row])[:count] for row, count in enumerate(counts) if call.keeps_logits]
-    states = [_cut(call.states[row], length) for row, length in enumerate(lengths)]
-    short = [row for row, count in enumerate(counts) if count < new]
-    if short:
-        rest = Session(target, len(short), inputs=call.find_inputs(short))
-        load_rows(rest.cache, [states[row] for row in short], [lengths[row] for row in short], target.device)
-        tokens = [sequences[row, counts[row] - new - 1 : -1].tolist() for row in short]
-        padded = rest.verify(Tree.chain(tokens)).logits
-        rest.keep([range(len(row)) for row in tokens])
-        for place, row in enumerate(short):
-            states[row] = read_row(rest.cache, place)
-            if call.keeps_logits:
-                logits[row] = torch.cat([logits[row], padded[place, : new - counts[row]].float()])
-    return states, logits
-
-
-def _cut(states: RowStates, length: int) -> RowStates:
-    return [None if both is None else (both[0][:, :length], both[1][:, :length]) for both in states]
+    for row, count in enumerate(counts):
+        session = call.ended[row]
+        session.rewind(0, prompts.columns - prompts.first[row] + count - 1)
+        if count < new:
+            tokens = sequences[row, count - new - 1 : -1].tolist()
+            call.record_logits(row, session.verify(Tree.chain([tokens])).logits[0])
+            session.keep([range(len(tokens))])
+    return [torch.cat(parts) for parts in call.logits if parts]
 
 
 def _copy_cache(model: PreTrainedModel, prompts: Prompts) -> Cache:
     """The user's cache as it is now."""
     assert prompts.cache is not None
     copied = DynamicCache(config=model.config.get_text_config(decoder=True))
-    write_cache(
-        copied, [read_cache(prompts.cache, prompts.past, row, 0) for row in range(len(prompts.tokens))], 0, prompts.past
-    )
+    for number, both in enumerate(read_layers(prompts.cache, prompts.past)):
+        if both is not None:
+            copied.update(*both, number)
     return copied
 
 

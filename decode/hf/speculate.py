@@ -75,7 +75,7 @@ def speculate(
     Raises ValueError for settings that cannot be honoured, and for models that cannot be a target; FloatingPointError
     for a row whose logits or processed scores are NaN or infinite.
     """
-    streamer = inputs.pop("streamer", None) or find_generate_argument("streamer")
+    streamer, tokenizer = (inputs.pop(name, None) or find_generate_argument(name) for name in ("streamer", "tokenizer"))
     check_proposer(proposer)
     refuse_unsupported(model)
     refuse_settings(model, generation_config, logits_processor)
@@ -83,7 +83,7 @@ def speculate(
     prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer takes the tokens of one row; the batch has {len(input_ids)}")
-    criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings)])
+    criteria = StoppingCriteriaList([*stopping_criteria, *make_stop_criteria(stop_strings, tokenizer)])
     max_new_tokens, stop_ids, criteria = split_criteria(criteria, input_ids.shape[1])
     pad = generation_config.pad_token_id
     pad = next(iter(stop_ids), None) if pad is None else pad
@@ -92,9 +92,10 @@ def speculate(
     returns_more = bool(generation_config.return_dict_in_generate)
     target = _find_target(model, accelerate, deterministic)
     refuse_prompts(target, prompts)
-    records = not target.is_recurrent  # `make_output` runs those once more
+    returns_any = returns_more or returns_cache
+    # `make_output` runs models with a recurrent state once more, and needs no records.
     call = GenerateCall(
-        prompts, records and (returns_more or returns_cache), records and returns_more and returns_logits
+        prompts, *(each and not target.is_recurrent for each in (returns_any, returns_more and returns_logits))
     )
     proposer, context = as_proposer(proposer, target), target.context - prompts.extra_positions
     may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > context
@@ -119,8 +120,8 @@ def speculate(
     for request in requests:
         request.call, request.context = call, context
     sequences, counts = _collect(run_requests(target, requests, proposer, nodes), input_ids, streamer, pad or 0)
-    if returns_more or returns_cache:
-        output = make_output(model, target, call, sequences, counts, generation_config, first)
+    if returns_any:
+        output = make_output(model, call, sequences, counts, generation_config, first)
     return output if generation_config.return_dict_in_generate else sequences
 
 
