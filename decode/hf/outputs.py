@@ -67,6 +67,7 @@ def make_output(
     return output
 
 
+@torch.inference_mode()  # as in the loop
 def _complete(call: GenerateCall, sequences: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Let rows that ended before the others go on with padding, as in transformers.
 

@@ -93,10 +93,8 @@ def speculate(
     target = _find_target(model, accelerate, deterministic)
     refuse_prompts(target, prompts)
     returns_any = returns_more or returns_cache
-    # `make_output` runs models with a recurrent state once more, and needs no records.
-    call = GenerateCall(
-        prompts, *(each and not target.is_recurrent for each in (returns_any, returns_more and returns_logits))
-    )
+    is_recorded = not target.is_recurrent  # `make_output` runs such a model once more
+    call = GenerateCall(prompts, is_recorded and returns_any, is_recorded and returns_more and returns_logits)
     proposer, context = as_proposer(proposer, target), target.context - prompts.extra_positions
     may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > context
     if pad is None and len(input_ids) > 1 and may_end_early:
